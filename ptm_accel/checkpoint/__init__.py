@@ -1,0 +1,1 @@
+"""Resumable training state, and directories that are complete or absent."""

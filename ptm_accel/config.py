@@ -1,0 +1,413 @@
+"""The dials a person sets, and what they come to on this machine.
+
+`PTMConfig` is what was asked: plain data, checked when it is made, the same from a YAML file, a dict or Python.
+`resolve` turns it into bytes for one machine: a `ResolvedConfig`, which also tells where each value came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import yaml
+
+from ptm_accel import machine
+from ptm_accel.errors import BudgetError, ConfigError
+from ptm_accel.units import format_bytes, parse_bytes
+
+DEFAULT_PAGE_SIZE = "4MiB"
+PAGE_MULTIPLE_BYTES = 4096
+"""Pages are multiples of this, as direct disk transfers ask for."""
+
+HOST_SHARE = "80%"
+"""Default `host_memory`, as a share of what is available: the rest is for activations, Python and page cache."""
+DEVICE_SHARE = "90%"
+"""Default `device_memory`, as a share of the card: the rest is for the driver's context and fragments."""
+DISK_SHARE = "90%"
+"""Default `disk.limit`, as a share of the free space."""
+
+_ANY_TOTAL_BYTES = 1 << 62
+"""Stands for a total that is only known on the machine, and so large that no share but 0% of it is too small."""
+
+UPDATE_MODES = ("exact",)
+MASTER_WEIGHTS = ("fp32", "none")
+YAML_SECTION = "ptm_config"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskConfig:
+    """Where pages may go on disk, and how much of it.
+
+    Attributes:
+        paths: folders for the scratch files; `~` and environment variables are expanded.
+        limit: bytes over all paths together, e.g. `"500GB"`, or a share of their free space; None derives it.
+    """
+
+    paths: tuple[str, ...]
+    limit: str | int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the paths' form (not yet whether they exist) and the limit."""
+        texts = _path_texts(self.paths)
+        seen: dict[str, str] = {}
+        for text in texts:
+            first = seen.setdefault(os.path.realpath(_expand(text)), text)
+            if first is not text:
+                raise ConfigError(f"disk.paths: {text!r} is the same folder as {first!r}; name each folder once.")
+        object.__setattr__(self, "paths", texts)
+        if self.limit is not None and _check_size("disk.limit", self.limit) == 0:
+            raise ConfigError("disk.limit: 0 B leaves no room for pages; raise it, or leave disk out.")
+
+    @classmethod
+    def load(cls, value: DiskConfig | str | os.PathLike[str] | Sequence[str] | Mapping[str, Any]) -> DiskConfig:
+        """Makes a `DiskConfig` from one path, a list of paths, or a mapping with `paths` and `limit`.
+
+        Raises:
+            ConfigError: any other type, an unknown key, a limit without paths, or values that cannot be used.
+        """
+        if isinstance(value, DiskConfig):
+            return value
+        if isinstance(value, str | os.PathLike):
+            return cls(paths=(os.fspath(value),))
+        if isinstance(value, Mapping):
+            _check_keys(value, [field.name for field in fields(cls)], "disk")
+            if value.get("paths") is None:
+                raise ConfigError(f"disk: {dict(value)!r} has no paths; set disk.paths to at least one folder.")
+            return cls(**value)
+        if isinstance(value, Sequence):
+            return cls(paths=tuple(value))
+        raise ConfigError(
+            f"disk: {value!r} is a {type(value).__name__}; give a path, a list of paths, or paths with a limit."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PTMConfig:
+    """The dials. Each has a default that is derived on the machine (`resolve`), so `PTMConfig()` is complete.
+
+    Sizes are bytes as int, or text such as `"10GB"` (decimal), `"512MiB"` (binary) or `"80%"` (a share).
+
+    Attributes:
+        device_memory: what may be used on the accelerator; a share is of the card. Default: 90% of the card.
+        host_memory: what may be used in host memory; a share is of the machine's or container's limit.
+            Default: 80% of what is available at the start.
+        disk: scratch folders, or `DiskConfig` (or a mapping) for a limit. Default: no disk.
+        update: `"exact"`: the same numbers as without paging.
+        page_size: the unit of booking and transfer; a power of two and a multiple of 4096 bytes.
+        master_weights: `"fp32"` keeps fp32 masters of low-precision parameters; None or `"none"` does not.
+
+    Raises:
+        ConfigError: a value that does not parse, is not available, or contradicts another.
+    """
+
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    disk: DiskConfig | str | list[str] | dict[str, Any] | None = None
+    update: str = "exact"
+    page_size: str | int = DEFAULT_PAGE_SIZE
+    master_weights: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks each dial, and the dials against one another."""
+        page_bytes = _check_page_size(self.page_size)
+        for dial, value in (("device_memory", self.device_memory), ("host_memory", self.host_memory)):
+            if value is not None:
+                _check_holds_a_page(dial, _check_size(dial, value), page_bytes)
+        if self.disk is not None:
+            object.__setattr__(self, "disk", DiskConfig.load(self.disk))
+        if self.update == "lock_free":
+            raise ConfigError(
+                "update: 'lock_free' is not available in this version (available: exact); set update to 'exact'."
+            )
+        _check_choice("update", self.update, UPDATE_MODES)
+        if self.master_weights is not None:
+            _check_choice("master_weights", self.master_weights, MASTER_WEIGHTS)
+        if self.master_weights == "none":
+            object.__setattr__(self, "master_weights", None)
+
+    @classmethod
+    def load(cls, value: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
+        """Makes a configuration from whatever a caller has.
+
+        Args:
+            value: None (all defaults), a `PTMConfig`, a mapping of dials, or the path of a YAML file with the dials,
+                at its top or in a section `ptm_config:`.
+
+        Raises:
+            ConfigError: a file that is missing or not YAML, something that is not a mapping, an unknown key, or
+                values that cannot be used. The message starts with the file's name where there is one.
+        """
+        if isinstance(value, PTMConfig):
+            return value
+        if value is None:
+            return cls()
+        if isinstance(value, str | os.PathLike):
+            return cls._from_file(Path(_expand(os.fspath(value))))
+        return cls._from_mapping(value)
+
+    @classmethod
+    def _from_file(cls, file: Path) -> PTMConfig:
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(f"{file}: no such file; give the path of a YAML file with ptm_accel's dials.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read: {error}; give the path of a YAML file.") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file}: not valid YAML: {error}; correct that line.") from error
+        try:
+            # A file with everything commented out asks for the defaults.
+            return cls._from_mapping({} if content is None else content)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+
+    @classmethod
+    def _from_mapping(cls, value: object) -> PTMConfig:
+        known = [field.name for field in fields(cls)]
+        if isinstance(value, Mapping) and YAML_SECTION in value:
+            beside = [key for key in value if key in known]
+            if beside:
+                raise ConfigError(
+                    f"configuration: {', '.join(beside)} stands beside the section {YAML_SECTION!r}; move it inside."
+                )
+            section = value[YAML_SECTION]
+            value = {} if section is None else section
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"configuration: expected a mapping of dials, got {type(value).__name__} {value!r}; "
+                f"write lines such as 'host_memory: 16GiB'."
+            )
+        _check_keys(value, known, "configuration")
+        return cls(**value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedConfig:
+    """What the dials come to on this machine.
+
+    Attributes:
+        page_bytes: the page size.
+        host_bytes: the budget of the host tier.
+        device_bytes: the budget of the device tier; None without a device.
+        disk_paths: the folders for scratch files, checked; empty without a disk tier.
+        disk_limit_bytes: the budget of the disk tier over all paths; None without a disk tier.
+        update: how updates are done.
+        master_weights: `"fp32"` or None.
+        origins: for each dial, where its value came from: `"given"`, `"default"`, `"derived from ..."`, or why it
+            does not apply.
+    """
+
+    page_bytes: int
+    host_bytes: int
+    device_bytes: int | None
+    disk_paths: tuple[Path, ...]
+    disk_limit_bytes: int | None
+    update: str
+    master_weights: str | None
+    origins: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """One line a dial, with its value and origin, for the log."""
+        disk = ", ".join(str(path) for path in self.disk_paths)
+        values = {
+            "device_memory": _show(self.device_bytes),
+            "host_memory": _show(self.host_bytes),
+            "disk": f"{_show(self.disk_limit_bytes)} on {disk}" if self.disk_paths else "none",
+            "update": self.update,
+            "page_size": _show(self.page_bytes),
+            "master_weights": self.master_weights or "none",
+        }
+        return [f"{dial}: {value} ({self.origins[dial]})" for dial, value in values.items()]
+
+
+def resolve(config: PTMConfig, *, device_total_bytes: int | None) -> ResolvedConfig:
+    """Turns the dials into bytes on this machine, and checks the disk paths.
+
+    Args:
+        config: what was asked.
+        device_total_bytes: memory of the accelerator; None on a machine without one, where `device_memory` is
+            ignored, since one file of dials may serve several machines.
+
+    Raises:
+        BudgetError: more is asked than the machine or its control group has.
+        ConfigError: a disk path that cannot be used, or a budget smaller than a page.
+    """
+    page_bytes = _check_page_size(config.page_size)
+    host_bytes, host_origin = _resolve_host(config.host_memory, page_bytes)
+    device_bytes, device_origin = _resolve_device(config.device_memory, device_total_bytes, page_bytes)
+    disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config)
+    default_page = page_bytes == parse_bytes(DEFAULT_PAGE_SIZE)
+    return ResolvedConfig(
+        page_bytes=page_bytes,
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        disk_paths=disk_paths,
+        disk_limit_bytes=disk_limit_bytes,
+        update=config.update,
+        master_weights=config.master_weights,
+        origins={
+            "device_memory": device_origin,
+            "host_memory": host_origin,
+            "disk": disk_origin,
+            # "exact" is the only mode there is, so it cannot have been chosen against another.
+            "update": "default",
+            "page_size": "default" if default_page else "given",
+            "master_weights": "default" if config.master_weights is None else "given",
+        },
+    )
+
+
+def check_disk_path(path: Path) -> None:
+    """Checks that a scratch file can be made in a folder, by making one.
+
+    Raises:
+        ConfigError: the folder does not exist, is not a folder, or nothing can be written there.
+    """
+    remedy = "set disk.paths to an existing, writable folder"
+    if not path.exists():
+        raise ConfigError(f"disk: no such directory: {path}; {remedy}.")
+    if not path.is_dir():
+        raise ConfigError(f"disk: not a directory: {path}; {remedy}.")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"disk: not writable: {path}; {remedy}.")
+    try:
+        # Permissions do not tell of read-only or full file systems, so a file is really made (unnamed, so that
+        # nothing is left behind).
+        with tempfile.TemporaryFile(dir=path) as scratch:
+            scratch.write(b"\0")
+            scratch.flush()
+    except OSError as error:
+        raise ConfigError(f"disk: not writable: {path} ({error.strerror}); {remedy}.") from error
+
+
+def _resolve_host(asked: str | int | None, page_bytes: int) -> tuple[int, str]:
+    limit = machine.host_limit()
+    if asked is None:
+        available = machine.available_bytes()
+        nbytes = parse_bytes(HOST_SHARE, total_bytes=available)
+        origin = (
+            f"derived from {HOST_SHARE} of {format_bytes(available)} available; "
+            f"the {limit.origin} is {format_bytes(limit.bytes)}"
+        )
+    else:
+        nbytes = _check_size("host_memory", asked, total_bytes=limit.bytes)
+        origin = f"given, {asked} of the {limit.origin} {format_bytes(limit.bytes)}" if _is_share(asked) else "given"
+    if nbytes > limit.bytes:
+        _refuse_too_much("host_memory", nbytes, f"the {limit.origin}", limit.bytes)
+    _check_holds_a_page("host_memory", nbytes, page_bytes)
+    return nbytes, origin
+
+
+def _resolve_device(asked: str | int | None, total_bytes: int | None, page_bytes: int) -> tuple[int | None, str]:
+    if total_bytes is None:
+        return None, "no device" if asked is None else "ignored: no device"
+    card = f"the card's {format_bytes(total_bytes)}"
+    if asked is None:
+        nbytes, origin = parse_bytes(DEVICE_SHARE, total_bytes=total_bytes), f"derived from {DEVICE_SHARE} of {card}"
+    else:
+        nbytes = _check_size("device_memory", asked, total_bytes=total_bytes)
+        origin = f"given, {asked} of {card}" if _is_share(asked) else "given"
+    if nbytes > total_bytes:
+        _refuse_too_much("device_memory", nbytes, "the card's memory", total_bytes)
+    _check_holds_a_page("device_memory", nbytes, page_bytes)
+    return nbytes, origin
+
+
+def _resolve_disk(config: PTMConfig) -> tuple[tuple[Path, ...], int | None, str]:
+    if config.disk is None:
+        return (), None, "off: no path given"
+    disk = DiskConfig.load(config.disk)
+    paths = tuple(Path(os.path.realpath(_expand(text))) for text in disk.paths)
+    for path in paths:
+        check_disk_path(path)
+    # Paths on one file system share its free space, so each file system counts once.
+    file_systems = {path.stat().st_dev: path for path in paths}
+    free_bytes = sum(psutil.disk_usage(str(path)).free for path in file_systems.values())
+    asked = DISK_SHARE if disk.limit is None else disk.limit
+    nbytes = _check_size("disk.limit", asked, total_bytes=free_bytes)
+    if nbytes > free_bytes:
+        _refuse_too_much("disk.limit", nbytes, "the free space of its paths", free_bytes)
+    if disk.limit is None:
+        return paths, nbytes, f"paths given, limit derived from {DISK_SHARE} of {format_bytes(free_bytes)} free"
+    return paths, nbytes, "given"
+
+
+def _path_texts(paths: object) -> tuple[str, ...]:
+    """The paths as texts; accepts one path too, since configurations come from files and callers without types."""
+    if isinstance(paths, str | os.PathLike):
+        paths = (paths,)
+    if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise ConfigError(f"disk.paths: {paths!r} is not a path or a list of paths; name existing folders.")
+    texts = tuple(os.fspath(path) for path in paths)
+    if not texts or not all(text.strip() for text in texts):
+        raise ConfigError(
+            f"disk.paths: {list(texts)!r} names no folder; name at least one, or leave disk out to train without."
+        )
+    return texts
+
+
+def _refuse_too_much(dial: str, asked_bytes: int, limit_name: str, limit_bytes: int) -> NoReturn:
+    limit = format_bytes(limit_bytes)
+    raise BudgetError(
+        f"{dial}: asked {format_bytes(asked_bytes)}, {limit_name} is {limit}; set {dial} to at most {limit}."
+    )
+
+
+def _check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
+    for key in value:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}The keys are: {', '.join(known)}.")
+
+
+def _check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{dial}: {value!r} is unknown; set it to {' or '.join(repr(name) for name in choices)}.")
+
+
+def _check_size(dial: str, value: str | int, *, total_bytes: int = _ANY_TOTAL_BYTES) -> int:
+    """Bytes of a dial; without `total_bytes`, a share is only checked for its form and for not being zero."""
+    try:
+        return parse_bytes(value, total_bytes=total_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"{dial}: {error}") from error
+
+
+def _check_page_size(value: str | int) -> int:
+    try:
+        page_bytes = parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"page_size: {error}") from error
+    if page_bytes < PAGE_MULTIPLE_BYTES or page_bytes & (page_bytes - 1):
+        raise ConfigError(
+            f"page_size: {value!r} is {page_bytes} B, which is not a power of two and a multiple of "
+            f"{PAGE_MULTIPLE_BYTES} B; use a size such as {DEFAULT_PAGE_SIZE!r}."
+        )
+    return page_bytes
+
+
+def _check_holds_a_page(dial: str, nbytes: int, page_bytes: int) -> None:
+    if nbytes < page_bytes:
+        raise ConfigError(
+            f"{dial}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}; "
+            f"raise {dial}, or lower page_size."
+        )
+
+
+def _is_share(value: str | int) -> bool:
+    return isinstance(value, str) and value.strip().endswith("%")
+
+
+def _expand(text: str) -> str:
+    return os.path.expanduser(os.path.expandvars(text))
+
+
+def _show(nbytes: int | None) -> str:
+    return "none" if nbytes is None else format_bytes(nbytes)

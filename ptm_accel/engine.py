@@ -1,0 +1,381 @@
+"""Joins a model, its memory and its optimizer. Thin: the work is done in the layers below."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
+from ptm_accel.errors import BudgetError, ConfigError
+from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.memory.setup import Capacities, Memory, build_memory, return_freed_memory_early
+from ptm_accel.metrics import Metrics
+from ptm_accel.model.attach import check_model, take_parameters
+from ptm_accel.model.floor import Floor, least_budget
+from ptm_accel.model.gradients import Gradients, clip_coefficient, total_norm
+from ptm_accel.model.residency import Residency
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.state_dicts import StateDictHooks
+from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.support import Grain, grain_of
+from ptm_accel.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_SMALL_SHARE = 64
+"""Tensors of less than a page divided by this stay in the compute tier: norms and biases, not worth a transfer."""
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+class Engine:
+    """A model on pages. Made by `Engine.attach`, ended by `detach` or `close`.
+
+    Attributes:
+        model: the model, unchanged but for its parameter dictionaries and hooks.
+        asked: the dials as given.
+        config: the dials as resolved for this machine.
+        memory: the tiers and the pool.
+        slots: its parameters.
+        gradients: their gradients.
+        optimizer: the optimizer bound to it, if any.
+        floor: the least budget it can train under.
+    """
+
+    def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
+        self.model = model
+        self.asked = asked
+        self.config = config
+        self.memory = memory
+        self.pool = memory.pool
+        self.slots = SlotTable()
+        self.table = ExtentTable()
+        self.residency = Residency(self.pool, self.slots, self.table)
+        self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
+        self.optimizer: PagedOptimizer | None = None
+        self.gradients: Gradients | None = None
+        self.metrics = Metrics(memory)
+        self._finaliser = weakref.finalize(model, memory.close)
+
+    # ---- beginning and end -----------------------------------------------------------------------------------
+
+    @classmethod
+    def attach(cls, model: nn.Module, config: PTMConfig | None = None, *, memory: Memory | None = None) -> Engine:
+        """Puts a model's parameters on pages.
+
+        Args:
+            model: any module; parameters on the meta device become blank pages.
+            config: the dials.
+            memory: tiers made by the caller, instead of those of this machine.
+
+        Returns:
+            the engine; a model that is already on pages keeps the one it has.
+
+        Raises:
+            ConfigError: contradictory dials, or other dials than a model on pages was given.
+            UnsupportedError: a parameter or module that cannot be paged, by name.
+            BudgetError: less than the least budget the model can train under.
+        """
+        existing = engine_of(model)
+        if existing is not None:
+            existing._check_same(config)
+            return existing
+        check_model(model)
+        asked = config or PTMConfig()
+        resolved, memory = _open(asked, memory)
+        engine = cls(model, asked, resolved, memory)
+        try:
+            engine._install()
+        except BaseException:
+            engine.detach(check=False)
+            raise
+        _engines[model] = engine
+        return engine
+
+    def _install(self) -> None:
+        pool = self.pool
+        small = self.config.page_bytes // _SMALL_SHARE
+        named = take_parameters(self.model, pool, self.slots, self.table, small_bytes=small)
+        self.floor = self._floor(Grain.ELEMENTS)
+        self._refuse_below(self.floor)
+        buffers = sum(b.nbytes for b in self.model.buffers())
+        self._buffers = pool.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
+        if not self._all_fits():
+            return_freed_memory_early()
+        for slot, data in named:
+            if data is None:
+                slot.stand_in(pool.compute.device)
+            else:
+                pool.adopt(slot.value, data)
+            if not slot.value.movable:
+                pool.fault(slot.value)
+        del named
+        trainable = [s for s in self.slots if s.param.requires_grad]
+        self.gradients = Gradients(trainable, pool, wide=self.config.master_weights is not None)
+        self.residency.install(self.model)
+        self.state_dicts.install(self.model)
+        self.gradients.hold_landing()
+        self._hint_about_masters(trainable)
+
+    def detach(self, *, check: bool = True) -> nn.Module:
+        """Takes the model off its pages: an ordinary model in ordinary memory, values included.
+
+        Args:
+            check: refuse if the model does not fit the machine's memory.
+
+        Returns:
+            the model.
+        """
+        self.residency.abort()
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = None
+        if self.gradients is not None:
+            self.gradients.remove()
+            self.gradients = None
+        self.state_dicts.remove()
+        self.residency.remove()
+        for slot in self.slots:
+            slot.value.occupant = None
+            if slot.value.place.resident:
+                values = self.pool.fault(slot.value).detach().clone()
+            else:
+                values = self.pool.snapshot(slot.value).to(self.pool.compute.device).clone()
+            self.table.remove(slot.param.data)
+            slot.param.data = values
+            self.pool.forget(slot.value)
+        self.close()
+        return self.model
+
+    def close(self) -> None:
+        """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
+        _engines.pop(self.model, None)
+        self._finaliser.detach()
+        self.memory.close()
+
+    def abort(self) -> None:
+        """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
+        self.residency.abort()
+
+    def _check_same(self, config: PTMConfig | None) -> None:
+        if config is not None and config != PTMConfig() and config != self.asked:
+            raise ConfigError(
+                f"this model is already on pages with {self.asked}, and cannot be moved to {config} while it "
+                "is. Use the same ptm_config, or call `engine_of(model).detach()` first."
+            )
+
+    # ---- budgets ---------------------------------------------------------------------------------------------
+
+    @property
+    def window_bytes(self) -> int:
+        """Size of an optimizer window."""
+        return self.config.page_bytes
+
+    def _state_bytes(self) -> int:
+        masters = 4 if self.config.master_weights is not None else 0
+        widths = [s.value.dtype.itemsize for s in self.slots if s.param.requires_grad]
+        return masters + 2 * (4 if masters else max(widths, default=4))
+
+    def _floor(self, grain: Grain) -> Floor:
+        return least_budget(
+            self.model,
+            self.slots,
+            window_bytes=self.window_bytes,
+            state_bytes_per_element=self._state_bytes(),
+            whole_updates=grain is Grain.TENSOR,
+        )
+
+    def _needed_bytes(self) -> int:
+        """All of the model's states, as if nothing ever moved."""
+        per_element = self._state_bytes()
+        total = sum(s.value.slot_bytes for s in self.slots)
+        for slot in self.slots:
+            if slot.param.requires_grad:
+                total += slot.value.slot_bytes + slot.value.numel * per_element
+        return total + sum(b.nbytes for b in self.model.buffers())
+
+    def _all_fits(self) -> bool:
+        return self._needed_bytes() <= self.pool.budget.capacity_bytes
+
+    def _refuse_below(self, floor: Floor) -> None:
+        capacity, needed = self.pool.budget.capacity_bytes, self._needed_bytes()
+        dial = "device_memory" if self.pool.budget.tier is Tier.DEVICE else "host_memory"
+        if capacity < floor.total_bytes:
+            raise BudgetError(
+                f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
+                f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
+                f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {dial} to at least "
+                f"{floor.total_bytes} bytes."
+            )
+        if self.pool.home is None and capacity < needed:
+            raise BudgetError(
+                f"{dial} is {format_bytes(capacity)} and the states of this model take {format_bytes(needed)}, with no "
+                "tier below for what does not fit. Set disk to a directory on an SSD, or "
+                f"{dial} to at least {format_bytes(needed)}."
+            )
+        disk = self.memory.budgets.get(Tier.DISK)
+        rooms = sum(b.capacity_bytes for b in self.memory.budgets.values())
+        if disk is not None and needed > rooms:
+            raise BudgetError(
+                f"the states of this model take {format_bytes(needed)}, and all tiers together have "
+                f"{format_bytes(rooms)} (disk {format_bytes(disk.capacity_bytes)}). Raise the limit of disk, or add a path."
+            )
+
+    def _hint_about_masters(self, trainable: list[ParamSlot]) -> None:
+        narrow = [s for s in trainable if s.value.dtype in (torch.bfloat16, torch.float16)]
+        if narrow and self.config.master_weights is None:
+            logger.info(
+                "%d of %d trainable parameters are %s and are updated in it, as without ptm_accel; "
+                "master_weights: fp32 keeps small updates from being rounded away.",
+                len(narrow), len(trainable), narrow[0].value.dtype,
+            )
+
+    # ---- training --------------------------------------------------------------------------------------------
+
+    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
+        """Puts an optimizer's state on pages; an optimizer bound before loses its state.
+
+        Raises:
+            UnsupportedError: the optimizer cannot run on pages.
+            BudgetError: it updates whole tensors, and the budget is below what that needs.
+        """
+        if isinstance(optimizer, PagedOptimizer) and optimizer is self.optimizer:
+            return optimizer
+        grain = grain_of(optimizer)
+        if grain is Grain.TENSOR and not self._all_fits():
+            self._refuse_below(self._floor(grain))
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = None
+        assert self.gradients is not None
+        self.optimizer = PagedOptimizer(
+            optimizer,
+            self.slots,
+            self.gradients,
+            self.pool,
+            master_weights=self.config.master_weights is not None,
+            window_bytes=self.window_bytes,
+            batch_bytes=self._batch_bytes(),
+        )
+        return self.optimizer
+
+    def _batch_bytes(self) -> int:
+        if self._all_fits():
+            return 64 << 20
+        return min(64 << 20, max(self.window_bytes, (self.pool.budget.capacity_bytes - self.floor.total_bytes) // 40))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` over all parameters with gradients; bit-equal to it.
+
+        Returns:
+            the norm before clipping, a scalar.
+        """
+        assert self.gradients is not None
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        present = self.gradients.present()
+        norm = total_norm(present, float(norm_type), self.pool.compute.device)
+        if present and self.optimizer is not None:
+            self.optimizer.scale_gradients(clip_coefficient(norm, float(max_norm)))
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        elif self.gradients is not None:
+            self.gradients.drop()
+
+    @contextmanager
+    def gathered(self, *, grads: bool = False, write: bool = False) -> Iterator[nn.Module]:
+        """See `ptm_accel.gathered`."""
+        with ExitStack() as stack:
+            for slot in self.slots:
+                stack.callback(self.pool.pin(slot.value, write=write).release)
+            if grads:
+                stack.enter_context(self._shown_gradients(write))
+            yield self.model
+
+    @contextmanager
+    def _shown_gradients(self, write: bool) -> Iterator[None]:
+        assert self.gradients is not None
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        shown = []
+        try:
+            for grad in self.gradients.present():
+                assert grad.value is not None
+                pin = self.pool.pin(grad.value, write=write)
+                shown.append((grad, pin))
+                total = pin.tensor
+                grad.slot.param.grad = total.to(grad.slot.value.dtype)
+            yield
+        finally:
+            for grad, pin in shown:
+                after, grad.slot.param.grad = grad.slot.param.grad, None
+                if write and after is not None:
+                    if after.data_ptr() != pin.tensor.data_ptr():
+                        pin.tensor.copy_(after)
+                    grad.changed()
+                pin.release()
+
+    def check_integrity(self) -> None:
+        """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
+        self.memory.check_integrity()
+        pinned = self.pool.pinned()
+        assert not pinned, f"pinned while idle: {pinned}"
+
+
+def _open(config: PTMConfig, memory: Memory | None) -> tuple[ResolvedConfig, Memory]:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    resolved = resolve(config, device_total_bytes=total)
+    if memory is None:
+        capacities = Capacities(
+            page_bytes=resolved.page_bytes,
+            host_bytes=resolved.host_bytes,
+            device_bytes=resolved.device_bytes,
+            disk_bytes=resolved.disk_limit_bytes,
+            disk_paths=resolved.disk_paths,
+        )
+        memory = build_memory(capacities, device)
+        for line in resolved.lines():
+            logger.info("%s", line)
+    return resolved, memory
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine whose model is `model`, or wraps it, or None if it is not on pages."""
+    candidate: nn.Module | None = model
+    while candidate is not None:
+        engine = _engines.get(candidate)
+        if engine is not None:
+            return engine
+        candidate = getattr(candidate, "_orig_mod", None)
+    return None
+
+
+@contextmanager
+def gathered(model: nn.Module, *, grads: bool = False, write: bool = False) -> Iterator[nn.Module]:
+    """All parameters of a paged model at once, for code that looks at them as in an ordinary model.
+
+    Args:
+        model: the model; one that is not on pages is yielded as it is.
+        grads: also show the summed (and clipped) gradients as `p.grad`.
+        write: what is changed inside is kept.
+
+    Raises:
+        BudgetError: the budget does not hold them all at once.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        yield model
+        return
+    with engine.gathered(grads=grads, write=write):
+        yield model

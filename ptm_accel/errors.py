@@ -1,0 +1,51 @@
+"""Every error a user can meet, under one base class.
+
+Each message has three parts: what failed (with its name), the numbers (asked, used, limit), and what to set.
+Each class is also the standard exception that callers already catch (`ValueError`, `OSError`, `MemoryError`, ...).
+"""
+
+from __future__ import annotations
+
+
+class PTMError(Exception):
+    """Base class of all errors raised by ptm_accel."""
+
+
+class ConfigError(PTMError, ValueError):
+    """A configuration that cannot be used: unknown key, value that does not parse, contradiction."""
+
+
+class UnsupportedError(PTMError, ValueError):
+    """A combination that is refused by name, before anything is changed."""
+
+
+class BudgetError(PTMError, MemoryError):
+    """A memory or disk budget that does not suffice; the message gives asked, used, limit and the dial to set."""
+
+
+class DeviceBudgetError(BudgetError, RuntimeError):
+    """The device budget does not suffice.
+
+    Also a `RuntimeError` whose message contains " out of memory.", which is what `auto_find_batch_size` looks for:
+    on a device, unlike in host memory, a smaller batch does leave more room for pages.
+    """
+
+
+class DiskError(PTMError, OSError):
+    """A failed transfer to or from the scratch files; carries `errno` and `filename`."""
+
+
+class PagedModelError(PTMError, TypeError):
+    """An operation that cannot work on a model whose parameters are on pages (deepcopy, pickle, dtype change)."""
+
+
+class StaleGraphError(PTMError, RuntimeError):
+    """A parameter was changed between a forward and its backward."""
+
+
+class PlaceholderError(PTMError, RuntimeError):
+    """The placeholder of a parameter that is away was written to; the write would have been lost."""
+
+
+class CheckpointError(PTMError, ValueError):
+    """A checkpoint that is incomplete, damaged, or of another model or optimizer."""

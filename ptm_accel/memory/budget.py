@@ -1,0 +1,161 @@
+"""Hard budgets: a charge is a value, and holding it is the only way to use a tier's bytes.
+
+A `Budget` is the capacity of one tier. `Budget.reserve` is the one function that grants bytes or raises, and the
+`Reservation` it returns is given back by `Reservation.release`. Memory that is free but still resident (buffers kept
+for reuse) is not charged, yet it takes real bytes: those who keep such memory register a reclaimer, and `reserve`
+calls it so that charged + kept never exceeds the capacity.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from ptm_accel.errors import BudgetError, DeviceBudgetError
+from ptm_accel.units import format_bytes
+
+
+class Tier(enum.Enum):
+    """Where bytes can be. On a CPU-only machine the host tier is where compute happens."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Tag(enum.Enum):
+    """What a charged byte is used for. Every charge has one."""
+
+    PARAM = "param"
+    CAST = "cast"
+    GRAD = "grad"
+    MASTER = "master"
+    STATE = "state"
+    BUFFER = "buffer"
+    STAGING = "staging"
+
+
+_DIAL = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk"}
+
+Reclaimer = Callable[[int], int]
+"""Frees up to the given number of kept bytes; returns how many it freed."""
+
+
+class Reservation:
+    """Bytes charged to a tier. Ends with `release`; a second release is an error of ours."""
+
+    __slots__ = ("_budget", "name", "nbytes", "tag")
+
+    def __init__(self, budget: Budget, nbytes: int, tag: Tag, name: str) -> None:
+        self._budget: Budget | None = budget
+        self.nbytes = nbytes
+        self.tag = tag
+        self.name = name
+
+    @property
+    def live(self) -> bool:
+        """Whether the charge is still held."""
+        return self._budget is not None
+
+    def release(self) -> None:
+        """Gives the bytes back."""
+        budget, self._budget = self._budget, None
+        assert budget is not None, f"reservation {self.name!r} released twice"
+        budget._give_back(self)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.live:
+            self.release()
+
+
+class Budget:
+    """The capacity of one tier, in bytes, and what of it is charged.
+
+    Args:
+        tier: the tier this budget limits.
+        capacity_bytes: the limit. `used_bytes` never exceeds it.
+    """
+
+    def __init__(self, tier: Tier, capacity_bytes: int) -> None:
+        self.tier = tier
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._by_tag: Counter[Tag] = Counter()
+        self._lock = threading.RLock()
+        self._kept_bytes: Callable[[], int] | None = None
+        self._reclaim: Reclaimer | None = None
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be charged."""
+        return self.capacity_bytes - self.used_bytes
+
+    def used_by_tag(self) -> dict[Tag, int]:
+        """Charged bytes by tag, tags without a charge left out."""
+        with self._lock:
+            return {tag: n for tag, n in self._by_tag.items() if n}
+
+    def set_reclaimer(self, kept_bytes: Callable[[], int], reclaim: Reclaimer) -> None:
+        """Registers the one holder of free but still resident memory on this tier."""
+        self._kept_bytes, self._reclaim = kept_bytes, reclaim
+
+    def reserve(self, nbytes: int, tag: Tag, name: str) -> Reservation:
+        """Charges `nbytes`, or raises.
+
+        Raises:
+            BudgetError: the bytes do not fit (`DeviceBudgetError` on the device tier).
+        """
+        with self._lock:
+            if nbytes > self.free_bytes:
+                raise self._refusal(nbytes, name)
+            self.used_bytes += nbytes
+            self._by_tag[tag] += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._make_real_room()
+            return Reservation(self, nbytes, tag, name)
+
+    def reset_peak(self) -> None:
+        """Starts a new peak at the present use."""
+        with self._lock:
+            self.peak_bytes = self.used_bytes
+
+    def check_integrity(self) -> None:
+        """Checks free + used = capacity, and that the tags add up to what is used."""
+        with self._lock:
+            tagged = sum(self._by_tag.values())
+            kept = self._kept_bytes() if self._kept_bytes else 0
+            if tagged != self.used_bytes or not 0 <= self.used_bytes + kept <= self.capacity_bytes:
+                raise AssertionError(
+                    f"{self.tier.value} budget: used {self.used_bytes}, by tag {dict(self._by_tag)} = {tagged}, "
+                    f"kept {kept}, capacity {self.capacity_bytes}"
+                )
+
+    def _make_real_room(self) -> None:
+        if self._kept_bytes is None or self._reclaim is None:
+            return
+        excess = self.used_bytes + self._kept_bytes() - self.capacity_bytes
+        if excess > 0:
+            self._reclaim(excess)
+
+    def _give_back(self, reservation: Reservation) -> None:
+        with self._lock:
+            self.used_bytes -= reservation.nbytes
+            self._by_tag[reservation.tag] -= reservation.nbytes
+            assert self._by_tag[reservation.tag] >= 0, f"negative charge for {reservation.tag}"
+
+    def _refusal(self, nbytes: int, name: str) -> BudgetError:
+        used = ", ".join(f"{tag.value} {format_bytes(n)}" for tag, n in self.used_by_tag().items()) or "nothing"
+        text = (
+            f"{self.tier.value} budget: cannot place {format_bytes(nbytes)} for {name}: "
+            f"{format_bytes(self.used_bytes)} of {format_bytes(self.capacity_bytes)} are in use ({used}) "
+            f"and none of it can be moved away now; set {_DIAL[self.tier]} higher"
+        )
+        if self.tier is Tier.DEVICE:
+            return DeviceBudgetError(f"ptm_accel: the device is out of memory. {text}, or use a smaller batch.")
+        return BudgetError(f"{text}.")

@@ -1,0 +1,106 @@
+"""Transfers made of others: several as one, and one that starts when others have ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ptm_accel.memory.transfer import Transfer
+
+
+def settle(transfers: Sequence[Transfer]) -> BaseException | None:
+    """Waits until all have ended, and returns the first error instead of raising it."""
+    first: BaseException | None = None
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except Exception as error:
+            first = first or error
+    return first
+
+
+def joined(parts: Sequence[Transfer]) -> Transfer:
+    """The parts as one transfer, which ends with the last of them."""
+    return parts[0] if len(parts) == 1 else _Joined(parts)
+
+
+class _Joined:
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        self._parts = tuple(parts)
+
+    def done(self) -> bool:
+        # All are asked: some move on only when asked.
+        return all([part.done() for part in self._parts])
+
+    def wait(self) -> None:
+        error = settle(self._parts)
+        if error is not None:
+            raise error
+
+    def order(self) -> None:
+        for part in self._parts:
+            part.order()
+
+
+class Chained:
+    """A copy that may start only when others have ended.
+
+    There is no thread behind it: the copy starts as soon as somebody asks (`done`, `wait`, `order`) after the others
+    have ended. So what is started early (a read from disk) runs beside compute, and the short copy follows.
+
+    Args:
+        before: what must have ended, well.
+        start: starts the copy.
+    """
+
+    __slots__ = ("_before", "_copy", "_error", "_lock", "_start")
+
+    def __init__(self, before: Sequence[Transfer], start: Callable[[], Transfer]) -> None:
+        self._before: Sequence[Transfer] = before
+        self._start: Callable[[], Transfer] | None = start
+        self._copy: Transfer | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; starts the copy if it can start now."""
+        if not self._lock.acquire(blocking=False):
+            # Somebody is waiting for what comes before.
+            return False
+        try:
+            if self._start is not None and all([transfer.done() for transfer in self._before]):
+                self._begin()
+            return self._error is not None or (self._copy is not None and self._copy.done())
+        finally:
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Blocks until the copy has ended; raises its error or that of what came before."""
+        self._started().wait()
+
+    def order(self) -> None:
+        """Blocks until the copy has started, then makes compute wait for it; raises as `wait` does."""
+        self._started().order()
+
+    def _started(self) -> Transfer:
+        with self._lock:
+            if self._start is not None:
+                self._begin()
+            if self._copy is None:
+                assert self._error is not None
+                raise self._error
+            return self._copy
+
+    def _begin(self) -> None:
+        start, before = self._start, self._before
+        assert start is not None
+        # Dropped together with the tensors that it holds.
+        self._start, self._before = None, ()
+        self._error = settle(before)
+        if self._error is None:
+            try:
+                self._copy = start()
+            except Exception as error:
+                self._error = error

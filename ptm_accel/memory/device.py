@@ -1,0 +1,247 @@
+"""Device compute tiers: what every device offers beside a compute tier, and the one over CUDA.
+
+A device copies on two streams of its own, one per direction, so that moves overlap with compute and with each other.
+Order is kept by events alone: a copy waits on its stream for the compute queued before it, compute waits for a copy
+only where `Transfer.order` says so, and the host waits for single copies. Nothing here synchronises a whole device.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.transfer import ALIGN_BYTES, Block, ComputeTier, Transfer
+from ptm_accel.units import format_bytes
+
+HostPin = Callable[[int, int], Callable[[], None]]
+"""Locks (address, nbytes) of host memory for fast copies and returns what unlocks it; `OSError` if it cannot."""
+
+
+class CopyDirection(enum.Enum):
+    """Which of a device's two copy streams a copy runs on."""
+
+    IN = "host to device"
+    OUT = "device to host"
+
+
+class DeviceTier(ComputeTier, Protocol):
+    """A compute tier with memory of its own, so that bytes are copied between it and host memory.
+
+    Copies of one direction run in the order they were started; copies of different directions are not ordered. A
+    block may be recycled, and a host range reused, only after the copies that touch it are done.
+    """
+
+    def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Starts copying host bytes to the device, after the compute the calling thread has queued so far.
+
+        Compute queued later sees the bytes after `Transfer.order` (or `wait`), and only then.
+
+        Args:
+            into: 1-D contiguous uint8 on the device.
+            source: as many bytes in host memory; unchanged until the transfer is done.
+        """
+        ...
+
+    def copy_out(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Starts copying device bytes to the host, after the compute the calling thread has queued so far.
+
+        Args:
+            into: 1-D contiguous uint8 in host memory; not read until the transfer is done.
+            source: as many bytes on the device, alive and unchanged until the transfer is done.
+        """
+        ...
+
+
+def check_copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    """Asserts what `DeviceTier` asks of both sides of a copy, their devices apart."""
+    for side, tensor in (("into", into), ("source", source)):
+        assert tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous(), (
+            f"{side} of a copy is {tensor.dtype} {tuple(tensor.shape)}, not 1-D contiguous uint8"
+        )
+    assert into.numel() == source.numel(), f"copy of {source.numel()} B into {into.numel()} B"
+
+
+def check_block_size(nbytes: int) -> None:
+    """Asserts that `nbytes` is what `ComputeTier.allocate` takes."""
+    assert nbytes > 0 and nbytes % ALIGN_BYTES == 0, f"block of {nbytes} B, not a positive multiple of {ALIGN_BYTES}"
+
+
+def device_refusal(device: str, asked: int, allocated: int, reserved: int, total: int) -> DeviceBudgetError:
+    """The error for a device that has less memory than the budget promised. All counts are bytes."""
+    return DeviceBudgetError(
+        f"ptm_accel: the device is out of memory. {device}: cannot allocate a block of {format_bytes(asked)}: "
+        f"{format_bytes(allocated)} are allocated and {format_bytes(reserved)} reserved by torch, "
+        f"of {format_bytes(total)} on the card; set device_memory lower, or use a smaller batch."
+    )
+
+
+class CudaTransfer:
+    """A copy on one of a `CudaTier`'s streams, with the event that marks its end.
+
+    It holds no tensor: torch's allocator keeps device memory from being reused under the copy (`record_stream`), and
+    the tier keeps the host tensor. So a transfer that somebody keeps does not keep a block from being recycled.
+    """
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def done(self) -> bool:
+        """Whether the copy has ended, well or not."""
+        try:
+            return bool(self._event.query())
+        except RuntimeError:
+            # The device has failed; wait() raises what query() raised.
+            return True
+
+    def wait(self) -> None:
+        """Blocks the host until this copy has ended, and for nothing else.
+
+        Raises:
+            RuntimeError: the device has failed (torch's error).
+        """
+        self._event.synchronize()
+
+    def order(self) -> None:
+        """Makes the calling thread's compute stream wait for the copy."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class CudaTier:
+    """Device memory from torch's own caching allocator, so that pages and activations share one pool.
+
+    Args:
+        device: a CUDA device; without an index, the current one.
+    """
+
+    tier = Tier.DEVICE
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        index = None if device is None else device.index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._streams = {direction: torch.cuda.Stream(self.device) for direction in CopyDirection}
+        # Host tensors of running copies; device tensors are guarded by record_stream.
+        self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._live_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in blocks handed out and not yet recycled."""
+        return self._live_bytes
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of `nbytes`, contents undefined.
+
+        Raises:
+            DeviceBudgetError: the card has no room left, even after torch has dropped its cached blocks.
+        """
+        check_block_size(nbytes)
+        try:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise device_refusal(
+                str(self.device),
+                nbytes,
+                torch.cuda.memory_allocated(self.device),
+                torch.cuda.memory_reserved(self.device),
+                torch.cuda.get_device_properties(self.device).total_memory,
+            ) from error
+        with self._lock:
+            self._live_bytes += nbytes
+        return Block(buffer, None)
+
+    def recycle(self, block: Block) -> None:
+        """Takes note that the block's storage has died; torch's allocator already has its bytes."""
+        with self._lock:
+            self._live_bytes -= block.nbytes
+            assert self._live_bytes >= 0, f"{self.device}: a block of {block.nbytes} B was recycled twice"
+
+    def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """See `DeviceTier.copy_in`."""
+        return self._copy(CopyDirection.IN, into, source)
+
+    def copy_out(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """See `DeviceTier.copy_out`."""
+        return self._copy(CopyDirection.OUT, into, source)
+
+    def close(self) -> None:
+        """Waits for the copies still running. The blocks are torch's, and live as long as their tensors."""
+        with self._lock:
+            in_flight, self._in_flight = self._in_flight, deque()
+        for event, _ in in_flight:
+            event.synchronize()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` if more is live here than torch holds on the device."""
+        reserved = torch.cuda.memory_reserved(self.device)
+        if not 0 <= self._live_bytes <= reserved:
+            raise AssertionError(f"{self.device}: live {self._live_bytes} B, reserved by torch {reserved} B")
+
+    def _copy(self, direction: CopyDirection, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        check_copy(into, source)
+        on_device, on_host = (into, source) if direction is CopyDirection.IN else (source, into)
+        assert on_device.device == self.device and on_host.device.type == "cpu", (
+            f"copy {direction.value}: from {source.device} to {into.device}, not between the host and {self.device}"
+        )
+        stream = self._streams[direction]
+        # One copy at a time is queued, so that each event marks its own copy whatever thread asks.
+        with self._lock:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                into.copy_(source, non_blocking=True)
+                # A blocking event lets the waiting thread sleep: the cores are needed for updates on the CPU.
+                event = torch.cuda.Event(blocking=True)
+                event.record(stream)
+            on_device.record_stream(stream)
+            while self._in_flight and self._in_flight[0][0].query():
+                self._in_flight.popleft()
+            self._in_flight.append((event, on_host))
+        return CudaTransfer(event, self.device)
+
+
+def register_pinned(address: int, nbytes: int) -> Callable[[], None]:
+    """Registers host memory with CUDA, so that copies run at full speed and without the host.
+
+    Args:
+        address: start of the range, page-aligned.
+        nbytes: its length; all of it becomes resident.
+
+    Returns:
+        What ends the registration.
+
+    Raises:
+        OSError: CUDA refuses; the message has its code.
+    """
+    cudart = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(address, nbytes, 0))
+    if code != 0:
+        _forget_cuda_error()
+        raise OSError(f"cudaHostRegister of {format_bytes(nbytes)} failed with CUDA error {code}")
+
+    def unregister() -> None:
+        cudart.cudaHostUnregister(address)
+
+    return unregister
+
+
+def host_pin() -> HostPin | None:
+    """What pins host memory on this machine; None where there is no CUDA."""
+    return register_pinned if torch.cuda.is_available() else None
+
+
+def _forget_cuda_error() -> None:
+    # CUDA keeps the code of a failed call, and torch would raise it at its next, unrelated, kernel.
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        return

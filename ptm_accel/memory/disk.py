@@ -1,0 +1,251 @@
+"""The disk tier: a home for bytes in scratch files, striped over one or several paths."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ptm_accel.errors import DiskError
+from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
+from ptm_accel.memory.diskio import DiskSlot, DiskTransfer, Lanes
+from ptm_accel.memory.mapping import FilePiece, private_run
+from ptm_accel.memory.scratch import Direction, Io, ScratchFile
+from ptm_accel.memory.slots import Segment, StripedSlots
+from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+
+GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
+"""Slots are multiples of this: of what direct transfers ask for, and of what can be mapped."""
+
+
+class DiskTier:
+    """Keeps bytes in scratch files (see `Home`); the handles are `DiskSlot`s.
+
+    Offsets and lengths may be odd and tensors unaligned; what is not aligned goes through bounce buffers. Reading
+    bytes that were never written is allowed and gives anything. A failed store is raised by its `wait`, and by the
+    next `new`, `store` or `load` of the tier if nobody has waited for it; its slot can then only be freed.
+
+    Args:
+        paths: one folder for each scratch file; the best is one for each drive.
+        budget: of the disk tier; the limit of all files together.
+        io_threads_per_path: transfers at the same time on each path.
+        block_bytes: the greatest transfer, and what is dealt to a path at a time; a multiple of `GRAIN_BYTES`.
+        weights: the speed of each path; equal by default.
+        staging: the host budget that bounce buffers are charged to.
+        io: the system calls, for tests.
+
+    Raises:
+        DiskError: a path cannot be used.
+        BudgetError: no room for the bounce buffers.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        budget: Budget,
+        io_threads_per_path: int = 2,
+        block_bytes: int = 4 << 20,
+        weights: Sequence[float] | None = None,
+        staging: Budget | None = None,
+        io: Io | None = None,
+    ) -> None:
+        weights = [1.0] * len(paths) if weights is None else weights
+        assert paths and len(weights) == len(paths) and min(weights) > 0, f"weights {weights} for paths {paths}"
+        assert block_bytes > 0 and block_bytes % GRAIN_BYTES == 0, f"block of {block_bytes} bytes"
+        assert io_threads_per_path > 0 and budget.tier is Tier.DISK
+        io = io or Io()
+        self.tier = Tier.DISK
+        self.budget = budget
+        self._live: set[DiskSlot] = set()
+        self._staging: Reservation | None = None
+        with ExitStack() as undo:
+            self._files: list[ScratchFile] = []
+            for path in paths:
+                self._files.append(ScratchFile(path, io))
+                undo.callback(self._files[-1].close)
+            buffers_bytes = sum(file.direct for file in self._files) * io_threads_per_path * block_bytes
+            if staging is not None and buffers_bytes:
+                self._staging = staging.reserve(buffers_bytes, Tag.STAGING, "the bounce buffers of the disk tier")
+                undo.callback(self._staging.release)
+            self._lanes = Lanes(self._files, io_threads_per_path, block_bytes)
+            undo.pop_all()
+        self._slots = StripedSlots(weights, block_bytes, self._limit_bytes, self._grow)
+        # A tier that was forgotten, or is open at exit, ends its threads all the same.
+        self._shut = weakref.finalize(self, self._lanes.close)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that loads have moved so far."""
+        return self._lanes.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that stores have moved so far."""
+        return self._lanes.bytes_written
+
+    @property
+    def direct(self) -> bool:
+        """Whether all transfers go past the page cache."""
+        return all(file.direct for file in self._files)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be started any more."""
+        return not self._shut.alive
+
+    def preallocate(self, nbytes: int) -> None:
+        """Grows the scratch files to `nbytes` together (at most to the limit), so that a full disk shows now.
+
+        Raises:
+            DiskError: there is no room.
+        """
+        with self._lanes.lock:
+            self._lanes.require_open("preallocation")
+            self._slots.preallocate(nbytes, GRAIN_BYTES)
+
+    def new(self, nbytes: int, tag: Tag, name: str) -> DiskSlot:
+        """Charges and reserves room for `nbytes`, rounded up; contents undefined.
+
+        Raises:
+            BudgetError: no room under the budget.
+            DiskError: no room on the disk, or an earlier store failed.
+        """
+        assert nbytes > 0, f"slot of {nbytes} bytes for {name}"
+        self._start_call(f"reserving room for {name}")
+        nbytes = round_up(nbytes, GRAIN_BYTES)
+        reservation = self.budget.reserve(nbytes, tag, name)
+        try:
+            with self._lanes.lock:
+                slot = DiskSlot(name, nbytes, self._slots.allocate(nbytes), reservation)
+                self._live.add(slot)
+        except BaseException:
+            reservation.release()
+            raise
+        return slot
+
+    def free(self, handle: DiskSlot) -> None:
+        """Gives the room back, after any transfer still running on it. Nothing happens after `close`.
+
+        Raises:
+            DiskError: a transfer cannot end any more.
+        """
+        self._lanes.wait_until(lambda: not handle.running, f"the transfers of {handle.name}")
+        with self._lanes.lock:
+            assert handle in self._live or self.closed, f"slot of {handle.name} freed twice"
+            if handle in self._live:
+                self._drop(handle)
+
+    def store(self, handle: DiskSlot, offset: int, source: torch.Tensor) -> DiskTransfer:
+        """Starts copying `source` to the handle's bytes from `offset` on; it must not change until that is done.
+
+        Raises:
+            DiskError: the tier is closed, or an earlier store failed.
+        """
+        return self._start(Direction.WRITE, handle, offset, source)
+
+    def load(self, handle: DiskSlot, offset: int, into: torch.Tensor) -> DiskTransfer:
+        """Starts copying the handle's bytes from `offset` on into `into`.
+
+        Raises:
+            DiskError: the tier is closed, or an earlier store failed.
+        """
+        return self._start(Direction.READ, handle, offset, into)
+
+    def snapshot(self, handle: DiskSlot) -> torch.Tensor:
+        """The bytes as a 1-D `uint8` tensor over a private mapping; writing to it changes neither file nor slot.
+
+        Valid until the handle is next stored to or freed; it may outlive `close`.
+
+        Raises:
+            DiskError: the bytes are lost, the tier is closed, or the file cannot be mapped.
+        """
+        self._lanes.wait_until(lambda: not handle.running, f"the transfers of {handle.name}")
+        with self._lanes.lock:
+            self._lanes.require_open(f"snapshot of {handle.name}")
+            self._check(handle, 0, handle.nbytes)
+            if handle.failure is not None:
+                raise handle.failure.error()
+            pieces = [FilePiece(self._files[path].fd, offset, nbytes) for path, offset, nbytes in handle.segments]
+            try:
+                return private_run(pieces).tensor()
+            except OSError as error:
+                raise self._unmappable(handle, error) from error
+
+    def close(self) -> None:
+        """Ends the threads after all running transfers, closes the files and gives all charges back. Idempotent."""
+        self._shut()
+        with self._lanes.lock:
+            for slot in list(self._live):
+                self._drop(slot)
+            staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.release()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` with the numbers if free + used is not the length of the files."""
+        with self._lanes.lock:
+            self._slots.check_integrity()
+            self.budget.check_integrity()
+            held = sum(slot.nbytes for slot in self._live)
+            charged = sum(slot.reservation.nbytes for slot in self._live if slot.reservation.live)
+            backed = all(self._is_backed(segment) for slot in self._live for segment in slot.segments)
+            sizes = [file.size_bytes for file in self._files] == [file.size_bytes for file in self._slots.files]
+            if not (held == charged == self._slots.used_bytes and backed and sizes):
+                raise AssertionError(
+                    f"disk tier: slots hold {held}, charged {charged}, used in files {self._slots.used_bytes} of "
+                    f"{self._slots.size_bytes}, all slots in use: {backed}, lengths agree: {sizes}"
+                )
+
+    def _start_call(self, what: str) -> None:
+        with self._lanes.lock:
+            self._lanes.require_open(what)
+            while self._lanes.failed_stores:
+                store = self._lanes.failed_stores.popleft()
+                if not store.seen and store.failure is not None:
+                    store.seen = True
+                    raise store.failure.error()
+
+    def _start(self, direction: Direction, handle: DiskSlot, offset: int, buffer: torch.Tensor) -> DiskTransfer:
+        flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
+        assert flat and buffer.device.type == "cpu", f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
+        self._start_call(f"{direction.value} of {handle.name}")
+        self._check(handle, offset, buffer.numel())
+        if handle.failure is not None:
+            raise handle.failure.error()
+        transfer = DiskTransfer(self._lanes, handle, direction, offset, buffer)
+        if not transfer.done():
+            self._lanes.submit(transfer)
+        return transfer
+
+    def _check(self, handle: DiskSlot, offset: int, nbytes: int) -> None:
+        assert handle in self._live, f"slot of {handle.name} was freed, or is of another tier"
+        inside = 0 <= offset <= offset + nbytes <= handle.nbytes
+        assert inside, f"[{offset}, {offset + nbytes}) of {handle.name}, which has {handle.nbytes} bytes"
+
+    def _drop(self, slot: DiskSlot) -> None:
+        self._live.discard(slot)
+        # Room first, charge second: who gets the charge relies on the room.
+        self._slots.free(slot.segments)
+        slot.reservation.release()
+
+    def _is_backed(self, segment: Segment) -> bool:
+        return self._slots.files[segment.path].is_used(segment.offset, segment.nbytes)
+
+    def _limit_bytes(self) -> int:
+        return self.budget.capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
+
+    def _grow(self, path: int, least: int, wish: int) -> int:
+        return self._files[path].grow(least, wish)
+
+    def _unmappable(self, handle: DiskSlot, error: OSError) -> DiskError:
+        folder = str(self._files[handle.segments[0].path].folder)
+        text = (
+            f"cannot map {handle.name}, {handle.nbytes} bytes in {len(handle.segments)} pieces, from the scratch file "
+            f"in {folder}: {error.strerror} (errno {error.errno}); set disk.paths to a folder on a local disk, or "
+            f"raise vm.max_map_count."
+        )
+        return DiskError(error.errno, text, folder)

@@ -1,0 +1,415 @@
+"""The threads that move bytes between memory and scratch files.
+
+Each file is a *lane*: a queue of pieces and a few threads that take from it, so that one large transfer keeps all
+lanes busy. A transfer has ended when none of its pieces is queued or moving any more, well or not; until then it
+holds its tensor, afterwards it does not. Transfers that touch the same bytes of a slot, one of them writing, run one
+after the other, in the order in which they were started.
+
+**Forks.** A child made by `fork` shares memory pages with its parent until one of them writes, and a direct transfer
+into such a page can land in the wrong one of the two copies (see open(2)). Data loaders fork while training runs, so
+all lanes hold still during a fork. In the child there are no threads; whatever is asked there raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ptm_accel.errors import DiskError
+from ptm_accel.memory.budget import Reservation
+from ptm_accel.memory.mapping import MappedRun, anonymous_run
+from ptm_accel.memory.scratch import Direction, ScratchFile
+from ptm_accel.memory.slots import Segment
+from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+from ptm_accel.units import format_bytes
+
+_LOOK_AGAIN_S = 1.0
+"""How often a waiting thread makes sure that somebody still works on what it waits for."""
+
+
+class Failure(NamedTuple):
+    """Why a transfer failed, kept so that each call that meets it can raise an error of its own."""
+
+    number: int
+    text: str
+    filename: str
+    cause: BaseException | None
+
+    def error(self) -> DiskError:
+        """A new error to raise; the original, with its traceback, is its cause."""
+        error = DiskError(self.number, self.text, self.filename)
+        error.__cause__ = self.cause
+        return error
+
+
+@dataclass(eq=False)
+class DiskSlot:
+    """Room on disk for one run of bytes: the handle of the disk tier.
+
+    Attributes:
+        name: whose bytes these are, for messages.
+        nbytes: the length.
+        segments: where they lie, in order.
+        reservation: the charge.
+        running: transfers that have not ended.
+        failure: of a store; the bytes are not to be trusted from then on.
+    """
+
+    name: str
+    nbytes: int
+    segments: list[Segment]
+    reservation: Reservation
+    running: list[DiskTransfer] = field(default_factory=list)
+    failure: Failure | None = None
+    _starts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._starts = [0, *accumulate(segment.nbytes for segment in self.segments)]
+
+    def cut(self, offset: int, nbytes: int) -> Iterator[Segment]:
+        """The segments of a part of the slot."""
+        index = bisect_right(self._starts, offset) - 1
+        while nbytes:
+            segment = self.segments[index]
+            skip = offset - self._starts[index]
+            length = min(nbytes, segment.nbytes - skip)
+            yield Segment(segment.path, segment.offset + skip, length)
+            offset, nbytes, index = offset + length, nbytes - length, index + 1
+
+
+class Piece(NamedTuple):
+    """A run of a transfer that is contiguous in memory and on disk, and is moved by one thread."""
+
+    transfer: DiskTransfer
+    path: int
+    address: int
+    offset: int
+    nbytes: int
+
+
+class DiskTransfer:
+    """A started move of bytes between a tensor and a part of a slot (see `Transfer`).
+
+    Attributes:
+        slot: whose bytes.
+        direction: which way.
+        nbytes: how many.
+        failure: the first thing that went wrong, if any.
+        seen: whether somebody has been told of the failure.
+        unfinished: pieces that have not been moved or given up yet.
+        blockers: transfers that must end before this one may begin.
+        followers: transfers that wait for this one.
+    """
+
+    def __init__(self, lanes: Lanes, slot: DiskSlot, direction: Direction, offset: int, buffer: torch.Tensor) -> None:
+        self.slot = slot
+        self.direction = direction
+        self.nbytes = buffer.numel()
+        self.failure: Failure | None = None
+        self.seen = False
+        self.blockers = 0
+        self.followers: list[DiskTransfer] = []
+        self.pieces = list(_pieces(self, offset, buffer.data_ptr(), lanes.block_bytes))
+        self.unfinished = len(self.pieces)
+        self._begin = offset // ALIGN_BYTES * ALIGN_BYTES
+        self._end = round_up(offset + self.nbytes)
+        self._buffer: torch.Tensor | None = buffer
+        self._lanes = lanes
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; never blocks."""
+        return self.unfinished == 0
+
+    def wait(self) -> None:
+        """Blocks until the move has ended.
+
+        Raises:
+            DiskError: it failed, or nobody is left to finish it; again at every call.
+        """
+        self._lanes.wait_until(self.done, f"{self.direction.value} of {self.slot.name}")
+        if self.failure is not None:
+            self.seen = True
+            raise self.failure.error()
+
+    def order(self) -> None:
+        """On a CPU, where there is no queue of compute to order: `wait`."""
+        self.wait()
+
+    def conflicts(self, other: DiskTransfer) -> bool:
+        """Whether the two touch the same blocks of their slot and one of them writes."""
+        overlap = self._begin < other._end and other._begin < self._end
+        return overlap and Direction.WRITE in (self.direction, other.direction)
+
+    def let_go(self) -> None:
+        """Drops the tensor, and the pieces, which refer back to this."""
+        self._buffer = None
+        self.pieces.clear()
+
+
+def _pieces(transfer: DiskTransfer, offset: int, address: int, block_bytes: int) -> Iterator[Piece]:
+    """Cuts a transfer where its segments end, and within them at multiples of the alignment."""
+    for path, start, nbytes in transfer.slot.cut(offset, transfer.nbytes):
+        end = start + nbytes
+        while start < end:
+            cut = min(end, (start + block_bytes) // ALIGN_BYTES * ALIGN_BYTES)
+            yield Piece(transfer, path, address, start, cut - start)
+            address += cut - start
+            start = cut
+
+
+class _Lane:
+    """A scratch file, the pieces queued for it, and the wake-up of the threads that take them."""
+
+    def __init__(self, file: ScratchFile, lock: threading.RLock) -> None:
+        self.file = file
+        self.queue: deque[Piece] = deque()
+        self.ready = threading.Condition(lock)
+
+
+class Lanes:
+    """All files of a tier with their threads.
+
+    Args:
+        files: the scratch files; closed by the last thread to leave.
+        threads_per_file: how many pieces are moved at the same time for each file.
+        block_bytes: the greatest piece.
+
+    Attributes:
+        lock: guards all state of the lanes, and that of the tier that owns them.
+        bytes_read: moved from the files, since the start.
+        bytes_written: moved to the files, since the start.
+        failed_stores: those that nobody may have been told of.
+    """
+
+    def __init__(self, files: Sequence[ScratchFile], threads_per_file: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.failed_stores: deque[DiskTransfer] = deque()
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._lanes = [_Lane(file, self.lock) for file in files]
+        self._running = 0
+        self._moving = 0
+        self._holds = 0
+        self._closing = False
+        self._process = os.getpid()
+        # All mapped before the first thread starts, since this can fail.
+        work = [
+            (lane, anonymous_run(block_bytes, "a bounce buffer of the disk tier") if lane.file.direct else None)
+            for lane in self._lanes
+            for _ in range(threads_per_file)
+        ]
+        self._threads = [
+            threading.Thread(target=self._work, args=args, name=f"ptm-disk-{index}", daemon=True)
+            for index, args in enumerate(work)
+        ]
+        self._present = len(self._threads)
+        _FORK_GATE.lanes.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, transfer: DiskTransfer) -> None:
+        """Starts a transfer, behind those that it conflicts with.
+
+        Raises:
+            DiskError: the tier is closed, or belongs to another process.
+        """
+        with self.lock:
+            self.require_open(f"{transfer.direction.value} of {transfer.slot.name}")
+            for other in transfer.slot.running:
+                if transfer.conflicts(other):
+                    other.followers.append(transfer)
+                    transfer.blockers += 1
+            transfer.slot.running.append(transfer)
+            self._running += 1
+            if not transfer.blockers:
+                self._enqueue(transfer)
+
+    def wait_until(self, ended: Callable[[], bool], what: str) -> None:
+        """Blocks until `ended`, which changes only as transfers end.
+
+        Raises:
+            DiskError: nobody is left who could make it so.
+        """
+        with self.lock:
+            while not ended():
+                if os.getpid() != self._process or not any(thread.is_alive() for thread in self._threads):
+                    raise self._unavailable(what)
+                self._changed.wait(_LOOK_AGAIN_S)
+
+    def require_open(self, what: str) -> None:
+        """Raises if nothing can be started any more.
+
+        Raises:
+            DiskError: the tier is closed, or belongs to another process.
+        """
+        if self._closing or os.getpid() != self._process:
+            raise self._unavailable(what)
+
+    def close(self) -> None:
+        """Ends the threads after all that has been started, and closes the files. Idempotent."""
+        if os.getpid() != self._process:
+            self._close_files()
+            return
+        with self.lock:
+            self._closing = True
+            self._wake()
+        # The collector may close a forgotten tier from one of its own threads; the last to leave closes the files then.
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
+                thread.join()
+            self._close_files()
+
+    def hold_still(self) -> None:
+        """Takes the lock once no thread is in a transfer; until `go_on` none begins one."""
+        self.lock.acquire()
+        self._holds += 1
+        while self._moving and os.getpid() == self._process:
+            self._changed.wait(_LOOK_AGAIN_S)
+
+    def go_on(self) -> None:
+        """Ends `hold_still`, in the parent as in the child of a fork."""
+        self._holds -= 1
+        self._wake()
+        self.lock.release()
+
+    def _enqueue(self, transfer: DiskTransfer) -> None:
+        for piece in transfer.pieces:
+            lane = self._lanes[piece.path]
+            lane.queue.append(piece)
+            lane.ready.notify()
+
+    def _wake(self) -> None:
+        for lane in self._lanes:
+            lane.ready.notify_all()
+
+    def _work(self, lane: _Lane, bounce: MappedRun | None) -> None:
+        while (piece := self._take(lane)) is not None:
+            failure = None
+            try:
+                # A transfer that has failed already, or whose store has, is only counted down.
+                if piece.transfer.failure is None:
+                    lane.file.move(piece.transfer.direction, piece.address, piece.offset, piece.nbytes, bounce)
+            except BaseException as error:  # a thread that died here would leave others waiting
+                failure = _failure_of(lane.file, piece, error)
+            self._finish(piece, failure)
+            del piece
+        with self.lock:
+            self._present -= 1
+            last = self._present == 0
+        if last:
+            self._close_files()
+
+    def _take(self, lane: _Lane) -> Piece | None:
+        with self.lock:
+            while self._holds or not lane.queue:
+                if self._closing and not self._running:
+                    return None
+                lane.ready.wait()
+            self._moving += 1
+            return lane.queue.popleft()
+
+    def _finish(self, piece: Piece, failure: Failure | None) -> None:
+        transfer = piece.transfer
+        with self.lock:
+            self._moving -= 1
+            if transfer.failure is None:
+                transfer.failure = failure
+            if transfer.unfinished > 1:
+                transfer.unfinished -= 1
+            else:
+                self._end(transfer)
+            if self._holds:
+                self._changed.notify_all()
+
+    def _end(self, transfer: DiskTransfer) -> None:
+        slot, failure = transfer.slot, transfer.failure
+        writes = transfer.direction is Direction.WRITE
+        transfer.let_go()
+        slot.running.remove(transfer)
+        self._running -= 1
+        if failure is None:
+            self.bytes_written += transfer.nbytes if writes else 0
+            self.bytes_read += 0 if writes else transfer.nbytes
+        elif writes:
+            slot.failure = failure
+            self.failed_stores.append(transfer)
+        for follower in transfer.followers:
+            follower.blockers -= 1
+            if writes and follower.direction is Direction.READ and follower.failure is None:
+                follower.failure = failure
+            if not follower.blockers:
+                self._enqueue(follower)
+        transfer.followers.clear()
+        # Last, since `done` looks without the lock.
+        transfer.unfinished = 0
+        self._changed.notify_all()
+        if self._closing and not self._running:
+            self._wake()
+
+    def _close_files(self) -> None:
+        for lane in self._lanes:
+            lane.file.close()
+
+    def _unavailable(self, what: str) -> DiskError:
+        folder = str(self._lanes[0].file.folder)
+        if os.getpid() != self._process:
+            reason = f"the disk tier in {folder} belongs to process {self._process} and this is its fork {os.getpid()}"
+            remedy = "use the model only in the process that trains it, or start workers with the spawn method"
+        elif self._closing:
+            reason = f"the disk tier in {folder} has been closed, with {self._running} transfers running"
+            remedy = "keep the engine open for as long as its model is used"
+        else:
+            reason = f"all {len(self._threads)} threads of the disk tier in {folder} have ended"
+            remedy = "start the run again"
+        return DiskError(errno.EIO, f"cannot finish {what}: {reason}; {remedy}.", folder)
+
+
+class ForkGate:
+    """Holds all lanes of the process still while it forks; see the top of this module."""
+
+    def __init__(self) -> None:
+        self.lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._held: list[Lanes] = []
+
+    def close(self) -> None:
+        """Before a fork."""
+        self._lock.acquire()
+        self._held = list(self.lanes)
+        for lanes in self._held:
+            lanes.hold_still()
+
+    def open(self) -> None:
+        """After it, in both processes."""
+        for lanes in reversed(self._held):
+            lanes.go_on()
+        self._held = []
+        self._lock.release()
+
+
+# Python has no way to take this back, so it is done once and not for each tier.
+_FORK_GATE = ForkGate()
+os.register_at_fork(before=_FORK_GATE.close, after_in_parent=_FORK_GATE.open, after_in_child=_FORK_GATE.open)
+
+
+def _failure_of(file: ScratchFile, piece: Piece, error: BaseException) -> Failure:
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+    text = (
+        f"{piece.transfer.direction.value} of {piece.transfer.slot.name} failed: {format_bytes(piece.nbytes)} at "
+        f"offset {piece.offset} of the scratch file in {file.folder}: {reason} (errno {number}), {file.free_text()}; "
+        f"set disk.paths to a folder on a sound disk with enough room."
+    )
+    return Failure(number, text, str(file.folder), error)

@@ -1,0 +1,446 @@
+"""The home under a device: pages in host frames, which overflow to a disk.
+
+Every page is in one `PageState`, and only the methods under "changes of state" change it. A page that waits has a
+place, a frame or a slot on disk: so `new` is where room is made or refused, and a later `store` or `load` needs no
+more room in sum. Where it needs a frame it spills the page that was used longest ago.
+
+Nothing but a copy of the device touches a frame before the transfers on it have been waited for: not the disk, not
+the next owner, not a snapshot.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.copies import Chained, joined, settle
+from ptm_accel.memory.device import DeviceTier
+from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState, PieceHome, merged
+from ptm_accel.memory.frames import Frame, FramePool
+from ptm_accel.memory.mapping import FilePiece, private_run
+from ptm_accel.memory.swap_space import SwapSpace
+from ptm_accel.memory.transfer import Home, Transfer, round_up
+from ptm_accel.units import format_bytes
+
+
+class FrameHome:
+    """A `Home` for a device; the handles are `FrameHandle`s. Safe to call from any thread.
+
+    Owns its frames and its disk: `close` closes both, but not the device, which must outlive it.
+
+    Args:
+        device: copies between blocks and frames.
+        frames: host frames; their budget is the host tier's.
+        disk: where pages go when the frames are full; None if there is no such place.
+    """
+
+    def __init__(self, device: DeviceTier, frames: FramePool, disk: Home | None) -> None:
+        self._device = device
+        self._frames = frames
+        self._swap = None if disk is None else SwapSpace(disk, frames.frame_bytes)
+        self._handles: dict[FrameHandle, None] = {}
+        # Pages that have a frame, least recently used first.
+        self._framed: OrderedDict[Page, None] = OrderedDict()
+        self._lock = threading.RLock()
+        self._closed = False
+
+    # ---- Home --------------------------------------------------------------------------------------------------
+
+    def new(self, nbytes: int, tag: Tag, name: str) -> FrameHandle:
+        """Secures room for `nbytes` in frames, spilling the least recently used pages of others if need be.
+
+        Raises:
+            BudgetError: frames and disk together have no room.
+            DiskError: spilling failed.
+        """
+        handle = FrameHandle(round_up(nbytes), tag, name)
+        with self._lock:
+            assert not self._closed and nbytes > 0, f"new({nbytes}, {name}), home closed: {self._closed}"
+            self._admit(handle)
+            self._handles[handle] = None
+            try:
+                for start in range(0, handle.nbytes, self._frames.frame_bytes):
+                    size = min(self._frames.frame_bytes, handle.nbytes - start)
+                    page = Page(handle, size, self._room(size, tag, name, admitting=True))
+                    handle.pages.append(page)
+                    self._framed[page] = None
+            except BaseException:
+                self.free(handle)
+                raise
+        return handle
+
+    def free(self, handle: FrameHandle) -> None:
+        """Gives frames and slots back, after the transfers on them; their errors are for those who started them."""
+        with self._lock:
+            assert handle in self._handles, f"handle of {handle.name} freed twice"
+            del self._handles[handle]
+            pages, handle.pages = handle.pages, []
+            for page in pages:
+                settle(page.writes)
+                settle(page.reads)
+                if page.frame is not None:
+                    del self._framed[page]
+                    self._frames.give(page.frame)
+            for page in pages:
+                if page.slot is not None:
+                    assert self._swap is not None
+                    self._swap.free(page.slot)
+
+    def store(self, handle: FrameHandle, offset: int, source: torch.Tensor) -> Transfer:
+        """Starts copying device bytes into frames; pages on disk get a frame first.
+
+        Raises:
+            BudgetError: no frame can be freed.
+            DiskError: spilling failed, or reading the rest of a page that is stored to in part.
+        """
+        copies: list[Transfer] = []
+        with self._lock:
+            assert handle in self._handles, f"store to the freed handle of {handle.name}"
+            try:
+                for page, start, stop, at in handle.spans(offset, source.numel()):
+                    frame = self._to_frame(page, whole=stop - start == page.nbytes)
+                    copy = self._device.copy_out(frame.view(start, stop), source[at : at + stop - start])
+                    page.writes.append(copy)
+                    copies.append(copy)
+            except BaseException:
+                # The caller gets no transfer, so nothing may go on reading its tensor.
+                settle(copies)
+                raise
+        return joined(copies)
+
+    def load(self, handle: FrameHandle, offset: int, into: torch.Tensor) -> Transfer:
+        """Starts copying frames to the device; pages on disk are read into a frame first, without blocking.
+
+        A copy that follows such a read, or a store that still runs, starts when the transfer is next asked for
+        (`Chained`).
+
+        Raises:
+            BudgetError: no frame can be freed.
+            DiskError: spilling failed.
+        """
+        copies: list[Transfer] = []
+        with self._lock:
+            assert handle in self._handles, f"load from the freed handle of {handle.name}"
+            try:
+                self._room_ahead(handle, offset, into.numel())
+                for page, start, stop, at in handle.spans(offset, into.numel()):
+                    copies.append(self._copy_in(page, start, stop, into[at : at + stop - start]))
+            except BaseException:
+                settle(copies)
+                raise
+        return joined(copies)
+
+    def snapshot(self, handle: FrameHandle) -> torch.Tensor:
+        """The bytes as a private mapping of frames and, where the disk can say where they lie, of its files.
+
+        While it is alive the pages stay where they are: snapshots that are kept leave fewer frames to work with.
+
+        Raises:
+            BudgetError: pages on a disk that cannot be mapped do not fit into frames.
+            DiskError: reading them failed.
+        """
+        with self._lock:
+            assert handle in self._handles, f"snapshot of the freed handle of {handle.name}"
+            disk = None if self._swap is None else self._swap.disk
+            pieces: list[FilePiece] = []
+            for page in handle.pages:
+                if page.state is PageState.CLEAN and settle(page.writes) is not None:
+                    self._to_disk(page)
+                if page.state is PageState.DISK and isinstance(disk, PieceHome):
+                    pieces += disk.pieces(page.slot)
+                    continue
+                if page.state is PageState.DISK:
+                    self._read(page, keep=handle)
+                self._end_writes(page)
+                assert page.frame is not None
+                pieces.append(page.frame.piece)
+            run = private_run(merged(pieces))
+            handle.snapshots.append(weakref.ref(run))
+            return run.tensor()
+
+    def make_room(self, nbytes: int) -> int:
+        """Spills pages until the host budget has `nbytes` free, for others to charge; returns what is free then.
+
+        Raises:
+            DiskError: spilling failed.
+        """
+        with self._lock:
+            budget = self._frames.budget
+            while budget.free_bytes < nbytes and (victims := self._victims(nbytes)):
+                try:
+                    self._spill(victims, admitting=True)
+                except BudgetError:
+                    break
+            return budget.free_bytes
+
+    def close(self) -> None:
+        """Frees every handle after its transfers, then closes frames and disk. Idempotent."""
+        with self._lock:
+            for handle in list(self._handles):
+                self.free(handle)
+            self._closed = True
+            self._frames.close()
+            if self._swap is not None:
+                self._swap.close()
+
+    def page_states(self, handle: FrameHandle) -> list[PageState]:
+        """The state of each page, for reports and tests."""
+        with self._lock:
+            return [page.state for page in handle.pages]
+
+    def check_integrity(self) -> None:
+        """Checks every page's state, that pages hold the frames in use, and the tiers below.
+
+        Raises:
+            AssertionError: with the numbers.
+        """
+        with self._lock:
+            for handle in self._handles:
+                for page in handle.pages:
+                    page.check()
+                if handle.nbytes != (size := sum(page.nbytes for page in handle.pages)):
+                    raise AssertionError(f"{handle.name}: {handle.nbytes} B in pages of {size} B together")
+            framed = {page for handle in self._handles for page in handle.pages if page.frame is not None}
+            held = sum(page.nbytes for page in framed)
+            if framed != set(self._framed) or held != self._frames.used_bytes:
+                raise AssertionError(
+                    f"frame home: {len(framed)} pages in frames ({held} B), {len(self._framed)} in the order of use, "
+                    f"frames in use {self._frames.used_bytes} B"
+                )
+            self._frames.check_integrity()
+            if self._swap is not None:
+                self._swap.disk.check_integrity()
+
+    # ---- changes of state --------------------------------------------------------------------------------------
+
+    def _to_frame(self, page: Page, *, whole: bool) -> Frame:
+        """Makes a frame the only place of a page that is about to be stored to, in whole or in part."""
+        if page.state is PageState.DISK and whole:
+            self._framed_clean(page, self._room(page.nbytes, page.handle.tag, page.handle.name))
+        elif page.state is PageState.DISK:
+            self._read(page)
+        # Errors of copies to the device are for those who wait for them.
+        settle(page.reads)
+        page.reads = []
+        if page.state is PageState.CLEAN:
+            # Until its read has ended well, only the slot is good.
+            error = settle(page.writes)
+            if error is not None and not whole:
+                self._to_disk(page)
+                raise error
+            page.writes = []
+            self._drop_slot(page)
+        # Copies from the device run in the order they are started, so those still running need not be waited for.
+        page.writes = [w for w in page.writes if not w.done() or (not whole and settle([w]) is not None)]
+        page.state = PageState.FRAME
+        self._framed.move_to_end(page)
+        assert page.frame is not None
+        return page.frame
+
+    def _read(self, page: Page, keep: FrameHandle | None = None) -> None:
+        """Starts reading a page that is on disk into a frame: DISK -> CLEAN."""
+        assert self._swap is not None and page.state is PageState.DISK
+        frame = self._room(page.nbytes, page.handle.tag, page.handle.name, keep)
+        try:
+            read = self._swap.read(page.slot, frame.view(0, page.nbytes))
+        except BaseException:
+            self._frames.give(frame)
+            raise
+        self._framed_clean(page, frame)
+        page.writes = [read]
+
+    def _framed_clean(self, page: Page, frame: Frame) -> None:
+        page.frame, page.state = frame, PageState.CLEAN
+        self._framed[page] = None
+
+    def _to_disk(self, page: Page) -> None:
+        """Leaves a page with its slot alone: BLANK, FRAME (written), CLEAN -> DISK."""
+        settle(page.reads)
+        assert page.frame is not None and page.slot is not None
+        frame, page.frame = page.frame, None
+        page.reads, page.writes = [], []
+        page.state = PageState.DISK
+        del self._framed[page]
+        self._frames.give(frame)
+
+    def _drop_slot(self, page: Page) -> None:
+        """Leaves a page, whose read has ended, with its frame alone: CLEAN -> FRAME."""
+        assert self._swap is not None and page.state is PageState.CLEAN
+        slot, page.slot = page.slot, None
+        page.state = PageState.FRAME
+        self._swap.free(slot)
+
+    def _spill(self, victims: Sequence[Page], *, admitting: bool = False) -> None:
+        """Moves pages to disk: starts all writes, then waits for them. What fails stays in its frame."""
+        assert self._swap is not None
+        writing: list[tuple[Page, Any, Transfer]] = []
+        failure: BaseException | None = None
+        for page in victims:
+            try:
+                started = self._leave(page, admitting)
+            except Exception as error:
+                failure = error
+                break
+            if started is not None:
+                writing.append((page, *started))
+        for page, slot, write in writing:
+            error = settle([write])
+            if error is None:
+                page.slot = slot
+                self._to_disk(page)
+            else:
+                failure = error
+                self._swap.free(slot)
+        if failure is not None:
+            raise failure
+
+    def _leave(self, page: Page, admitting: bool) -> tuple[Any, Transfer] | None:
+        """Lets a page leave its frame; returns the slot and the write that must end first, if there is one."""
+        assert self._swap is not None and page.frame is not None
+        settle(page.reads)
+        if page.state is PageState.CLEAN:
+            # Its read may fail; the slot is good all the same.
+            settle(page.writes)
+            self._to_disk(page)
+            return None
+        self._end_writes(page)
+        slot = self._slot(page, admitting)
+        if page.state is PageState.BLANK:
+            page.slot = slot
+            self._to_disk(page)
+            return None
+        return slot, self._swap.write(slot, page.frame.view(0, page.nbytes))
+
+    def _end_writes(self, page: Page) -> None:
+        """Waits for what is being written to a page's frame, and raises its error."""
+        error = settle(page.writes)
+        if error is not None:
+            if page.state is PageState.CLEAN:
+                self._to_disk(page)
+            raise error
+        page.writes = []
+
+    # ---- room --------------------------------------------------------------------------------------------------
+
+    def _admit(self, handle: FrameHandle) -> None:
+        """Refuses a handle that would leave no room for exchanging pages."""
+        if self._swap is None:
+            return
+        while (refusal := self._swap.refill()) is not None and self._drop_clean():
+            pass
+        if refusal is not None and self._frames.budget.free_bytes < handle.nbytes + self._swap.missing_bytes:
+            raise self._no_room(handle.nbytes, handle.name, refusal) from refusal
+
+    def _room(
+        self, nbytes: int, tag: Tag, name: str, keep: FrameHandle | None = None, *, admitting: bool = False
+    ) -> Frame:
+        """A frame, freed by spilling if need be. The one place that makes room among frames, or refuses."""
+        while True:
+            try:
+                return self._frames.take(nbytes, tag, name)
+            except BudgetError as refusal:
+                victims = self._victims(nbytes, keep)
+                if not victims:
+                    raise self._no_room(nbytes, name, refusal) from refusal
+                try:
+                    self._spill(victims, admitting=admitting)
+                except BudgetError as full:
+                    raise self._no_room(nbytes, name, full) from full
+
+    def _room_ahead(self, handle: FrameHandle, offset: int, nbytes: int) -> None:
+        """Frees in one go, with writes side by side, what the pages of a load that are on disk will need."""
+        missing = sum(p.nbytes for p, *_ in handle.spans(offset, nbytes) if p.state is PageState.DISK)
+        if missing > self._frames.budget.free_bytes and (victims := self._victims(missing, handle)):
+            try:
+                self._spill(victims)
+            except BudgetError:
+                # Page by page less room is needed at a time.
+                return
+
+    def _victims(self, nbytes: int, keep: FrameHandle | None = None) -> list[Page]:
+        """The pages used longest ago whose frames make `nbytes` free; none if all together do not."""
+        if self._swap is None:
+            return []
+        # Free bytes may lie in runs that are too short: then one more page, at least, has to go.
+        missing = max(nbytes - self._frames.budget.free_bytes, 1)
+        victims: list[Page] = []
+        held: dict[FrameHandle, bool] = {}
+        for page in self._framed:
+            if page.handle not in held:
+                held[page.handle] = page.handle is keep or page.handle.held()
+            if not held[page.handle]:
+                victims.append(page)
+                missing -= page.nbytes
+                if missing <= 0:
+                    return victims
+        return []
+
+    def _slot(self, page: Page, admitting: bool) -> Any:
+        """A slot for a page: free room, else that of a clean page, else what is set aside for exchanges."""
+        assert self._swap is not None
+        while True:
+            try:
+                return self._swap.take(page.nbytes, page.handle.tag, page.handle.name)
+            except BudgetError:
+                if self._drop_clean():
+                    continue
+                if admitting:
+                    raise
+                return self._swap.take_spare(page.nbytes, page.handle.tag, page.handle.name)
+
+    def _drop_clean(self) -> bool:
+        """Frees the slot of the clean page used last, which has a frame as well; False if there is none."""
+        for page in reversed(self._framed):
+            if page.state is PageState.CLEAN and not page.handle.held():
+                if settle(page.writes) is not None:
+                    self._to_disk(page)
+                else:
+                    page.writes = []
+                    self._drop_slot(page)
+                return True
+        return False
+
+    def _no_room(self, nbytes: int, name: str, refusal: BudgetError) -> BudgetError:
+        budget = self._frames.budget
+        held = sum(page.nbytes for page in self._framed if page.handle.held())
+        disk = "there is no disk tier" if self._swap is None else "nothing more can be moved to the disk"
+        return BudgetError(
+            f"host frames: cannot place {format_bytes(nbytes)} for {name}: {format_bytes(budget.used_bytes)} of "
+            f"{format_bytes(budget.capacity_bytes)} host memory are in use, {format_bytes(self._frames.used_bytes)} "
+            f"of it by pages ({format_bytes(held)} of them held by snapshots, such as a state dict that is kept), and "
+            f"{disk}; set host_memory or disk higher. ({refusal})"
+        )
+
+    # ---- copies ------------------------------------------------------------------------------------------------
+
+    def _copy_in(self, page: Page, start: int, stop: int, into: torch.Tensor) -> Transfer:
+        if all([write.done() for write in page.writes]):
+            # None runs any more: this blocks for nothing.
+            error = settle(page.writes)
+            if error is None:
+                page.writes = []
+            elif page.state is PageState.CLEAN:
+                # The read failed; the next may do better, and has an error of its own if not.
+                self._to_disk(page)
+            else:
+                raise error
+        if page.state is PageState.DISK:
+            self._read(page)
+        frame = page.frame
+        assert frame is not None
+        self._framed.move_to_end(page)
+        source = frame.view(start, stop)
+        copy: Transfer
+        if page.writes:
+            copy = Chained(page.writes[:], lambda: self._device.copy_in(into, source))
+        else:
+            copy = self._device.copy_in(into, source)
+        page.reads = [read for read in page.reads if not read.done()] + [copy]
+        return copy

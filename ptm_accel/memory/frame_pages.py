@@ -1,0 +1,129 @@
+"""The pages of a `FrameHome` and their states. Plain records: what changes them is the home."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.frames import Frame
+from ptm_accel.memory.mapping import FilePiece, MappedRun
+from ptm_accel.memory.transfer import ALIGN_BYTES, Transfer
+
+
+@runtime_checkable
+class PieceHome(Protocol):
+    """A home that can say where in which file its bytes lie, so that they are mapped beside others."""
+
+    def pieces(self, handle: Any) -> Sequence[FilePiece]:
+        """The handle's bytes as runs of files, in order. All stores have ended before."""
+        ...
+
+
+class PageState(enum.Enum):
+    """Where a page's bytes are.
+
+    ```
+    new:   -> BLANK                             (a page that waits always has a place: a frame or a slot)
+    store: BLANK, FRAME, CLEAN, DISK -> FRAME   (DISK takes a frame, CLEAN and DISK drop the slot)
+    load:  DISK -> CLEAN                        (takes a frame and starts reading; the slot stays good)
+    spill: FRAME -> DISK                        (takes a slot, writes, gives the frame back)
+           BLANK -> DISK                        (the same, with nothing to write)
+           CLEAN -> DISK                        (gives the frame back; so does a read that fails)
+    ```
+    A CLEAN page drops its slot, and is a FRAME, when another page needs the room on disk.
+    """
+
+    BLANK = "blank"
+    """In a frame that nothing was stored to yet."""
+    FRAME = "frame"
+    """In a frame only."""
+    CLEAN = "clean"
+    """In a slot, and the same bytes in a frame, or on their way into it."""
+    DISK = "disk"
+    """In a slot only."""
+
+
+class Page:
+    """At most a frame's worth of a handle.
+
+    Attributes:
+        handle: whose bytes these are.
+        nbytes: the length.
+        state: where they are.
+        frame: the frame, unless the state is DISK.
+        slot: the handle of the disk, if the state is CLEAN or DISK.
+        writes: transfers into the frame that were not yet seen to have ended well.
+        reads: device copies from the frame, likewise.
+    """
+
+    __slots__ = ("frame", "handle", "nbytes", "reads", "slot", "state", "writes")
+
+    def __init__(self, handle: FrameHandle, nbytes: int, frame: Frame) -> None:
+        self.handle = handle
+        self.nbytes = nbytes
+        self.state = PageState.BLANK
+        self.frame: Frame | None = frame
+        self.slot: Any = None
+        self.writes: list[Transfer] = []
+        self.reads: list[Transfer] = []
+
+    def check(self) -> None:
+        """Raises `AssertionError` if the state and the places differ."""
+        framed, slotted = self.state is not PageState.DISK, self.state in (PageState.CLEAN, PageState.DISK)
+        if (self.frame is not None) != framed or (self.slot is not None) != slotted:
+            raise AssertionError(
+                f"{self.handle.name}: page of {self.nbytes} B is {self.state.value}, frame {self.frame}, slot {self.slot}"
+            )
+
+
+class FrameHandle:
+    """Names a run of bytes in a `FrameHome`.
+
+    Attributes:
+        nbytes: the length, a multiple of `ALIGN_BYTES`.
+        tag: what they are charged under.
+        name: of the tensor, for messages.
+        pages: in order; all of the same size but the last.
+        snapshots: the mappings given out that may still be alive.
+    """
+
+    __slots__ = ("name", "nbytes", "pages", "snapshots", "tag")
+
+    def __init__(self, nbytes: int, tag: Tag, name: str) -> None:
+        self.nbytes = nbytes
+        self.tag = tag
+        self.name = name
+        self.pages: list[Page] = []
+        self.snapshots: list[weakref.ref[MappedRun]] = []
+
+    def held(self) -> bool:
+        """Whether a snapshot is alive, so that frames and slots must stay what they are."""
+        self.snapshots = [ref for ref in self.snapshots if ref() is not None]
+        return bool(self.snapshots)
+
+    def spans(self, offset: int, nbytes: int) -> Iterator[tuple[Page, int, int, int]]:
+        """The pages that a range touches, as (page, start in the page, stop in the page, start in the range)."""
+        assert nbytes > 0 and nbytes % ALIGN_BYTES == 0 and offset % ALIGN_BYTES == 0, (self.name, offset, nbytes)
+        assert offset >= 0 and offset + nbytes <= self.nbytes, (self.name, offset, nbytes, self.nbytes)
+        page_bytes = self.pages[0].nbytes
+        at = 0
+        while at < nbytes:
+            index, start = divmod(offset + at, page_bytes)
+            stop = min(start + nbytes - at, self.pages[index].nbytes)
+            yield self.pages[index], start, stop, at
+            at += stop - start
+
+
+def merged(pieces: Sequence[FilePiece]) -> list[FilePiece]:
+    """Joins pieces that follow each other in one file: a process may have only so many mappings."""
+    joined: list[FilePiece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and last.fd == piece.fd and last.offset + last.nbytes == piece.offset:
+            joined[-1] = FilePiece(last.fd, last.offset, last.nbytes + piece.nbytes)
+        else:
+            joined.append(piece)
+    return joined

@@ -1,0 +1,379 @@
+"""Host memory under a device: slabs, and the frames cut from them that hold pages.
+
+Slabs are allocated once, on demand, and kept. Each is a memory file mapped as shared, so that any set of frames can be
+mapped a second time, one after the other, without a copy (`Frame.piece`); and each is pinned where that is possible,
+since the device copies from pinned memory at full speed and without the host.
+
+Frames in use are charged by their owner. What is free but resident is *kept*, and the budget asks for it back when it
+is short: pageable slabs have holes punched, pinned ones (which must not) are released when nothing in them is in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Budget, Reservation, Tag
+from ptm_accel.memory.device import HostPin
+from ptm_accel.memory.mapping import FilePiece
+from ptm_accel.memory.runs import RunSpace
+from ptm_accel.memory.transfer import ALIGN_BYTES
+from ptm_accel.units import GIB, MIB, format_bytes
+
+_SMALL_SLAB_BYTES = 64 * MIB
+_LARGE_SLAB_BYTES = 4 * GIB
+_CLEAN, _RESIDENT = b"\x00", b"\x01"
+
+
+def default_slab_bytes(capacity_bytes: int, frame_bytes: int) -> int:
+    """The slab size for a host budget: a sixteenth of it, between 64 MiB and 4 GiB, and never more than it.
+
+    A power of two, and at least a frame.
+    """
+    share = min(max(capacity_bytes // 16, _SMALL_SLAB_BYTES), _LARGE_SLAB_BYTES, max(capacity_bytes, 1))
+    return max(frame_bytes, _power_of_two_below(share))
+
+
+class Frame:
+    """A run of host bytes that holds a page, or what is left of a tensor after its last whole page.
+
+    Attributes:
+        nbytes: its length, a multiple of `ALIGN_BYTES`.
+        reservation: the owner's charge for it.
+    """
+
+    __slots__ = ("_offset", "_slab", "nbytes", "reservation")
+
+    def __init__(self, slab: _Slab, offset: int, nbytes: int, reservation: Reservation) -> None:
+        self._slab = slab
+        self._offset = offset
+        self.nbytes = nbytes
+        self.reservation = reservation
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes [start, stop) of the frame as 1-D uint8; not to be kept beyond the frame's life."""
+        return self._slab.tensor()[self._offset + start : self._offset + stop]
+
+    @property
+    def piece(self) -> FilePiece:
+        """Where the bytes lie in the slab's memory file."""
+        return FilePiece(self._slab.fd, self._offset, self.nbytes)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device copies from it at full speed."""
+        return self._slab.pinned
+
+
+class FramePool:
+    """Frames over slabs of host memory. Safe to call from any thread.
+
+    Args:
+        budget: the budget of the host tier. The pool is its reclaimer.
+        frame_bytes: the largest frame, a power of two; whole frames start at multiples of it.
+        slab_bytes: a power of two; None for `default_slab_bytes`.
+        pin: what pins a slab (`device.host_pin()`); None for pageable memory.
+    """
+
+    def __init__(
+        self, budget: Budget, frame_bytes: int, *, slab_bytes: int | None = None, pin: HostPin | None = None
+    ) -> None:
+        self.budget = budget
+        self.frame_bytes = frame_bytes
+        self.slab_bytes = slab_bytes or default_slab_bytes(budget.capacity_bytes, frame_bytes)
+        assert frame_bytes % ALIGN_BYTES == 0 and _power_of_two_below(frame_bytes) == frame_bytes, frame_bytes
+        assert self.slab_bytes >= frame_bytes and _power_of_two_below(self.slab_bytes) == self.slab_bytes, slab_bytes
+        self._pin = pin
+        self._slabs: list[_Slab] = []
+        self._frames: dict[Frame, None] = {}
+        # `_turn` makes a take or a give one step for the others; it is held while the budget is asked. `_lock` guards
+        # the slabs; it is not, since the budget calls `reclaim` under a lock of its own.
+        self._turn = threading.RLock()
+        self._lock = threading.RLock()
+        self._closed = False
+        budget.set_reclaimer(lambda: self.kept_bytes, self.reclaim)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in frames that are in use."""
+        with self._lock:
+            return sum(frame.nbytes for frame in self._frames)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Resident bytes that no frame uses."""
+        with self._lock:
+            return sum(slab.kept_bytes for slab in self._slabs)
+
+    @property
+    def slab_count(self) -> int:
+        """How many slabs there are now."""
+        return len(self._slabs)
+
+    def take(self, nbytes: int, tag: Tag, name: str) -> Frame:
+        """A frame of `nbytes`, charged under `tag`; contents undefined.
+
+        Args:
+            nbytes: a multiple of `ALIGN_BYTES`, at most `frame_bytes`.
+            tag: what the bytes are for.
+            name: of the tensor, for messages.
+
+        Raises:
+            BudgetError: the host budget has no room, or (pinned slabs only) only in pieces that are too small.
+        """
+        assert 0 < nbytes <= self.frame_bytes and nbytes % ALIGN_BYTES == 0, f"frame of {nbytes} B for {name}"
+        with self._turn:
+            return self._take(nbytes, tag, name)
+
+    def give(self, frame: Frame) -> None:
+        """Takes a frame back and ends its charge. No transfer may still be running on it."""
+        with self._turn:
+            with self._lock:
+                assert frame in self._frames, f"frame of {frame.nbytes} B given back twice"
+                del self._frames[frame]
+                frame._slab.give(frame._offset, frame.nbytes)
+            # In between, somebody's `reserve` sees the bytes twice and frees too much. The other way round it would
+            # free too little.
+            frame.reservation.release()
+
+    def reclaim(self, nbytes: int) -> int:
+        """Frees kept bytes until `nbytes` are free or nothing more can be; returns how many are. For the budget."""
+        freed = 0
+        with self._lock:
+            for slab in reversed(self._slabs):
+                if freed >= nbytes:
+                    break
+                if not slab.pinned:
+                    freed += slab.punch(nbytes - freed)
+            for slab in reversed(list(self._slabs)):
+                if freed >= nbytes:
+                    break
+                if slab.pinned and slab.empty:
+                    freed += slab.kept_bytes
+                    self._slabs.remove(slab)
+                    slab.close()
+        return freed
+
+    def close(self) -> None:
+        """Ends the charges of all frames, unpins and unmaps. Idempotent; no transfer may still be running."""
+        with self._lock:
+            self._closed = True
+            frames, slabs = list(self._frames), self._slabs
+            self._frames.clear()
+            self._slabs = []
+        for frame in frames:
+            frame.reservation.release()
+        for slab in slabs:
+            slab.close()
+
+    def check_integrity(self) -> None:
+        """Checks each slab's runs, that frames and gaps cover the slabs, and used + kept against the budget.
+
+        Raises:
+            AssertionError: with the numbers.
+        """
+        with self._lock:
+            for slab in self._slabs:
+                slab.check_integrity([(f._offset, f.nbytes) for f in self._frames if f._slab is slab])
+            charged = sum(frame.reservation.nbytes for frame in self._frames if frame.reservation.live)
+            if charged != self.used_bytes or charged > self.budget.used_bytes:
+                raise AssertionError(
+                    f"frame pool: frames {self.used_bytes} B, charged {charged} B, budget {self.budget.used_bytes} B"
+                )
+        self.budget.check_integrity()
+
+    def _take(self, nbytes: int, tag: Tag, name: str) -> Frame:
+        # The run is taken first, so that what it kept resident no longer counts as kept when the budget looks.
+        with self._lock:
+            assert not self._closed, "take from a closed frame pool"
+            place = self._place(nbytes)
+        if place is None:
+            raise self._refusal(nbytes, name)
+        slab, offset = place
+        try:
+            reservation = self.budget.reserve(nbytes, tag, name)
+        except BudgetError:
+            with self._lock:
+                slab.untake(offset, nbytes)
+            raise
+        with self._lock:
+            slab.mark(offset, nbytes)
+            frame = Frame(slab, offset, nbytes, reservation)
+            self._frames[frame] = None
+        if self.budget.used_bytes + self.kept_bytes > self.budget.capacity_bytes:
+            # Pinned slabs keep whole what is used in part, and somebody else has charged what was left beside them.
+            self.give(frame)
+            raise self._refusal(nbytes, name)
+        return frame
+
+    def _place(self, nbytes: int) -> tuple[_Slab, int] | None:
+        for slab in self._slabs:
+            offset = slab.take(nbytes, self.frame_bytes)
+            if offset is not None:
+                return slab, offset
+        new = self._new_slab(nbytes)
+        if new is None:
+            return None
+        offset = new.take(nbytes, self.frame_bytes)
+        assert offset is not None
+        return new, offset
+
+    def _new_slab(self, nbytes: int) -> _Slab | None:
+        size = self.slab_bytes
+        if self._pin is not None:
+            # Pinning makes all of it resident at once.
+            room = self.budget.capacity_bytes - self.budget.used_bytes - self.kept_bytes
+            size = min(size, _power_of_two_below(room)) if room >= nbytes else 0
+            if size < nbytes:
+                return None
+        slab = _Slab(size)
+        if self._pin is not None:
+            try:
+                slab.pin(self._pin)
+            except (OSError, RuntimeError) as error:
+                self._pin = None
+                _warn_pageable(size, error)
+        self._slabs.append(slab)
+        return slab
+
+    def _refusal(self, nbytes: int, name: str) -> BudgetError:
+        budget, kept = self.budget, self.kept_bytes
+        return BudgetError(
+            f"host budget: cannot place {format_bytes(nbytes)} for {name}: {format_bytes(budget.used_bytes)} of "
+            f"{format_bytes(budget.capacity_bytes)} are in use and {format_bytes(kept)} are free in "
+            f"{len(self._slabs)} pinned slabs, but in no run that is long enough; set host_memory higher."
+        )
+
+
+class _Slab:
+    """A memory file, mapped once as shared: which of its units are taken, and which are resident."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = -1
+        try:
+            self.fd = os.memfd_create("ptm_accel frames", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, nbytes)
+            self._memory = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
+        except (OSError, ValueError) as error:
+            if self.fd >= 0:
+                os.close(self.fd)
+            raise BudgetError(
+                f"cannot map {format_bytes(nbytes)} of host memory for frames: {error}, although the budget of the "
+                f"host allows it; set host_memory lower, to what this machine or container really has."
+            ) from error
+        # Huge pages make disk transfers faster, where the kernel has them for shared memory.
+        with contextlib.suppress(OSError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._tensor: torch.Tensor | None = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._runs = RunSpace(nbytes // ALIGN_BYTES)
+        # One byte for each unit, so that residency is counted and marked at memory speed.
+        self._resident = bytearray(nbytes // ALIGN_BYTES)
+        self._kept_units = 0
+        self._unpin: Callable[[], None] | None = None
+
+    @property
+    def pinned(self) -> bool:
+        return self._unpin is not None
+
+    @property
+    def empty(self) -> bool:
+        return self._runs.free == self._runs.size
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept_units * ALIGN_BYTES
+
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None, "frame used after its slab was released"
+        return self._tensor
+
+    def pin(self, pin: HostPin) -> None:
+        self._unpin = pin(self.tensor().data_ptr(), self.nbytes)
+        self._resident[:] = _RESIDENT * len(self._resident)
+        self._kept_units = len(self._resident)
+
+    def take(self, nbytes: int, frame_bytes: int) -> int | None:
+        """Takes a run; whole frames are aligned, so that small runs break up as few of them as possible."""
+        units = nbytes // ALIGN_BYTES
+        unit = self._runs.take(units, units if nbytes == frame_bytes else 1)
+        if unit is None:
+            return None
+        self._kept_units -= self._count(unit, units)
+        return unit * ALIGN_BYTES
+
+    def mark(self, offset: int, nbytes: int) -> None:
+        """Counts a taken run as resident from now on."""
+        unit, units = offset // ALIGN_BYTES, nbytes // ALIGN_BYTES
+        self._resident[unit : unit + units] = _RESIDENT * units
+
+    def untake(self, offset: int, nbytes: int) -> None:
+        """Gives back a run that was never touched, or one in use: only what is resident is kept."""
+        unit, units = offset // ALIGN_BYTES, nbytes // ALIGN_BYTES
+        self._runs.give(unit, units)
+        self._kept_units += self._count(unit, units)
+
+    give = untake
+
+    def punch(self, nbytes: int) -> int:
+        """Gives up to `nbytes` of free resident memory back to the kernel, the highest first."""
+        freed = 0
+        for start, units in reversed(self._runs.gaps()):
+            while freed < nbytes and (resident := self._count(start, units)):
+                # From the end of the gap, and no more of it than is asked for.
+                length = min(units, -(-(nbytes - freed) // ALIGN_BYTES)) if resident == units else units
+                first = start + units - length
+                freed += self._count(first, length) * ALIGN_BYTES
+                self._kept_units -= self._count(first, length)
+                self._memory.madvise(mmap.MADV_REMOVE, first * ALIGN_BYTES, length * ALIGN_BYTES)
+                self._resident[first : first + length] = _CLEAN * length
+                units -= length
+        return freed
+
+    def close(self) -> None:
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin()
+        self._tensor = None
+        # The mapping ends with its last view; its memory ends here.
+        self._memory.madvise(mmap.MADV_REMOVE, 0, self.nbytes)
+        os.close(self.fd)
+
+    def check_integrity(self, frames: list[tuple[int, int]]) -> None:
+        self._runs.check_integrity()
+        end = 0
+        gaps = [(start * ALIGN_BYTES, units * ALIGN_BYTES) for start, units in self._runs.gaps()]
+        for offset, nbytes in sorted(frames + gaps):
+            if offset != end:
+                raise AssertionError(f"slab of {self.nbytes} B: run {offset}+{nbytes} after {end}")
+            end = offset + nbytes
+        kept = sum(self._count(start, units) for start, units in self._runs.gaps())
+        if end != self.nbytes or kept != self._kept_units:
+            raise AssertionError(
+                f"slab of {self.nbytes} B: used + free = {end} B, kept {self._kept_units} units, counted {kept}"
+            )
+
+    def _count(self, unit: int, units: int) -> int:
+        return self._resident.count(_RESIDENT, unit, unit + units)
+
+
+def _warn_pageable(nbytes: int, error: BaseException) -> None:
+    warnings.warn(
+        f"host frames: could not pin {format_bytes(nbytes)} of host memory ({error}); going on with pageable memory: "
+        f"copies between host and device run at about a third of the speed and hold up the thread that starts them. "
+        f"Raise the limit of locked memory (ulimit -l, or the container's memlock), or set host_memory lower.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _power_of_two_below(nbytes: int) -> int:
+    """The greatest power of two that is not above `nbytes` (which is positive)."""
+    return 1 << (nbytes.bit_length() - 1)

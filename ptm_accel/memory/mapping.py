@@ -1,0 +1,157 @@
+"""Memory straight from the kernel: huge-page buffers, and private mappings of file pieces, as tensors.
+
+The buffers are mapped and not allocated, for two reasons: the C library keeps freed blocks in its heap, where they
+still count as resident; and direct disk transfers are several times faster on physically contiguous (huge) pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.transfer import round_up
+from ptm_accel.units import format_bytes
+
+HUGE_PAGE_BYTES = 2 << 20
+"""Runs of at least this size are aligned to it and ask for huge pages."""
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_PROT_NONE = 0
+_PYBUF_WRITE = 0x200
+_FAILED = ctypes.c_void_p(-1).value
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_from_memory.restype = ctypes.py_object
+_view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+
+
+class FilePiece(NamedTuple):
+    """A run of bytes of an open file, at a multiple of the page size."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
+class MappedRun:
+    """An owned range of addresses.
+
+    It is unmapped when the last reference to it has gone: those of its holders, and one of each tensor over it. So a
+    tensor that outlives its holder costs memory, and never reads memory that is no longer mapped.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: the length.
+    """
+
+    __slots__ = ("__weakref__", "address", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        # At exit the kernel unmaps, after the last thread that could still touch the bytes.
+        weakref.finalize(self, _LIBC.munmap, address, nbytes).atexit = False
+
+    def tensor(self) -> torch.Tensor:
+        """The bytes as a new 1-D `uint8` tensor, whose storage keeps the mapping alive."""
+        array: Any = _array_type(self.nbytes).from_address(self.address)
+        array.run = self
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def anonymous_run(nbytes: int, purpose: str) -> MappedRun:
+    """Maps `nbytes` of fresh memory, aligned to huge pages and asking for them where it is large enough.
+
+    Args:
+        nbytes: a positive number of bytes.
+        purpose: what they are for, for the message.
+
+    Raises:
+        BudgetError: the machine gives no more memory.
+    """
+    try:
+        if nbytes < HUGE_PAGE_BYTES:
+            return MappedRun(_map_anonymous(nbytes), nbytes)
+        run = MappedRun(_map_aligned(nbytes), nbytes)
+    except OSError as error:
+        raise BudgetError(
+            f"cannot map {format_bytes(nbytes)} of memory for {purpose}: {error.strerror}, although the budget of the "
+            f"host allows it; set host_memory lower, to what this machine or container really has, or raise its "
+            f"limits (ulimit -v, vm.overcommit_memory, vm.max_map_count)."
+        ) from error
+    # Advice only: a kernel without huge pages gives ordinary ones.
+    _LIBC.madvise(run.address, run.nbytes, mmap.MADV_HUGEPAGE)
+    return run
+
+
+def private_run(pieces: Sequence[FilePiece]) -> MappedRun:
+    """Maps pieces of files, one after the other, copy-on-write: reading costs no memory of our own.
+
+    Args:
+        pieces: at least one; their offsets and lengths are multiples of the page size.
+
+    Raises:
+        OSError: the kernel refuses a mapping.
+    """
+    nbytes = sum(piece.nbytes for piece in pieces)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    run = MappedRun(_map(None, nbytes, _PROT_NONE, flags, -1, 0), nbytes)
+    address = run.address
+    for piece in pieces:
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        _map(address, piece.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, piece.fd, piece.offset)
+        address += piece.nbytes
+    return run
+
+
+def view_at(address: int, nbytes: int) -> memoryview:
+    """A writable view of memory that the caller keeps alive."""
+    view: memoryview = _view_from_memory(address, nbytes, _PYBUF_WRITE)
+    return view
+
+
+@lru_cache(maxsize=4096)
+def _array_type(nbytes: int) -> Any:
+    # Kept, since a new ctypes array type costs more than a mapping, and is garbage only the collector finds.
+    return ctypes.c_uint8 * nbytes
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    mapped: int | None = _LIBC.mmap(address, nbytes, protection, flags, fd, offset)
+    if mapped is None or mapped == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return mapped
+
+
+def _map_anonymous(nbytes: int) -> int:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    return _map(None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+
+
+def _map_aligned(nbytes: int) -> int:
+    """Maps more and trims both ends. Without the trim a huge page could reach beyond the bytes that are charged."""
+    nbytes = round_up(nbytes, mmap.PAGESIZE)
+    mapped = _map_anonymous(nbytes + HUGE_PAGE_BYTES)
+    start = round_up(mapped, HUGE_PAGE_BYTES)
+    if start > mapped:
+        _LIBC.munmap(mapped, start - mapped)
+    tail = mapped + HUGE_PAGE_BYTES - start
+    if tail:
+        _LIBC.munmap(start + nbytes, tail)
+    return start

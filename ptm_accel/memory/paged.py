@@ -1,0 +1,169 @@
+"""A tensor whose bytes lie on pages: where they are, and the values (pins) that keep them there."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any, Protocol
+
+import torch
+
+from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
+
+
+class Place(enum.Enum):
+    """Where the authoritative bytes of a paged tensor are.
+
+    ```
+    BLANK --fault (fill)--> DIRTY <--mark-- CLEAN <--fault (load)-- AWAY
+                              |               |                      ^
+                              +--store--------+--drop the extent-----+        any --drop--> BLANK
+    ```
+    """
+
+    BLANK = "blank"
+    """Nowhere: every element is the fill value."""
+    AWAY = "away"
+    """In the home only (what was never stored there is still the fill value)."""
+    CLEAN = "clean"
+    """In an extent of the compute tier, and the same bytes in the home."""
+    DIRTY = "dirty"
+    """In an extent only; what the home holds, if anything, is out of date."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether there is an extent."""
+        return self in (Place.CLEAN, Place.DIRTY)
+
+
+class Occupant(Protocol):
+    """Who is told when the bytes of a paged tensor come and go."""
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """The bytes are in the compute tier, as `tensor`."""
+        ...
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """The bytes are about to leave the compute tier; the last moment to read them, and to let go of them."""
+        ...
+
+
+class Extent:
+    """A whole tensor in the compute tier: its typed view, its bytes, and the charge for them.
+
+    Attributes:
+        tensor: the tensor in its shape and dtype.
+        octets: the same memory as 1-D uint8; padded to `ALIGN_BYTES` if it is a block of the tier's.
+        block: the tier's block, or None where the memory is somebody else's (an adopted tensor).
+        reservation: the charge.
+    """
+
+    __slots__ = ("block", "octets", "reservation", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, octets: torch.Tensor, block: Block | None, reservation: Reservation
+    ) -> None:
+        self.tensor = tensor
+        self.octets = octets
+        self.block = block
+        self.reservation = reservation
+
+
+class PagedTensor:
+    """A named tensor with a role, booked in pages. All changes of place go through the pool.
+
+    Args:
+        name: for people: errors, reports, checkpoints.
+        tag: the role its bytes are charged under.
+        shape: its shape.
+        dtype: its element type.
+        fill: the value of every element as long as nothing was written.
+
+    Attributes:
+        place: where the bytes are.
+        extent: the contiguous copy in the compute tier, if any.
+        handle: the home's name for its bytes, once it has been there.
+        stored_bytes: how many of the home's bytes, from the start, have been written; the rest is the fill value.
+        pins: how many pins are held.
+        movable: False for small tensors that stay in the compute tier.
+        occupant: who is told about comings and goings.
+        stores: stores that may still be running.
+    """
+
+    __slots__ = (
+        "dtype",
+        "extent",
+        "fill",
+        "handle",
+        "movable",
+        "name",
+        "nbytes",
+        "numel",
+        "occupant",
+        "pins",
+        "place",
+        "shape",
+        "slot_bytes",
+        "stored_bytes",
+        "stores",
+        "tag",
+    )
+
+    def __init__(self, name: str, tag: Tag, shape: torch.Size, dtype: torch.dtype, fill: float = 0.0) -> None:
+        self.name = name
+        self.tag = tag
+        self.shape = shape
+        self.dtype = dtype
+        self.fill = fill
+        self.numel = math.prod(shape)
+        self.nbytes = self.numel * dtype.itemsize
+        self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
+        self.place = Place.BLANK
+        self.extent: Extent | None = None
+        self.handle: Any = None
+        self.stored_bytes = 0
+        self.pins = 0
+        self.movable = True
+        self.occupant: Occupant | None = None
+        self.stores: list[Transfer] = []
+
+    def __repr__(self) -> str:
+        return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
+
+    def check(self) -> None:
+        """Raises `AssertionError` where the place and what is held disagree."""
+        held = {
+            Place.BLANK: self.extent is None and self.stored_bytes == 0,
+            Place.AWAY: self.extent is None and self.handle is not None,
+            Place.CLEAN: self.extent is not None and self.handle is not None,
+            Place.DIRTY: self.extent is not None,
+        }[self.place]
+        if not held or self.pins < 0 or (self.pins and not self.place.resident):
+            raise AssertionError(f"{self!r}: extent {self.extent}, handle {self.handle}, pins {self.pins}")
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of one element, expanded to `shape`, that stands in for one that is away.
+
+    It keeps shape, dtype and device true. A stray read gives NaN (the least value for integers) rather than stale
+    numbers; most in-place writes raise, since all elements share one address.
+    """
+    poison: float | bool | int
+    if dtype.is_floating_point or dtype.is_complex:
+        poison = math.nan
+    elif dtype is torch.bool:
+        poison = False
+    else:
+        poison = torch.iinfo(dtype).min
+    return torch.full((1,) * max(len(shape), 1), poison, dtype=dtype, device=device).expand(shape)
+
+
+def is_intact(stand_in: torch.Tensor) -> bool:
+    """Whether a placeholder still has its poison (`zero_` and `fill_` on one succeed silently). Host tensors only."""
+    if stand_in.numel() == 0:
+        return True
+    first = stand_in.as_strided((), ())
+    if first.dtype.is_floating_point or first.dtype.is_complex:
+        return bool(torch.isnan(first))
+    return first.dtype is torch.bool or int(first) == torch.iinfo(first.dtype).min

@@ -1,0 +1,125 @@
+"""Builds the tiers that a machine has into one memory: compute tier, budgets, home."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ptm_accel.memory.arena import HostArena
+from ptm_accel.memory.budget import Budget, Tier
+from ptm_accel.memory.device import CudaTier, DeviceTier
+from ptm_accel.memory.disk import DiskTier
+from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.transfer import ComputeTier, Home
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacities:
+    """How much of each tier may be used, in bytes.
+
+    Attributes:
+        page_bytes: the page size.
+        host_bytes: host memory.
+        device_bytes: device memory; None without a device.
+        disk_bytes: disk space; None without a limit.
+        disk_paths: directories for the scratch files; empty for no disk tier.
+    """
+
+    page_bytes: int
+    host_bytes: int
+    device_bytes: int | None = None
+    disk_bytes: int | None = None
+    disk_paths: Sequence[Path] = ()
+
+
+@dataclass(slots=True)
+class Memory:
+    """The tiers of one engine, and the pool over them.
+
+    Attributes:
+        pool: paged tensors over the compute tier.
+        budgets: the budget of each tier that there is.
+        disk: the disk tier, for its counters; None without one.
+        parts: what is closed at the end, in order.
+    """
+
+    pool: Pool
+    budgets: dict[Tier, Budget]
+    disk: DiskTier | None
+    parts: list[ComputeTier | Home | FramePool]
+    closed: bool = False
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.pool.close()
+            for part in self.parts:
+                part.close()
+
+    def check_integrity(self) -> None:
+        """Checks the conservation laws of every tier."""
+        self.pool.check_integrity()
+        for budget in self.budgets.values():
+            budget.check_integrity()
+
+
+def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> Memory:
+    """Opens the tiers.
+
+    Args:
+        capacities: their sizes.
+        device: where compute happens: a torch device, or a device tier made by the caller (a mock).
+
+    Raises:
+        DiskError: a scratch file cannot be made.
+    """
+    host = Budget(Tier.HOST, capacities.host_bytes)
+    budgets = {Tier.HOST: host}
+    disk: DiskTier | None = None
+    if capacities.disk_paths:
+        limit = capacities.disk_bytes if capacities.disk_bytes is not None else 1 << 62
+        budgets[Tier.DISK] = Budget(Tier.DISK, limit)
+        disk = DiskTier(
+            list(capacities.disk_paths), budgets[Tier.DISK], block_bytes=capacities.page_bytes, staging=host
+        )
+    if isinstance(device, torch.device) and device.type == "cpu":
+        arena = HostArena(host)
+        parts: list[ComputeTier | Home | FramePool] = [arena] if disk is None else [disk, arena]
+        return Memory(Pool(arena, host, disk), budgets, disk, parts)
+    tier: DeviceTier = CudaTier(device) if isinstance(device, torch.device) else device
+    assert capacities.device_bytes is not None, "a device needs device_bytes"
+    budgets[Tier.DEVICE] = Budget(Tier.DEVICE, capacities.device_bytes)
+    frames = FramePool(host, capacities.page_bytes)
+    home = FrameHome(tier, frames, disk)
+    over: list[ComputeTier | Home | FramePool] = [home, tier, frames]
+    if disk is not None:
+        over.append(disk)
+    return Memory(Pool(tier, budgets[Tier.DEVICE], home), budgets, disk, over)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def return_freed_memory_early() -> bool:
+    """Makes glibc give freed blocks of 1 MiB and more back to the system at once.
+
+    By default it keeps blocks of up to 32 MiB in its heap, where gradients that have left would go on counting as
+    resident memory.
+
+    Returns:
+        whether the C library understood.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return False
+    done = bool(libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, 1 << 20))
+    libc.malloc_trim(0)
+    return done

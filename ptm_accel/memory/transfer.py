@@ -1,0 +1,134 @@
+"""What a tier must offer so that the pool can move bytes through it: blocks, homes and transfers.
+
+The pool (`ptm_accel.memory.pool`) knows two places for a tensor's bytes. In the *compute tier* they lie in one
+contiguous block that kernels read; in a *home* they wait between uses, cut into pages as the home likes. On a
+CPU-only machine the compute tier is host memory and the home is the disk; with a device the compute tier is the
+device's memory and the home is host frames that may overflow to the disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ptm_accel.memory.budget import Tag, Tier
+
+ALIGN_BYTES = 4096
+"""Blocks and slots are multiples of this, as `O_DIRECT` asks for."""
+
+
+def round_up(nbytes: int, multiple: int = ALIGN_BYTES) -> int:
+    """The least multiple of `multiple` that is not less than `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+class Transfer(Protocol):
+    """A move of bytes that has been started."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks the calling thread until the move has ended; raises its error, every time it is asked."""
+        ...
+
+    def order(self) -> None:
+        """Makes all compute that is queued from now on come after the move.
+
+        On a device this queues a wait on the compute stream and does not block the thread; on a CPU it is `wait`.
+        """
+        ...
+
+
+class Block:
+    """A contiguous run of compute-tier bytes, as a 1-D `uint8` tensor that others may take views of.
+
+    The views own the bytes, not the block: `buffer` is dropped first, and the tier takes the run back
+    (`ComputeTier.recycle`) only when the last view of its storage has died.
+
+    Attributes:
+        buffer: the bytes; None once dropped.
+        nbytes: its length, a multiple of `ALIGN_BYTES`.
+        region: what the tier needs to take the run back.
+    """
+
+    __slots__ = ("buffer", "nbytes", "region")
+
+    def __init__(self, buffer: torch.Tensor, region: Any) -> None:
+        self.buffer: torch.Tensor | None = buffer
+        self.nbytes = buffer.numel()
+        self.region = region
+
+
+class ComputeTier(Protocol):
+    """Where kernels run: hands out contiguous blocks. Charging them is the caller's business."""
+
+    tier: Tier
+    device: torch.device
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined.
+
+        Raises:
+            BudgetError: the machine itself has no more memory (not: the budget, which the caller holds).
+        """
+        ...
+
+    def recycle(self, block: Block) -> None:
+        """Takes back a block whose storage has died."""
+        ...
+
+    def close(self) -> None:
+        """Gives all memory back. Idempotent."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` with the numbers if live + kept bytes do not add up."""
+        ...
+
+
+class Home(Protocol):
+    """Where bytes wait between uses. A handle (`new`) names a run of `nbytes` bytes, whatever lies under it.
+
+    Offsets and lengths of `store` and `load` are multiples of `ALIGN_BYTES`; handles are rounded up to it.
+    """
+
+    def new(self, nbytes: int, tag: Tag, name: str) -> Any:
+        """Charges and reserves room for `nbytes`; contents undefined.
+
+        Raises:
+            BudgetError: no room under the budget of the tier (or of the last tier it can overflow to).
+        """
+        ...
+
+    def free(self, handle: Any) -> None:
+        """Gives the room back, after any transfer still running on it."""
+        ...
+
+    def store(self, handle: Any, offset: int, source: torch.Tensor) -> Transfer:
+        """Starts copying `source` (1-D uint8 in the compute tier) to the handle's bytes from `offset` on.
+
+        The caller keeps `source` unchanged and alive until the transfer is done.
+        """
+        ...
+
+    def load(self, handle: Any, offset: int, into: torch.Tensor) -> Transfer:
+        """Starts copying the handle's bytes from `offset` on into `into` (1-D uint8 in the compute tier)."""
+        ...
+
+    def snapshot(self, handle: Any) -> torch.Tensor:
+        """The bytes as a 1-D uint8 CPU tensor that costs no charged memory (a private mapping of the home).
+
+        Valid until the handle is next stored to or freed. All stores have ended before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives everything back, after running transfers have ended. Idempotent."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` with the numbers if free + used + in flight is not the capacity."""
+        ...

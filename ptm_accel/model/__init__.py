@@ -1,0 +1,1 @@
+"""How unchanged model code meets pages: faults, saved tensors, gradients."""

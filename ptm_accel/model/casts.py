@@ -1,0 +1,148 @@
+"""Lower-precision copies exactly where autocast would make them, without keeping them.
+
+Under `torch.autocast`, an fp32 parameter read by a lower-precision op (a Linear weight) is cast, the copy is cached
+until the outermost autocast region ends, and autograd saves it for backward: together nearly a second model in memory.
+Here the copy is made by us at the same place, on the same autograd node, and is dropped when the module's forward
+returns; backward casts it anew from the parameter. An op that autocast leaves alone (an embedding, a norm, experts
+under `grouped_mm`) is left alone here as well, since it is the op that decides, not the parameter.
+
+Autocast's cache has a second effect that must be kept for equal numbers: all uses of a parameter in one region share
+one cast node, so their gradients are summed in the lower precision. The cache here keeps that node, and only swaps
+its data.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import placeholder
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot, SlotTable
+
+LOWER_PRECISION_OPS = frozenset(
+    {
+        F.linear,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.Tensor.__rmatmul__,
+        torch.mm,
+        torch.Tensor.mm,
+        torch.bmm,
+        torch.Tensor.bmm,
+        torch.addmm,
+        torch.Tensor.addmm,
+        torch.baddbmm,
+        torch.Tensor.baddbmm,
+        torch.addbmm,
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.conv_transpose3d,
+    }
+)
+"""Ops that autocast runs in lower precision on every backend (torch docs, "Autocast op reference").
+
+Others (`einsum`, attention in one fused call) reach such an op inside torch; they are cast there, by autocast.
+"""
+
+
+class _Cached(threading.local):
+    """The cast nodes of the running outermost forward of one thread."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.here: list[tuple[int, torch.dtype]] = []
+
+
+class CastCache:
+    """Makes, shares and drops cast copies of paged parameters.
+
+    Args:
+        pool: where parameters live; the copies are charged to it as `Tag.CAST`.
+        slots: the model's parameters.
+        table: learns where the copies lie, so that saving one for backward saves a recipe.
+    """
+
+    def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._table = table
+        self._cached = _Cached()
+
+    def cast(self, tensor: Any, dtype: torch.dtype) -> Any:
+        """`tensor`, or its copy in `dtype` if it is fp32 and lies in a paged parameter."""
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+            return tensor
+        source = self._table.find(tensor)
+        if not isinstance(source, ParamSlot):
+            return tensor
+        if tensor is source.param and tensor.requires_grad and torch.is_grad_enabled():
+            return self._shared(source, dtype)
+        return self._copy(tensor, source, dtype)
+
+    def drop(self) -> None:
+        """The module that used the copies has returned: their memory goes, their nodes stay."""
+        cached = self._cached
+        for key in cached.here:
+            node = cached.nodes[key]
+            self._table.remove(node)
+            node.data = placeholder(node.shape, node.dtype, node.device)
+        cached.here.clear()
+
+    def end(self) -> None:
+        """The outermost forward has returned: no later op may share a node with it."""
+        self.drop()
+        self._cached.nodes.clear()
+
+    def _shared(self, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
+        cached = self._cached
+        key = (id(slot), dtype)
+        node = cached.nodes.get(key)
+        if node is None:
+            node = cached.nodes[key] = self._copy(slot.param, slot, dtype)
+        elif key not in cached.here:
+            with torch.no_grad():
+                node.data = self._copy(slot.param, slot, dtype)
+        if key not in cached.here:
+            cached.here.append(key)
+        return node
+
+    def _copy(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
+        source = CastSource(slot, tensor, dtype)
+        with self._pool.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
+            copy = tensor.to(dtype)
+            keep(copy)
+        self._table.add(copy, source)
+        return copy
+
+
+class Casting(TorchFunctionMode):
+    """Active while a module that owns parameters runs under autocast."""
+
+    def __init__(self, casts: CastCache, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._casts = casts
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in LOWER_PRECISION_OPS:
+            args = tuple(self._casts.cast(a, self._dtype) for a in args)
+            kwargs = {k: self._casts.cast(v, self._dtype) for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The lower precision that is in force on `device`, or None outside autocast."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

@@ -1,0 +1,102 @@
+"""The fault is the attribute read.
+
+`module.weight` goes through `module._parameters["weight"]`. A dict subclass there brings the values in on access,
+whoever reads: the module's own forward, a parent's forward (tied heads, functional use), or the user's code.
+`items`, `values` and iteration do not bring anything in, so counting, naming and grouping parameters stays cheap.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, ItemsView
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from ptm_accel.errors import PagedModelError
+
+if TYPE_CHECKING:
+    from ptm_accel.model.residency import Residency
+
+_COPY_HELP = (
+    "Its parameters are on pages and may be away. Use `ptm_accel.plain_copy(model)` for an ordinary copy in memory, "
+    "`with ptm_accel.gathered(model):` to read the values, `model.save_pretrained(...)` to write them, or "
+    "`engine.detach()` to take the model off its pages."
+)
+
+
+class FaultDict(dict[str, "nn.Parameter | None"]):
+    """A module's `_parameters` that brings a parameter in when it is read by name.
+
+    Args:
+        parameters: the module's own dictionary.
+        residency: who brings parameters in.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], residency: Residency) -> None:
+        super().__init__(parameters)
+        self._residency = residency
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._residency.read(param)
+        return param
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `dict.get`, and brings the parameter in."""
+        return self[name] if name in self else default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As `dict.pop`, and brings the parameter in: it is about to leave the model with its values."""
+        if name in self:
+            self._residency.read(super().__getitem__(name))
+        return super().pop(name, *default)
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        super().__setitem__(name, param)
+        self._residency.replaced(self, name, param)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:
+        """As `dict.items`. Called from `nn.Module._apply` it leaves out what is on pages, after a check.
+
+        `_apply` (`.to`, `.half`, `.cuda`) would replace each parameter's data by a converted copy of its placeholder.
+        Where the conversion changes nothing it is skipped; where it would, it is refused.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "_apply" and "fn" in caller.f_locals:
+            return self._not_on_pages(caller.f_locals["fn"]).items()
+        return super().items()
+
+    def plain(self) -> dict[str, nn.Parameter | None]:
+        """An ordinary dictionary with the same parameters; brings nothing in."""
+        return dict(dict.items(self))
+
+    def _not_on_pages(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, nn.Parameter | None]:
+        rest: dict[str, nn.Parameter | None] = {}
+        for name, param in dict.items(self):
+            if param is None or not self._residency.owns(param):
+                rest[name] = param
+                continue
+            probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+            if probe.dtype != param.dtype or probe.device.type != param.device.type:
+                raise PagedModelError(
+                    f"cannot convert parameter {name!r} ({param.dtype} on {param.device}) to {probe.dtype} on "
+                    f"{probe.device}: it is on pages. Load or build the model in the wanted dtype, or call "
+                    "`engine.detach()` first."
+                )
+        return rest
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise PagedModelError(f"this model cannot be copied by copy.deepcopy. {_COPY_HELP}")
+
+    def __copy__(self) -> dict[str, nn.Parameter | None]:
+        return self.plain()
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        """An ordinary dictionary with the same parameters; brings nothing in."""
+        return self.plain()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PagedModelError(f"this model cannot be pickled. {_COPY_HELP}")

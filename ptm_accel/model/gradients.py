@@ -1,0 +1,205 @@
+"""Gradients leave at once: each is taken as autograd accumulates it, and `p.grad` is empty again.
+
+What is kept is the running sum over micro-batches, on pages. Its norm must be taken over the whole tensor in one call
+to be bit-equal to torch's, so it is taken when clipping asks for it, or at the last moment before the sum is moved
+away: the last time the whole of it is in one place for free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.slots import ParamSlot
+
+NORM_TYPE = 2.0
+
+
+class GradSlot:
+    """The summed gradient of one parameter.
+
+    Args:
+        slot: the parameter.
+        pool: where gradients live.
+        wide: keep sums of several gradients in fp32 although the parameter is narrower (fp32 master weights).
+
+    Attributes:
+        value: the sum on pages, or None while there is none.
+    """
+
+    __slots__ = ("_norm", "_norm_type", "_pool", "_wide", "slot", "value")
+
+    def __init__(self, slot: ParamSlot, pool: Pool, wide: bool) -> None:
+        self.slot = slot
+        self.value: PagedTensor | None = None
+        self._pool = pool
+        self._wide = wide
+        self._norm: torch.Tensor | None = None
+        self._norm_type = NORM_TYPE
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient that has just arrived; the first is kept as it is, since adding to zeros loses -0.0."""
+        self._norm = None
+        if self.value is None:
+            self._keep(gradient)
+            return
+        if self._wide and self.value.dtype != torch.float32:
+            wide = self._pool.fault(self.value).float()
+            self.drop()
+            self._keep(wide)
+        assert self.value is not None
+        with self._pool.pin(self.value, write=True) as total:
+            total.add_(gradient)
+
+    def _keep(self, gradient: torch.Tensor) -> None:
+        name = f"{self.slot.name}.grad"
+        self.value = self._pool.create(name, Tag.GRAD, gradient.shape, gradient.dtype)
+        self.value.movable = self.slot.value.movable
+        self.value.occupant = self
+        self._pool.adopt(self.value, gradient)
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """The pool has brought the sum in."""
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """The pool moves the sum away: its norm is taken now, if it may still be asked for."""
+        if self._norm is None:
+            self._norm = tensor_norm(tensor, self._norm_type, wide=self._wide)
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """The norm of the whole sum, as torch's clipping computes it for one tensor."""
+        assert self.value is not None
+        if self._norm is None or self._norm_type != norm_type:
+            self._norm_type = norm_type
+            with self._pool.pin(self.value) as total:
+                self._norm = tensor_norm(total, norm_type, wide=self._wide)
+        return self._norm
+
+    def changed(self) -> None:
+        """The sum was changed from outside (scaled, or written by the user)."""
+        self._norm = None
+
+    def drop(self) -> None:
+        """Forgets the sum."""
+        self._norm = None
+        if self.value is not None:
+            value, self.value = self.value, None
+            value.occupant = None
+            self._pool.forget(value)
+
+
+def tensor_norm(tensor: torch.Tensor, norm_type: float, *, wide: bool = False) -> torch.Tensor:
+    """The norm of one gradient, by the kernel that `torch.nn.utils.clip_grad_norm_` uses.
+
+    Args:
+        tensor: the whole gradient.
+        norm_type: the p of the p-norm.
+        wide: compute in fp32 whatever the gradient's dtype (it belongs to an fp32 master).
+    """
+    if wide and tensor.dtype != torch.float32:
+        return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32)
+    norms = torch._foreach_norm([tensor], norm_type)
+    return norms[0]
+
+
+class Gradients:
+    """All gradients of a model, and the hooks that take them.
+
+    Room for the largest gradient is held at all times, because autograd allocates a gradient before we hear of it.
+
+    Args:
+        slots: the trainable parameters.
+        pool: where gradients live.
+        wide: see `GradSlot`.
+    """
+
+    def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
+        self._pool = pool
+        self._by_param = {id(s.param): GradSlot(s, pool, wide) for s in slots}
+        self._landing_bytes = max((s.value.nbytes for s in slots), default=0)
+        self._landing: Reservation | None = None
+        self._hooks = [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
+        self.arrivals = 0
+
+    def hold_landing(self) -> None:
+        """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
+        if self._landing is None and self._landing_bytes:
+            self._landing = self._pool.reserve(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
+
+    def of(self, slot: ParamSlot) -> GradSlot:
+        """The gradient of a trainable parameter."""
+        return self._by_param[id(slot.param)]
+
+    def present(self) -> list[GradSlot]:
+        """The gradients that there are, in the order of the model's parameters."""
+        return [g for g in self._by_param.values() if g.value is not None]
+
+    def drop(self) -> None:
+        """Forgets all gradients (`zero_grad`)."""
+        for grad in self._by_param.values():
+            grad.drop()
+
+    def remove(self) -> None:
+        """Takes the hooks off and gives all room back."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.drop()
+        if self._landing is not None:
+            self._landing.release()
+            self._landing = None
+
+    def _taker(self) -> Callable[[torch.Tensor], None]:
+        def take(param: torch.Tensor) -> None:
+            self.take(param)
+
+        return take
+
+    def take(self, param: torch.Tensor) -> None:
+        """Takes `param.grad` and leaves it empty.
+
+        Raises:
+            UnsupportedError: the gradient is sparse.
+        """
+        gradient, param.grad = param.grad, None
+        grad = self._by_param[id(param)]
+        if gradient is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
+                "Build the module with sparse=False."
+            )
+        self.arrivals += 1
+        if grad.value is None and self._landing is not None:
+            # What was held for it becomes the charge of the gradient itself.
+            self._landing.release()
+            self._landing = None
+        with torch.no_grad():
+            grad.add(gradient)
+        del gradient
+        self.hold_landing()
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients by (1 at most)."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def total_norm(gradients: list[GradSlot], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The norm over all gradients, in the order of reduction that torch uses."""
+    if not gradients:
+        return torch.tensor(0.0)
+    norms = [(g.value.dtype, g.norm(norm_type)) for g in gradients if g.value is not None]
+    dtypes = {dtype for dtype, _ in norms}
+    if len(dtypes) > 1:
+        # torch groups gradients by dtype before it norms them, in an order of its own; ask it, with empty stand-ins.
+        stand_ins = [torch.empty(0, dtype=dtype, device=device) for dtype, _ in norms]
+        grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
+        norms = [norms[i] for (_, indices) in grouped.values() for i in indices]
+    return torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)

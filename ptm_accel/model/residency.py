@@ -1,0 +1,213 @@
+"""Keeps parameters in the compute tier while a forward uses them.
+
+A module's own parameters are pinned from before its forward until after it. A parameter read by somebody else's
+forward (a tied head, a mixer that reads its convolution's weight) stays pinned until the outermost forward returns,
+since the reader holds the `Parameter` and may use it later.
+
+Within the outermost forward the saved-tensor hooks of `ptm_accel.model.saved` are active. Recomputation inside
+backward (activation checkpointing) calls modules again and is an outermost forward of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.model.casts import CastCache, Casting, autocast_dtype
+from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.saved import SavedTensors
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One running module forward: its pins, and the casting mode if this is where autocast was first met."""
+
+    module: nn.Module
+    pins: list[Pin] = field(default_factory=list)
+    casting: Casting | None = None
+
+
+class _Frames(threading.local):
+    """The forwards that are running in one thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+        self.read_pins: dict[int, Pin] = {}
+        self.saved: AbstractContextManager[Any] | None = None
+        self.casting = False
+
+
+class Residency:
+    """The hooks and parameter dictionaries that let unchanged modules meet paged parameters.
+
+    Args:
+        pool: where the parameters live.
+        slots: the model's slots.
+        table: finds the slot of a storage.
+    """
+
+    def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable) -> None:
+        self.pool = pool
+        self.slots = slots
+        self.casts = CastCache(pool, slots, table)
+        self.saved = SavedTensors(pool, table)
+        self.writing = False
+        self.replacement: Any = None
+        self.root: nn.Module | None = None
+        self._frames = _Frames()
+        self._handles: list[RemovableHandle] = []
+        self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+
+    # ---- installing ------------------------------------------------------------------------------------------
+
+    def install(self, model: nn.Module) -> None:
+        """Puts fault dictionaries and forward hooks on every module that owns parameters, and hooks on the root."""
+        self.root = model
+        for module in model.modules():
+            if module._parameters:
+                self._dicts.append((module, module._parameters))
+                module._parameters = FaultDict(module._parameters, self)
+            if module._parameters or module is model:
+                self._handles.append(module.register_forward_pre_hook(self._enter_hook(), prepend=True))
+                self._handles.append(module.register_forward_hook(self._leave_hook(), always_call=True))
+
+    def remove(self) -> None:
+        """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, original in self._dicts:
+            current = module._parameters
+            if isinstance(current, FaultDict):
+                original.clear()
+                original.update(current.plain())
+                module._parameters = original
+        self._dicts.clear()
+
+    # Hooks are plain functions, not bound methods: a deep copy of the module then copies no engine.
+    def _enter_hook(self) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.enter(module)
+
+        return enter
+
+    def _leave_hook(self) -> Any:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.leave(module)
+
+        return leave
+
+    # ---- reads and replacements ------------------------------------------------------------------------------
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether `param` is on pages."""
+        return self.slots.of(param) is not None
+
+    def read(self, param: nn.Parameter | None) -> None:
+        """An attribute read: brings the parameter in, and keeps it until the outermost forward returns."""
+        slot = self.slots.of(param)
+        if slot is None:
+            return
+        value = slot.value
+        if (value.pins or not value.movable) and value.place.resident and not self.writing:
+            return
+        frames = self._frames
+        if not frames.stack:
+            self.pool.fault(value, write=self.writing)
+            return
+        if id(slot) not in frames.read_pins:
+            frames.read_pins[id(slot)] = self.pool.pin(value, write=self.writing)
+        self._meet_autocast(frames, frames.stack[0])
+
+    def replaced(self, owner: FaultDict, name: str, param: nn.Parameter | None) -> None:
+        """`module.name = param` was done on a paged model; a loader may want to put the new values on pages."""
+        if self.replacement is not None and param is not None and not self.owns(param):
+            self.replacement(owner, name, param)
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """While it lasts, every parameter that is read counts as changed (initialisation, loading)."""
+        before, self.writing = self.writing, True
+        try:
+            yield
+        finally:
+            self.writing = before
+
+    # ---- forwards --------------------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module) -> None:
+        """A module's forward begins: pins its own parameters."""
+        frames = self._frames
+        if not frames.stack:
+            self._begin(frames, module)
+        frame = _Frame(module)
+        frames.stack.append(frame)
+        for param in dict.values(module._parameters):
+            slot = self.slots.of(param)
+            if slot is not None and slot.value.movable:
+                frame.pins.append(self.pool.pin(slot.value, write=self.writing))
+        if module._parameters:
+            self._meet_autocast(frames, frame)
+
+    def leave(self, module: nn.Module) -> None:
+        """A module's forward has returned, well or not."""
+        frames = self._frames
+        # An exception may have torn down inner forwards whose hooks were not called; they end with this one.
+        if not any(frame.module is module for frame in frames.stack):
+            return
+        while self._pop(frames) is not module:
+            pass
+        if not frames.stack:
+            self._end(frames)
+
+    def _pop(self, frames: _Frames) -> nn.Module:
+        frame = frames.stack.pop()
+        if frame.casting is not None:
+            frame.casting.__exit__(None, None, None)
+            frames.casting = False
+            self.casts.drop()
+        for pin in frame.pins:
+            pin.release()
+        return frame.module
+
+    def _meet_autocast(self, frames: _Frames, frame: _Frame) -> None:
+        """Turns casting on for the rest of `frame`, if autocast is on and it is not yet."""
+        if frames.casting:
+            return
+        dtype = autocast_dtype(self.pool.compute.device)
+        if dtype is not None:
+            frame.casting = Casting(self.casts, dtype)
+            frame.casting.__enter__()
+            frames.casting = True
+
+    def _begin(self, frames: _Frames, module: nn.Module) -> None:
+        # Inside a recomputation the checkpoint's own hooks must see what is saved; ours would hide it from them.
+        foreign = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if module is self.root or not foreign:
+            frames.saved = self.saved.hooks()
+            frames.saved.__enter__()
+
+    def _end(self, frames: _Frames) -> None:
+        for pin in frames.read_pins.values():
+            pin.release()
+        frames.read_pins.clear()
+        saved, frames.saved = frames.saved, None
+        if saved is not None:
+            saved.__exit__(None, None, None)
+        self.casts.end()
+
+    def abort(self) -> None:
+        """Ends forwards that an exception has torn down without their hooks being called (Ctrl-C)."""
+        frames = self._frames
+        while frames.stack:
+            self._pop(frames)
+        self._end(frames)

@@ -1,0 +1,152 @@
+"""What the engine knows of each parameter: a side table keyed by parameter, nothing attached to the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ptm_accel.errors import PlaceholderError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor, is_intact, placeholder
+from ptm_accel.memory.pool import Pool
+
+
+class ExtentTable:
+    """Which slot's extent lies in which storage: the way from a saved tensor back to its parameter."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, ParamSlot | CastSource] = {}
+
+    def add(self, tensor: torch.Tensor, source: ParamSlot | CastSource) -> None:
+        """Notes that `tensor`'s storage holds the values of `source`."""
+        self._by_address[tensor.untyped_storage().data_ptr()] = source
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        """Forgets `tensor`'s storage."""
+        self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def find(self, tensor: torch.Tensor) -> ParamSlot | CastSource | None:
+        """The source whose values lie in `tensor`'s storage, if any."""
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def __len__(self) -> int:
+        return len(self._by_address)
+
+
+class CastSource:
+    """A lower-precision copy that autocast would have made of a paged parameter, or of a view of one.
+
+    Its bytes are never kept: `make` casts them anew from the parameter.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "generation", "offset", "shape", "slot", "strides")
+
+    def __init__(self, slot: ParamSlot, view: torch.Tensor, dtype: torch.dtype) -> None:
+        self.slot = slot
+        self.dtype = dtype
+        self.shape = view.shape
+        self.strides = view.stride()
+        self.offset = view.storage_offset()
+        self.generation = slot.generation
+
+    def make(self) -> torch.Tensor:
+        """The copy, cast from the parameter's present values."""
+        return self.slot.cast(self.shape, self.strides, self.offset, self.dtype)
+
+
+class ParamSlot:
+    """One parameter of the model and its paged values.
+
+    Attributes:
+        name: the first of its names in the model.
+        param: the model's own `nn.Parameter`; its `.data` is the extent or a placeholder.
+        value: its values on pages.
+        generation: counts updates, so that a backward through an older forward is noticed.
+    """
+
+    __slots__ = ("_placeholder", "_pool", "_table", "generation", "name", "param", "value")
+
+    def __init__(self, name: str, param: nn.Parameter, value: PagedTensor, pool: Pool, table: ExtentTable) -> None:
+        self.name = name
+        self.param = param
+        self.value = value
+        self.generation = 0
+        self._pool = pool
+        self._table = table
+        self._placeholder: torch.Tensor | None = None
+        value.occupant = self
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """The pool has brought the values in."""
+        stand_in, self._placeholder = self._placeholder, None
+        self.param.data = tensor
+        self._table.add(tensor, self)
+        if stand_in is not None and stand_in.device.type == "cpu" and not is_intact(stand_in):
+            raise PlaceholderError(
+                f"parameter {self.name} was written to while it was on pages, by zero_() or fill_() on its placeholder "
+                f"(shape {tuple(self.param.shape)}); that write is lost. Write to parameters inside "
+                "`with ptm_accel.gathered(model, write=True):`."
+            )
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """The pool is about to take the values away."""
+        self._table.remove(tensor)
+        self._placeholder = placeholder(self.value.shape, self.value.dtype, tensor.device)
+        self.param.data = self._placeholder
+
+    def stand_in(self, device: torch.device) -> None:
+        """Gives the parameter its first placeholder, before any values exist."""
+        self._placeholder = placeholder(self.value.shape, self.value.dtype, device)
+        self.param.data = self._placeholder
+
+    def cast(
+        self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A copy in `dtype` of a view of the values, charged as long as it lives."""
+        pin = self._pool.pin(self.value)
+        try:
+            view = pin.tensor.detach().as_strided(shape, strides, offset)
+            with self._pool.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
+                copy = view.to(dtype)
+                keep(copy)
+            return copy
+        finally:
+            pin.release()
+
+    def fetch(self, *, write: bool = False) -> torch.Tensor:
+        """The values in the compute tier."""
+        return self._pool.fault(self.value, write=write)
+
+
+class SlotTable:
+    """All slots of one model, by parameter identity and by name (every name a tied parameter has)."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, ParamSlot] = {}
+        self.by_name: dict[str, ParamSlot] = {}
+
+    def add(self, slot: ParamSlot) -> None:
+        """Adds a slot under its parameter and its first name."""
+        self._by_id[id(slot.param)] = slot
+        self.by_name[slot.name] = slot
+
+    def remove(self, slot: ParamSlot) -> None:
+        """Forgets a slot whose parameter has left the model."""
+        self._by_id.pop(id(slot.param), None)
+        for name in [n for n, s in self.by_name.items() if s is slot]:
+            del self.by_name[name]
+
+    def of(self, param: torch.Tensor | None) -> ParamSlot | None:
+        """The slot of a parameter, or None if it is not on pages."""
+        slot = self._by_id.get(id(param))
+        return slot if slot is not None and slot.param is param else None
+
+    def __iter__(self) -> Iterator[ParamSlot]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+

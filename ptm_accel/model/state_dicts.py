@@ -1,0 +1,78 @@
+"""State dictionaries of a paged model hold real values, and loading one writes to pages.
+
+`nn.Module.state_dict` reads `_parameters.items()`, which gives placeholders; a hook on each module replaces them by
+snapshots: live aliases of what is resident, private mappings of what is on disk. So `save_pretrained` and everything
+else downstream of `state_dict` works unchanged and costs no memory beyond the budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.model.residency import Residency
+from ptm_accel.model.slots import SlotTable
+
+
+class StateDictHooks:
+    """The hooks that make `state_dict` and `load_state_dict` of a paged model right.
+
+    Args:
+        pool: where the parameters live.
+        slots: the model's parameters.
+        residency: told that loading writes.
+    """
+
+    def __init__(self, pool: Pool, slots: SlotTable, residency: Residency) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._residency = residency
+        self._handles: list[RemovableHandle] = []
+        self._loading: dict[int, list[Pin]] = {}
+
+    def install(self, model: nn.Module) -> None:
+        """Puts the hooks on every module that owns parameters."""
+        for module in model.modules():
+            if module._parameters:
+                self._handles.append(module.register_state_dict_post_hook(self._fill()))
+                self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load()))
+                self._handles.append(module.register_load_state_dict_post_hook(self._end_load()))
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Plain functions, not bound methods: torch marks them, and a deep copy of a module then copies no engine.
+    def _fill(self) -> Callable[..., None]:
+        def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+            for name, param in dict.items(module._parameters):
+                key = prefix + name
+                slot = self._slots.of(param)
+                if slot is None or key not in state_dict:
+                    continue
+                state_dict[key] = self._pool.snapshot(slot.value)
+
+        return fill
+
+    def _begin_load(self) -> Callable[..., None]:
+        def begin(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+            pins = self._loading.setdefault(id(module), [])
+            for name, param in dict.items(module._parameters):
+                slot = self._slots.of(param)
+                if slot is not None and prefix + name in state_dict:
+                    pins.append(self._pool.pin(slot.value, write=True))
+
+        return begin
+
+    def _end_load(self) -> Callable[..., None]:
+        def end(module: nn.Module, incompatible_keys: Any) -> None:
+            for pin in self._loading.pop(id(module), []):
+                pin.release()
+
+        return end

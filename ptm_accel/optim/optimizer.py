@@ -1,0 +1,307 @@
+"""The user's optimizer over paged parameters: the same class, groups, hyperparameters and state, a step by sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ptm_accel.errors import CheckpointError, UnsupportedError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor, placeholder
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.gradients import Gradients
+from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.optim.support import Grain, grain_of
+from ptm_accel.optim.sweep import ParamState, Sweep
+
+MASTER_KEY = "master"
+"""Name of the fp32 master among the state of a parameter, in checkpoints."""
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """Wraps a `torch.optim.Optimizer` whose parameters are on pages.
+
+    It shares the wrapped optimizer's parameter groups and hyperparameters, so schedulers and callbacks see them as
+    usual. `state` holds placeholders for what is on pages; `state_dict()` holds the real values.
+
+    Args:
+        inner: the user's optimizer, made over the model's own parameters.
+        slots: the model's parameters.
+        gradients: their gradients.
+        pool: where everything lives.
+        master_weights: keep an fp32 master of every narrower parameter, and update that.
+        window_bytes: see `Sweep`.
+        batch_bytes: see `Sweep`.
+
+    Raises:
+        UnsupportedError: the optimizer cannot run on pages, or holds a parameter that the model does not have.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        slots: SlotTable,
+        gradients: Gradients,
+        pool: Pool,
+        *,
+        master_weights: bool,
+        window_bytes: int,
+        batch_bytes: int,
+    ) -> None:
+        # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
+        self.__dict__.update(inner.__dict__)
+        self._patch_step_function()
+        self.inner = inner
+        self.grain: Grain = grain_of(inner)
+        self._slots = slots
+        self._gradients = gradients
+        self._pool = pool
+        self._master_weights = master_weights
+        self._scale: torch.Tensor | None = None
+        self._states: dict[int, ParamState] = {}
+        self._sweep = Sweep(inner, pool, self.grain, window_bytes, batch_bytes)
+        for param in self._params():
+            self._adopt_state(param)
+
+    # ---- the step --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient; the gradients are used up.
+
+        Raises:
+            UnsupportedError: a closure was given.
+            DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
+        """
+        if closure is not None:
+            raise UnsupportedError("optimizer.step(closure) is not possible on pages; call backward first, then step()")
+        work = []
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                slot = self._slot(param)
+                if slot.param.requires_grad:
+                    grad = self._gradients.of(slot)
+                    if grad.value is not None:
+                        work.append((index, self._state_of(slot), grad))
+        scale, self._scale = self._scale, None
+        self._sweep.run(work, scale)
+        for _, state, _ in work:
+            self._show(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients."""
+        self._gradients.drop()
+        self._scale = None
+
+    def scale_gradients(self, coefficient: torch.Tensor) -> None:
+        """Multiplies every gradient by `coefficient`, at the latest when it is used."""
+        if self._scale is not None:
+            self.apply_scale()
+        # Multiplying by one changes no bit (NaN stays NaN); the host may only look where that costs no device wait.
+        if coefficient.device.type == "cpu" and bool(coefficient == 1.0):
+            return
+        self._scale = coefficient
+
+    @torch.no_grad()
+    def apply_scale(self) -> None:
+        """Carries out a pending `scale_gradients` now, because somebody wants to look at the gradients."""
+        scale, self._scale = self._scale, None
+        if scale is None:
+            return
+        for grad in self._gradients.present():
+            assert grad.value is not None
+            with self._pool.pin(grad.value, write=True) as total:
+                total.mul_(scale)
+            grad.changed()
+
+    # ---- parameters and their state --------------------------------------------------------------------------
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _slot(self, param: nn.Parameter) -> ParamSlot:
+        slot = self._slots.of(param)
+        if slot is None:
+            raise UnsupportedError(
+                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's. "
+                "Make the optimizer from model.parameters() after the model is complete."
+            )
+        return slot
+
+    def _state_of(self, slot: ParamSlot) -> ParamState:
+        state = self._states.get(id(slot))
+        if state is None:
+            state = self._states[id(slot)] = ParamState(slot)
+            if self._master_weights and slot.value.dtype != torch.float32 and slot.value.dtype.is_floating_point:
+                state.master = self._pool.create(
+                    f"{slot.name}.master", Tag.MASTER, slot.value.shape, torch.float32, movable=slot.value.movable
+                )
+        return state
+
+    def _adopt_state(self, param: nn.Parameter) -> None:
+        """Takes over state that the optimizer already has: made in its constructor, or by earlier steps."""
+        state = self._state_of(self._slot(param))
+        for key, value in list(self.inner.state.get(param, {}).items()):
+            self.put_state(state, key, value)
+        self._show(state)
+
+    def put_state(self, state: ParamState, key: str, value: Any) -> None:
+        """Sets one entry of a parameter's state.
+
+        Raises:
+            CheckpointError: the master has another shape than the parameter.
+        """
+        slot = state.slot
+        if key == MASTER_KEY and state.master is not None:
+            if value.shape != slot.value.shape:
+                raise CheckpointError(
+                    f"the fp32 master of {slot.name} in the checkpoint has shape {tuple(value.shape)}, the parameter "
+                    f"has {tuple(slot.value.shape)}: this checkpoint is of another model."
+                )
+            self._pool.fault(state.master, write=True).copy_(value)
+            state.mastered = slot.value.numel
+            return
+        full = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
+        if not full:
+            state.small[key] = value
+            return
+        tensor = state.paged.get(key)
+        if tensor is None:
+            constant = value.numel() > 1 and all(s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
+            fill = float(value.as_strided((), ())) if constant else 0.0
+            tensor = state.paged[key] = self._pool.create(
+                f"{slot.name}.{key}", Tag.STATE, value.shape, value.dtype, fill=fill, movable=slot.value.movable
+            )
+            if constant:
+                return
+        with torch.no_grad():
+            self._pool.fault(tensor, write=True).copy_(value)
+
+    def _show(self, state: ParamState) -> None:
+        """Shows a parameter's state in `optimizer.state`, with placeholders for what is on pages."""
+        if state.empty:
+            return
+        device = self._pool.compute.device
+        stand_ins = {k: placeholder(t.shape, t.dtype, device) for k, t in state.paged.items()}
+        self.inner.state[state.slot.param] = {**state.small, **stand_ins}
+
+    def named_state(self) -> Iterator[tuple[str, str, PagedTensor | Any]]:
+        """Every entry of the state as (parameter name, key, paged tensor or other value), masters included."""
+        for param in self._params():
+            state = self._state_of(self._slot(param))
+            for key, value in state.small.items():
+                yield state.slot.name, key, value
+            for key, tensor in state.paged.items():
+                yield state.slot.name, key, tensor
+            if state.master is not None and state.mastered:
+                yield state.slot.name, MASTER_KEY, state.master
+
+    def state_for(self, name: str) -> ParamState:
+        """The state of the parameter called `name`.
+
+        Raises:
+            CheckpointError: the model has no such parameter, or the optimizer does not hold it.
+        """
+        slot = self._slots.by_name.get(name)
+        if slot is None or all(param is not slot.param for param in self._params()):
+            raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
+        return self._state_of(slot)
+
+    # ---- torch's own state dictionaries ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`: positional, with the real values.
+
+        What is away is mapped from its home, so this costs no memory beyond the budgets. Valid until the next step.
+        """
+        states: dict[int, dict[str, Any]] = {}
+        groups = []
+        index = 0
+        for group in self.param_groups:
+            numbers = list(range(index, index + len(group["params"])))
+            index += len(numbers)
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+            for number, param in zip(numbers, group["params"], strict=True):
+                state = self._state_of(self._slot(param))
+                entry = {**state.small, **{k: self._pool.snapshot(t) for k, t in state.paged.items()}}
+                if state.master is not None and state.mastered:
+                    entry[MASTER_KEY] = self._pool.snapshot(state.master)
+                if entry:
+                    states[number] = entry
+        return {"state": states, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
+
+        Raises:
+            CheckpointError: other parameter groups than this optimizer's.
+        """
+        given = [len(group["params"]) for group in state_dict["param_groups"]]
+        here = [len(group["params"]) for group in self.param_groups]
+        if given != here:
+            raise CheckpointError(
+                f"the optimizer state has parameter groups of {given} parameters, this optimizer has {here}: it is of "
+                "another model or of another grouping."
+            )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        for number, param in enumerate(self._params()):
+            state = self._state_of(self._slot(param))
+            for key, value in state_dict["state"].get(number, {}).items():
+                self.put_state(state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value)
+            self._show(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer.add_param_group`."""
+        self.inner.add_param_group(param_group)
+
+    def close(self) -> None:
+        """Ends the life of all state on pages."""
+        for state in self._states.values():
+            for tensor in state.paged.values():
+                self._pool.forget(tensor)
+            if state.master is not None:
+                self._pool.forget(state.master)
+        self._states.clear()
+
+    def states(self) -> Iterator[ParamState]:
+        """The state of every parameter that the optimizer has met."""
+        return iter(self._states.values())
+
+    def __repr__(self) -> str:
+        return f"PagedOptimizer({self.inner!r})"
+
+
+class _BlankState(TorchFunctionMode):
+    """Gives optimizer constructors constant state without memory: `full_like(param)` becomes an expanded scalar."""
+
+    _FILLS = {torch.zeros_like: 0.0, torch.ones_like: 1.0}
+
+    def __init__(self, slots: SlotTable) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.zeros_like, torch.ones_like, torch.full_like) and self._slots.of(args[0]) is not None:
+            fill = self._FILLS.get(func)
+            if fill is None:
+                fill = args[1] if len(args) > 1 else kwargs["fill_value"]
+            param = args[0]
+            dtype = kwargs.get("dtype") or param.dtype
+            return torch.full((1,) * max(param.dim(), 1), fill, dtype=dtype, device=param.device).expand(param.shape)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def blank_state(slots: SlotTable) -> Iterator[None]:
+    """Within it, optimizers may be constructed over paged parameters without allocating full-size state (Adagrad)."""
+    with _BlankState(slots):
+        yield

@@ -1,0 +1,85 @@
+"""Byte counts as people write them (`10GB`, `512MiB`, `80%`) and as messages show them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from ptm_accel.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+ACCEPTED_FORMS = 'a whole number of bytes, decimal units like "10GB", binary units like "512MiB", or a share like "80%"'
+"""What `parse_bytes` takes, in words for error messages and help texts."""
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+}
+_QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>%|[a-z]*)", re.IGNORECASE | re.ASCII)
+
+
+def format_bytes(n: int) -> str:
+    """Shows a byte count with two decimals in the largest binary unit that fits, e.g. `1.50 GiB`.
+
+    Counts below 64 KiB are shown exactly, e.g. `4096 B`, since pages and alignments are read there.
+
+    Args:
+        n: bytes; may be negative (a difference).
+    """
+    size = abs(n)
+    if size < 64 * KIB:
+        return f"{n} B"
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB")):
+        if size >= unit:
+            return f"{n / unit:.2f} {name}"
+    return f"{n / KIB:.2f} KiB"
+
+
+def parse_bytes(text: str | int, *, total_bytes: int | None = None) -> int:
+    """Reads a byte count.
+
+    Args:
+        text: bytes as an int, or a text such as `"10GB"` (10^10), `"512MiB"` (2^29), `"4096"` or `"80%"`.
+            Fractions such as `"1.5GiB"` are rounded down to whole bytes. Units are not case-sensitive.
+        total_bytes: what a share is a share of; without it, shares are refused.
+
+    Returns:
+        Bytes, zero or more.
+
+    Raises:
+        ConfigError: the text does not parse, is negative, is a share above 100%, or is a share of nothing known.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ConfigError(f"{text} is not a byte count: it is negative; use {ACCEPTED_FORMS}.")
+        return text
+    match = _QUANTITY.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ConfigError(f"{text!r} is not a byte count; use {ACCEPTED_FORMS}.")
+    number, unit = Fraction(match["number"]), match["unit"].lower()
+    if unit == "%":
+        return _share(text, number, total_bytes)
+    if unit not in _UNITS:
+        known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise ConfigError(f"{text!r} has the unknown unit {match['unit']!r} (known: {known}); use {ACCEPTED_FORMS}.")
+    return int(number * _UNITS[unit])
+
+
+def _share(text: str | int, percent: Fraction, total_bytes: int | None) -> int:
+    if percent > 100:
+        raise ConfigError(f'{text!r} is more than the whole; use at most "100%".')
+    if total_bytes is None:
+        raise ConfigError(f'{text!r} is a share, and here there is no total to take it of; use a size such as "10GB".')
+    return int(percent * total_bytes / 100)

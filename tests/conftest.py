@@ -1,0 +1,39 @@
+"""What all tests share: the environment, fixed seeds, and the skip of tests that need what this machine lacks."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: spinning OpenMP threads beside a busy neighbour are tens of times slower, silently.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Tests make their own models; none may come from a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Each test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where there is no CUDA; pytest counts and lists them (`-ra`)."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs CUDA")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many GPU tests did not run, so that nobody takes their silence for a pass."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: this machine has no CUDA.")
