@@ -100,21 +100,21 @@ class Engine:
     def _install(self) -> None:
         pool = self.pool
         small = self.config.page_bytes // _SMALL_SHARE
-        named = take_parameters(self.model, pool, self.slots, self.table, small_bytes=small)
+        taken = take_parameters(self.model, pool, self.slots, self.table, small_bytes=small)
         self.floor = self._floor(Grain.ELEMENTS)
         self._refuse_below(self.floor)
         buffers = sum(b.nbytes for b in self.model.buffers())
         self._buffers = pool.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         if not self._all_fits():
             return_freed_memory_early()
-        for slot, data in named:
-            if data is None:
+        for slot in taken:
+            if slot.param.device.type == "meta":
                 slot.stand_in(pool.compute.device)
             else:
-                pool.adopt(slot.value, data)
+                # No name here may hold the data: what moves away at once must also be freed at once.
+                pool.adopt(slot.value, slot.param.data)
             if not slot.value.movable:
                 pool.fault(slot.value)
-        del named
         trainable = [s for s in self.slots if s.param.requires_grad]
         self.gradients = Gradients(trainable, pool, wide=self.config.master_weights is not None)
         self.residency.install(self.model)

@@ -10,18 +10,21 @@ from ptm_accel.memory.transfer import Transfer
 
 def settle(transfers: Sequence[Transfer]) -> BaseException | None:
     """Waits until all have ended, and returns the first error instead of raising it."""
-    first: BaseException | None = None
-    for transfer in transfers:
-        try:
-            transfer.wait()
-        except Exception as error:
-            first = first or error
-    return first
+    errors = [error for error in map(_error_of, transfers) if error is not None]
+    return errors[0] if errors else None
 
 
 def joined(parts: Sequence[Transfer]) -> Transfer:
     """The parts as one transfer, which ends with the last of them."""
     return parts[0] if len(parts) == 1 else _Joined(parts)
+
+
+def _error_of(transfer: Transfer) -> Exception | None:
+    try:
+        transfer.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 class _Joined:
@@ -32,7 +35,8 @@ class _Joined:
 
     def done(self) -> bool:
         # All are asked: some move on only when asked.
-        return all([part.done() for part in self._parts])
+        states = [part.done() for part in self._parts]
+        return all(states)
 
     def wait(self) -> None:
         error = settle(self._parts)
@@ -70,7 +74,7 @@ class Chained:
             # Somebody is waiting for what comes before.
             return False
         try:
-            if self._start is not None and all([transfer.done() for transfer in self._before]):
+            if self._start is not None and all(transfer.done() for transfer in self._before):
                 self._begin()
             return self._error is not None or (self._copy is not None and self._copy.done())
         finally:

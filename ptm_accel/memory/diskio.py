@@ -244,7 +244,7 @@ class Lanes:
         """
         with self.lock:
             while not ended():
-                if os.getpid() != self._process or not any(thread.is_alive() for thread in self._threads):
+                if not self._is_staffed():
                     raise self._unavailable(what)
                 self._changed.wait(_LOOK_AGAIN_S)
 
@@ -275,7 +275,7 @@ class Lanes:
         """Takes the lock once no thread is in a transfer; until `go_on` none begins one."""
         self.lock.acquire()
         self._holds += 1
-        while self._moving and os.getpid() == self._process:
+        while self._moving and self._is_staffed():
             self._changed.wait(_LOOK_AGAIN_S)
 
     def go_on(self) -> None:
@@ -283,6 +283,9 @@ class Lanes:
         self._holds -= 1
         self._wake()
         self.lock.release()
+
+    def _is_staffed(self) -> bool:
+        return os.getpid() == self._process and any(thread.is_alive() for thread in self._threads)
 
     def _enqueue(self, transfer: DiskTransfer) -> None:
         for piece in transfer.pieces:

@@ -10,6 +10,7 @@ the next owner, not a snapshot.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -148,7 +149,7 @@ class FrameHome:
         """
         with self._lock:
             assert handle in self._handles, f"snapshot of the freed handle of {handle.name}"
-            disk = None if self._swap is None else self._swap.disk
+            disk: object = None if self._swap is None else self._swap.disk
             pieces: list[FilePiece] = []
             for page in handle.pages:
                 if page.state is PageState.CLEAN and settle(page.writes) is not None:
@@ -173,11 +174,9 @@ class FrameHome:
         """
         with self._lock:
             budget = self._frames.budget
-            while budget.free_bytes < nbytes and (victims := self._victims(nbytes)):
-                try:
+            with contextlib.suppress(BudgetError):
+                while budget.free_bytes < nbytes and (victims := self._victims(nbytes)):
                     self._spill(victims, admitting=True)
-                except BudgetError:
-                    break
             return budget.free_bytes
 
     def close(self) -> None:
@@ -285,8 +284,8 @@ class FrameHome:
         for page in victims:
             try:
                 started = self._leave(page, admitting)
-            except Exception as error:
-                failure = error
+            except Exception as caught:
+                failure = caught
                 break
             if started is not None:
                 writing.append((page, *started))
@@ -303,7 +302,10 @@ class FrameHome:
 
     def _leave(self, page: Page, admitting: bool) -> tuple[Any, Transfer] | None:
         """Lets a page leave its frame; returns the slot and the write that must end first, if there is one."""
-        assert self._swap is not None and page.frame is not None
+        assert self._swap is not None
+        if page.frame is None:
+            # Its read had failed, which came out as its slot was asked for on behalf of another victim.
+            return None
         settle(page.reads)
         if page.state is PageState.CLEAN:
             # Its read may fail; the slot is good all the same.
@@ -345,7 +347,7 @@ class FrameHome:
         while True:
             try:
                 return self._frames.take(nbytes, tag, name)
-            except BudgetError as refusal:
+            except BudgetError as refusal:  # noqa: PERF203 - refusals are rare, and dear anyway
                 victims = self._victims(nbytes, keep)
                 if not victims:
                     raise self._no_room(nbytes, name, refusal) from refusal
@@ -388,7 +390,7 @@ class FrameHome:
         while True:
             try:
                 return self._swap.take(page.nbytes, page.handle.tag, page.handle.name)
-            except BudgetError:
+            except BudgetError:  # noqa: PERF203 - refusals are rare, and dear anyway
                 if self._drop_clean():
                     continue
                 if admitting:
@@ -421,7 +423,7 @@ class FrameHome:
     # ---- copies ------------------------------------------------------------------------------------------------
 
     def _copy_in(self, page: Page, start: int, stop: int, into: torch.Tensor) -> Transfer:
-        if all([write.done() for write in page.writes]):
+        if all(write.done() for write in page.writes):
             # None runs any more: this blocks for nothing.
             error = settle(page.writes)
             if error is None:

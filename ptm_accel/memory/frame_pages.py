@@ -75,7 +75,8 @@ class Page:
         framed, slotted = self.state is not PageState.DISK, self.state in (PageState.CLEAN, PageState.DISK)
         if (self.frame is not None) != framed or (self.slot is not None) != slotted:
             raise AssertionError(
-                f"{self.handle.name}: page of {self.nbytes} B is {self.state.value}, frame {self.frame}, slot {self.slot}"
+                f"{self.handle.name}: page of {self.nbytes} B is {self.state.value}, its frame is {self.frame}, "
+                f"its slot {self.slot}"
             )
 
 

@@ -39,11 +39,11 @@ class SwapSpace:
 
     def refill(self) -> BudgetError | None:
         """Sets aside what is missing, as far as there is room; returns the refusal if there is not enough."""
-        while len(self._spares) < _SPARES:
-            try:
+        try:
+            while len(self._spares) < _SPARES:
                 self._spares.append(self.disk.new(self._page_bytes, Tag.STAGING, "exchanging pages"))
-            except BudgetError as refusal:
-                return refusal
+        except BudgetError as refusal:
+            return refusal
         return None
 
     def take(self, nbytes: int, tag: Tag, name: str) -> Any:

@@ -66,7 +66,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 def take_parameters(
     model: nn.Module, pool: Pool, slots: SlotTable, table: ExtentTable, *, small_bytes: int
-) -> list[tuple[ParamSlot, torch.Tensor | None]]:
+) -> list[ParamSlot]:
     """Gives every parameter a slot with blank pages.
 
     Args:
@@ -77,9 +77,9 @@ def take_parameters(
         small_bytes: parameters below this many bytes never leave the compute tier.
 
     Returns:
-        each slot with the parameter's present data (None for a meta parameter).
+        the slots, in the order of the model's parameters.
     """
-    taken: list[tuple[ParamSlot, torch.Tensor | None]] = []
+    taken: list[ParamSlot] = []
     for name, param in model.named_parameters(remove_duplicate=False):
         if not param.numel():
             continue
@@ -87,8 +87,7 @@ def take_parameters(
         if known is not None:
             slots.by_name[name] = known
             continue
-        slot = make_slot(name, param, pool, slots, table, small_bytes=small_bytes)
-        taken.append((slot, None if param.device.type == "meta" else param.data))
+        taken.append(make_slot(name, param, pool, slots, table, small_bytes=small_bytes))
     return taken
 
 

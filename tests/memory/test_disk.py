@@ -114,7 +114,9 @@ def test_any_ranges_in_any_order_equal_memory(make: Make, tmp_path: Path, folder
         for writes, a, b, shift in steps:
             begin, end = min(a, b), max(a, b)
             if writes:
-                data = source[shift : shift + end - begin].clone() if shift == 1 else source[shift : shift + end - begin]
+                data = (
+                    source[shift : shift + end - begin].clone() if shift == 1 else source[shift : shift + end - begin]
+                )
                 stores.append(tier.store(slot, begin, data))
                 twin[begin:end] = data
             else:
@@ -240,7 +242,9 @@ def test_bounce_buffers_are_charged(make: Make) -> None:
 
 def test_memory_posing_as_disk_is_warned_of(make: Make) -> None:
     assert file_system_of(Path("/dev/shm")) == "tmpfs"
-    with pytest.warns(UserWarning, match="disk path /dev/shm is on tmpfs, which is memory and no disk.*disk.paths") as seen:
+    with pytest.warns(
+        UserWarning, match="disk path /dev/shm is on tmpfs, which is memory and no disk.*disk.paths"
+    ) as seen:
         tier = make(Path("/dev/shm"), staging=Budget(Tier.HOST, 0))
     assert len(seen) == 1
     assert seen[0].filename == __file__
@@ -295,7 +299,9 @@ def test_a_folder_that_cannot_be_used_is_named(make: Make, tmp_path: Path) -> No
     file = tmp_path / "file"
     file.touch()
     for path, reason in ((tmp_path / "nothing", "No such file or directory"), (file, "Not a directory")):
-        with pytest.raises(DiskError, match=f"cannot use {path} for a scratch file: {reason}.*set disk.paths") as caught:
+        with pytest.raises(
+            DiskError, match=f"cannot use {path} for a scratch file: {reason}.*set disk.paths"
+        ) as caught:
             make(tmp_path, path)
         assert caught.value.filename == str(path)
         assert caught.value.errno
