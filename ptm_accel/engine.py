@@ -12,8 +12,11 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
 from ptm_accel.errors import BudgetError, ConfigError
+from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.setup import Capacities, Memory, build_memory, return_freed_memory_early
+from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import check_model, take_parameters
 from ptm_accel.model.floor import Floor, least_budget
@@ -104,7 +107,7 @@ class Engine:
         self.floor = self._floor(Grain.ELEMENTS)
         self._refuse_below(self.floor)
         buffers = sum(b.nbytes for b in self.model.buffers())
-        self._buffers = pool.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
+        self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         if not self._all_fits():
             return_freed_memory_early()
         for slot in taken:
@@ -120,17 +123,31 @@ class Engine:
         self.residency.install(self.model)
         self.state_dicts.install(self.model)
         self.gradients.hold_landing()
+        if isinstance(pool.compute, CudaTier):
+            self._watch_tide(pool.compute)
         self._hint_about_masters(trainable)
+
+    def _watch_tide(self, card: CudaTier) -> None:
+        total = self.pool.budget.capacity_bytes
+        card.limit(total)
+        least = min(total, self.floor.total_bytes * 5 // 4)
+        self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes)
+        self.pool.room.shrink()
 
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values included.
 
         Args:
-            check: refuse if the model does not fit the machine's memory.
+            check: refuse if the model does not fit the memory that is free.
 
         Returns:
             the model.
+
+        Raises:
+            BudgetError: it does not fit; nothing has been changed then.
         """
+        if check:
+            self._refuse_oversized_model()
         self.residency.abort()
         if self.optimizer is not None:
             self.optimizer.close()
@@ -151,6 +168,18 @@ class Engine:
             self.pool.forget(slot.value)
         self.close()
         return self.model
+
+    def _refuse_oversized_model(self) -> None:
+        asked = sum(s.value.nbytes for s in self.slots if not s.value.place.resident)
+        if self.pool.budget.tier is Tier.DEVICE:
+            free = torch.cuda.mem_get_info(self.pool.compute.device)[0] if torch.cuda.is_available() else asked
+        else:
+            free = available_bytes()
+        if asked > free:
+            raise BudgetError(
+                f"the model cannot be taken off its pages: {format_bytes(asked)} of parameters are away and "
+                f"{format_bytes(free)} of memory are free. Save it with model.save_pretrained(...) instead."
+            )
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""

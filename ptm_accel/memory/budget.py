@@ -113,7 +113,7 @@ class Budget:
         """
         with self._lock:
             if nbytes > self.free_bytes:
-                raise self._refusal(nbytes, name)
+                raise self.refusal(nbytes, name)
             self.used_bytes += nbytes
             self._by_tag[tag] += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -149,7 +149,8 @@ class Budget:
             self._by_tag[reservation.tag] -= reservation.nbytes
             assert self._by_tag[reservation.tag] >= 0, f"negative charge for {reservation.tag}"
 
-    def _refusal(self, nbytes: int, name: str) -> BudgetError:
+    def refusal(self, nbytes: int, name: str) -> BudgetError:
+        """The error that says why `nbytes` cannot be charged."""
         used = ", ".join(f"{tag.value} {format_bytes(n)}" for tag, n in self.used_by_tag().items()) or "nothing"
         text = (
             f"{self.tier.value} budget: cannot place {format_bytes(nbytes)} for {name}: "

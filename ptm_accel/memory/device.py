@@ -166,6 +166,17 @@ class CudaTier:
             self._live_bytes -= block.nbytes
             assert self._live_bytes >= 0, f"{self.device}: a block of {block.nbytes} B was recycled twice"
 
+    def limit(self, nbytes: int | None) -> None:
+        """Makes torch's allocator refuse to reserve more than `nbytes` on the card (None: all of it)."""
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), self.device)
+
+    def peak_bytes(self) -> int:
+        """The most bytes torch had allocated on the card since this was last called."""
+        peak = int(torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
     def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         """See `DeviceTier.copy_in`."""
         return self._copy(CopyDirection.IN, into, source)
@@ -176,6 +187,7 @@ class CudaTier:
 
     def close(self) -> None:
         """Waits for the copies still running. The blocks are torch's, and live as long as their tensors."""
+        self.limit(None)
         with self._lock:
             in_flight, self._in_flight = self._in_flight, deque()
         for event, _ in in_flight:

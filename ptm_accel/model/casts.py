@@ -118,7 +118,7 @@ class CastCache:
 
     def _copy(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         source = CastSource(slot, tensor, dtype)
-        with self._pool.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
+        with self._pool.room.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
             copy = tensor.to(dtype)
             keep(copy)
         self._table.add(copy, source)

@@ -129,7 +129,7 @@ class Gradients:
     def hold_landing(self) -> None:
         """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
         if self._landing is None and self._landing_bytes:
-            self._landing = self._pool.reserve(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
+            self._landing = self._pool.room.reserve(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
 
     def of(self, slot: ParamSlot) -> GradSlot:
         """The gradient of a trainable parameter."""

@@ -108,7 +108,7 @@ class ParamSlot:
         pin = self._pool.pin(self.value)
         try:
             view = pin.tensor.detach().as_strided(shape, strides, offset)
-            with self._pool.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
+            with self._pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
                 copy = view.to(dtype)
                 keep(copy)
             return copy

@@ -92,6 +92,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._sweep.run(work, scale)
         for _, state, _ in work:
             self._show(state)
+        if self._pool.room.tide is not None:
+            self._pool.room.tide.end_step()
+            self._pool.room.shrink()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""

@@ -18,7 +18,8 @@ from torch import nn
 
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.memory.pool import Pool, Window
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.windows import Window
 from ptm_accel.model.gradients import GradSlot
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.support import Grain
@@ -177,7 +178,7 @@ class Sweep:
         for key, tensor in named.items():
             if whole or (unit.start == 0 and self._admit(tensor)):
                 self.pool.fault(tensor)
-            unit.windows[key] = self.pool.open_window(tensor, unit.start, unit.stop)
+            unit.windows[key] = self.pool.windows.open(tensor, unit.start, unit.stop)
         if whole or unit.last:
             unit.small = state.small
         else:
@@ -219,7 +220,7 @@ class Sweep:
                 inner.state.pop(param, None)
 
     def _pseudo_parameter(self, unit: _Unit, scale: torch.Tensor | None) -> nn.Parameter:
-        tensors = {key: self.pool.ready_window(window) for key, window in unit.windows.items()}
+        tensors = {key: self.pool.windows.ready(window) for key, window in unit.windows.items()}
         slot, master = unit.state.slot, unit.state.master
         shape = slot.value.shape if unit.start == 0 and unit.last else torch.Size([unit.stop - unit.start])
         grad = tensors["grad"]
@@ -251,7 +252,7 @@ class Sweep:
             window = unit.windows.get(f"state.{key}")
             if window is None:
                 window = self._first_window(unit, key, value)
-            here = self.pool.ready_window(window)
+            here = self.pool.windows.ready(window)
             if here.data_ptr() != value.data_ptr():
                 here.copy_(value.reshape(-1))
         if unit.last:
@@ -271,7 +272,7 @@ class Sweep:
                 self.pool.adopt(tensor, value.view(slot.value.shape))
         if unit.start == 0 and (unit.last or self._admit(tensor)):
             self.pool.fault(tensor)
-        window = unit.windows[f"state.{key}"] = self.pool.open_window(tensor, unit.start, unit.stop)
+        window = unit.windows[f"state.{key}"] = self.pool.windows.open(tensor, unit.start, unit.stop)
         return window
 
     def _close(self, units: list[_Unit], opened: list[_Unit]) -> None:
@@ -284,7 +285,7 @@ class Sweep:
                 state.mastered = max(state.mastered, unit.stop)
             unit.wide_grad = None
             for key in list(unit.windows):
-                self.pool.close_window(unit.windows.pop(key), wrote=key != "grad")
+                self.pool.windows.close(unit.windows.pop(key), wrote=key != "grad")
             opened.remove(unit)
             if unit.last:
                 unit.grad.drop()
@@ -294,7 +295,7 @@ class Sweep:
         """After a failure in the middle: ends the windows that are still open, writing nothing more."""
         for unit in opened:
             for window in unit.windows.values():
-                self.pool.close_window(window, wrote=False)
+                self.pool.windows.close(window, wrote=False)
             unit.windows.clear()
         opened.clear()
 

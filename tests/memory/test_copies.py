@@ -62,21 +62,25 @@ def test_chained_starts_once_and_only_after_what_comes_before() -> None:
     before, copy = Step(), Step()
     starts = []
     chained = Chained([before], lambda: (starts.append(before.ended), copy)[1])
-    assert not chained.done() and not starts
+    assert not chained.done()
+    assert not starts
     before.ended = True
-    assert not chained.done() and starts == [True]
+    assert not chained.done()
+    assert starts == [True]
     copy.ended = True
     assert chained.done()
     chained.order()
     chained.wait()
-    assert starts == [True] and copy.asked == ["order", "wait"]
+    assert starts == [True]
+    assert copy.asked == ["order", "wait"]
 
 
 @pytest.mark.parametrize("ask", ["wait", "order"])
 def test_chained_waits_for_what_comes_before(ask: str) -> None:
     before, copy = Step(), Step()
     getattr(Chained([before], lambda: copy), ask)()
-    assert before.asked == ["wait"] and copy.asked == [ask]
+    assert before.asked == ["wait"]
+    assert copy.asked == [ask]
 
 
 def test_an_error_before_is_that_of_the_chained_and_nothing_is_started() -> None:

@@ -64,7 +64,8 @@ def give_back(device: MockDevice, block: Block) -> None:
 
 def test_it_is_a_device_tier(device: MockDevice) -> None:
     tier: DeviceTier = device
-    assert tier.device.type == "cpu" and tier.tier.value == "device"
+    assert tier.device.type == "cpu"
+    assert tier.tier.value == "device"
 
 
 def test_fresh_and_reused_blocks_are_nan(device: MockDevice) -> None:
@@ -77,7 +78,8 @@ def test_fresh_and_reused_blocks_are_nan(device: MockDevice) -> None:
     # Whoever still looks sees it at once, not only when somebody else has written there.
     assert view.isnan().all()
     again = device.allocate(N)
-    assert floats(again).data_ptr() == address and floats(again).isnan().all()
+    assert floats(again).data_ptr() == address
+    assert floats(again).isnan().all()
 
 
 def test_compute_before_the_copy_was_ordered_sees_nan(device: MockDevice, gate: Gate) -> None:
@@ -88,7 +90,8 @@ def test_compute_before_the_copy_was_ordered_sees_nan(device: MockDevice, gate: 
     assert floats(block).sum().isnan()  # the missing order()
     gate.opened.set()
     copy.order()
-    assert copy.done() and floats(block).sum() == 3.0 * N / 4
+    assert copy.done()
+    assert floats(block).sum() == 3.0 * N / 4
     assert device.counts == {"copy_in": 1, "bytes_in": N, "order": 1}
 
 
@@ -154,7 +157,8 @@ def test_directions_do_not_wait_for_each_other(device: MockDevice, gate: Gate) -
     held = device.copy_in(floats(block).view(torch.uint8), source)
     other = device.allocate(N)
     device.copy_out(into, floats(other).view(torch.uint8)).wait()
-    assert not held.done() and into.view(torch.float32).isnan().all()
+    assert not held.done()
+    assert into.view(torch.float32).isnan().all()
 
 
 def test_latency_and_bandwidth_take_their_time() -> None:
@@ -258,7 +262,8 @@ def test_close_while_busy_runs_what_was_started_without_its_latency() -> None:
     assert time.perf_counter() - begin < 5.0
     for copy in copies:
         copy.wait()
-    assert (buffer == 2.0).all() and threading.active_count() == before
+    assert (buffer == 2.0).all()
+    assert threading.active_count() == before
     with pytest.raises(PTMError, match=r"cannot copy 4096 B host to device: the device is closed; start copies before"):
         device.copy_in(buffer.view(torch.uint8), sources[0])
 

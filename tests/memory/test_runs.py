@@ -24,7 +24,8 @@ def test_runs_never_overlap_and_come_back(steps: list[tuple[int, int, bool]]) ->
                 fits = (set(range(s, s + length)).isdisjoint(units) for s in range(0, 32 - length + 1, align))
                 assert not any(fits)
             else:
-                assert start % align == 0 and start + length <= 32
+                assert start % align == 0
+                assert start + length <= 32
                 assert units.isdisjoint(range(start, start + length))
                 taken.append((start, length))
         assert space.free == 32 - sum(n for _, n in taken)

@@ -1,0 +1,175 @@
+"""Room in the compute tier: every charge goes through here, and is granted or refused with the numbers.
+
+A view of an extent may outlive our use of it (autograd, or the user, may hold one). Its memory then stays valid and
+*charged* until the last view has died; such memory is kept in a list of leavers that is looked through whenever room
+is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Budget, Reservation, Tag
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.tide import Tide
+from ptm_accel.memory.traffic import Traffic
+from ptm_accel.memory.transfer import Block, ComputeTier, Transfer, round_up
+from ptm_accel.units import format_bytes
+
+
+class Evictor(Protocol):
+    """Who can move something away."""
+
+    def evict_one(self) -> bool:
+        """Moves the least recently used idle tensor away; False if there is none."""
+        ...
+
+    def pinned(self) -> list[PagedTensor]:
+        """What cannot be moved because somebody pins it."""
+        ...
+
+
+@dataclass(slots=True)
+class _Leaver:
+    """Memory that we let go of and that somebody may still use: a view, or a transfer."""
+
+    storage: StorageWeakRef
+    block: Block | None
+    reservation: Reservation
+    transfer: Transfer | None
+
+
+class Room:
+    """The budget of the compute tier and the memory that is on its way out of it.
+
+    Args:
+        compute: where blocks come from.
+        budget: what may be charged.
+        traffic: counts waits.
+        evictor: who makes room.
+        lock: the pool's lock.
+    """
+
+    def __init__(
+        self, compute: ComputeTier, budget: Budget, traffic: Traffic, evictor: Evictor, lock: threading.RLock
+    ) -> None:
+        self.compute = compute
+        self.budget = budget
+        self.tide: Tide | None = None
+        self._traffic = traffic
+        self._evictor = evictor
+        self._leavers: list[_Leaver] = []
+        self._lock = lock
+
+    def reserve(self, nbytes: int, tag: Tag, name: str) -> Reservation:
+        """Charges `nbytes` of the compute tier, moving idle tensors away if need be.
+
+        Raises:
+            BudgetError: nothing more can be moved; says who holds what.
+        """
+        with self._lock:
+            if self.tide is not None:
+                self.tide.sample()
+            if nbytes > self.budget.free_bytes:
+                self._make_room(nbytes, name)
+            return self.budget.reserve(nbytes, tag, name)
+
+    def take_block(self, nbytes: int, tag: Tag, name: str) -> tuple[Reservation, Block]:
+        """A charged block for at least `nbytes`; ends with `leave`."""
+        size = round_up(max(nbytes, 1))
+        reservation = self.reserve(size, tag, name)
+        try:
+            return reservation, self.compute.allocate(size)
+        except BaseException:
+            reservation.release()
+            raise
+
+    @contextmanager
+    def charged(self, nbytes: int, tag: Tag, name: str) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Charges memory that torch allocates within the block, for as long as its storage lives.
+
+        Yields:
+            a function that takes the tensor that was made.
+        """
+        reservation = self.reserve(nbytes, tag, name)
+        kept: list[StorageWeakRef] = []
+        try:
+            yield lambda tensor: kept.append(StorageWeakRef(tensor.untyped_storage()))
+        finally:
+            with self._lock:
+                if kept:
+                    self._leavers.append(_Leaver(kept[0], None, reservation, None))
+                else:
+                    reservation.release()
+
+    def leave(
+        self, octets: torch.Tensor, block: Block | None, reservation: Reservation, transfer: Transfer | None = None
+    ) -> None:
+        """Lets go of memory: it is taken back when its last view has died and `transfer` has ended."""
+        storage = StorageWeakRef(octets.untyped_storage())
+        if block is not None:
+            block.buffer = None
+        with self._lock:
+            self._leavers.append(_Leaver(storage, block, reservation, transfer))
+
+    def collect(self) -> None:
+        """Takes back the memory of leavers that nobody uses any more."""
+        with self._lock:
+            still: list[_Leaver] = []
+            for leaver in self._leavers:
+                running = leaver.transfer is not None and not leaver.transfer.done()
+                if running or not leaver.storage.expired():
+                    still.append(leaver)
+                    continue
+                leaver.reservation.release()
+                if leaver.block is not None:
+                    self.compute.recycle(leaver.block)
+            self._leavers = still
+
+    def shrink(self) -> None:
+        """Moves idle tensors away until what is used is within a capacity that has been lowered."""
+        with self._lock:
+            self.collect()
+            while self.budget.free_bytes < 0 and self._evictor.evict_one():
+                self.collect()
+
+    def settle(self) -> None:
+        """Waits for all transfers that still use leaving memory."""
+        with self._lock:
+            for leaver in self._leavers:
+                if leaver.transfer is not None:
+                    leaver.transfer.wait()
+            self.collect()
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Charged bytes of memory that was let go of and that somebody still uses."""
+        return sum(leaver.reservation.nbytes for leaver in self._leavers)
+
+    def _make_room(self, nbytes: int, name: str) -> None:
+        self.collect()
+        while nbytes > self.budget.free_bytes:
+            running = next((x.transfer for x in self._leavers if x.transfer is not None and not x.transfer.done()), None)
+            if running is not None:
+                with self._traffic.stalled():
+                    running.wait()
+            elif not self._evictor.evict_one():
+                raise self._refusal(nbytes, name)
+            self.collect()
+
+    def _refusal(self, nbytes: int, name: str) -> BudgetError:
+        held = sorted(self._evictor.pinned(), key=lambda t: -t.nbytes)[:3]
+        holders = [f"{t.name} ({format_bytes(t.nbytes)}, pinned)" for t in held]
+        for leaver in self._leavers[:3]:
+            holders.append(f"{leaver.reservation.name} ({format_bytes(leaver.reservation.nbytes)}, a view is alive)")
+        below = "" if self._traffic.home is not None else " There is no tier below: set disk to a directory on an SSD."
+        refusal = self.budget.refusal(nbytes, name)
+        return type(refusal)(f"{refusal} Largest holders: {', '.join(holders) or 'none'}.{below}")

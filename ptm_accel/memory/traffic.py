@@ -1,0 +1,126 @@
+"""Moves whole tensors and parts of them between the compute tier and the home, and counts what that took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """What the pool has done since it was made. Bytes are those between the compute tier and the home."""
+
+    faults: int = 0
+    evictions: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    stall_s: float = 0.0
+
+
+class Traffic:
+    """Loads and stores over one home.
+
+    Args:
+        home: where bytes go when there is no room; None if there is no such place.
+        stats: what is counted.
+    """
+
+    def __init__(self, home: Home | None, stats: PoolStats) -> None:
+        self.home = home
+        self.stats = stats
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Counts the time inside as stalled."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stats.stall_s += time.perf_counter() - begin
+
+    def handle_of(self, tensor: PagedTensor) -> object:
+        """The home's handle of a tensor, made on first use.
+
+        Raises:
+            BudgetError: the home has no room.
+        """
+        assert self.home is not None, f"{tensor!r}: there is no home"
+        if tensor.handle is None:
+            tensor.handle = self.home.new(tensor.slot_bytes, tensor.tag, tensor.name)
+        return tensor.handle
+
+    def start_load(self, tensor: PagedTensor, offset: int, into: torch.Tensor, typed: torch.Tensor) -> Transfer | None:
+        """Starts loading the bytes from `offset` on; what was never stored is filled.
+
+        Args:
+            tensor: which one; it is away.
+            offset: first byte.
+            into: the target as octets, a multiple of `ALIGN_BYTES`.
+            typed: the same memory as elements of the tensor.
+        """
+        assert self.home is not None
+        self.settle(tensor)
+        there = max(0, min(into.numel(), tensor.stored_bytes - offset))
+        filled = there // tensor.dtype.itemsize
+        if filled < typed.numel():
+            typed[filled:].fill_(tensor.fill)
+        if not there:
+            return None
+        self.stats.loaded_bytes += there
+        return self.home.load(tensor.handle, offset, into[:there])
+
+    def order(self, transfer: Transfer) -> None:
+        """Makes later compute come after `transfer`."""
+        with self.stalled():
+            transfer.order()
+
+    def settle(self, tensor: PagedTensor) -> None:
+        """Waits for stores of `tensor` that may still run.
+
+        Raises:
+            DiskError: one of them failed.
+        """
+        if tensor.stores:
+            stores, tensor.stores = tensor.stores, []
+            with self.stalled():
+                for store in stores:
+                    store.wait()
+
+    def start_store(self, tensor: PagedTensor, offset: int, octets: torch.Tensor) -> Transfer:
+        """Starts storing part of a tensor; later loads of it wait for that."""
+        assert self.home is not None
+        handle = self.handle_of(tensor)
+        assert offset <= tensor.stored_bytes, f"{tensor!r}: parts stored out of order"
+        transfer = self.home.store(handle, offset, octets)
+        tensor.stores.append(transfer)
+        tensor.stored_bytes = max(tensor.stored_bytes, offset + octets.numel())
+        self.stats.stored_bytes += octets.numel()
+        return transfer
+
+    def store_whole(self, tensor: PagedTensor) -> None:
+        """Stores a resident tensor and waits until that is done."""
+        assert self.home is not None and tensor.extent is not None
+        handle = self.handle_of(tensor)
+        self.settle(tensor)
+        octets = tensor.extent.octets
+        aligned = octets.numel() // ALIGN_BYTES * ALIGN_BYTES
+        transfers = []
+        if aligned:
+            transfers.append(self.home.store(handle, 0, octets[:aligned]))
+        if aligned < octets.numel():
+            # Adopted memory ends where its tensor ends; the last, short unit goes through a padded copy.
+            tail = torch.zeros(ALIGN_BYTES, dtype=torch.uint8, device=octets.device)
+            tail[: octets.numel() - aligned] = octets[aligned:]
+            transfers.append(self.home.store(handle, aligned, tail))
+        with self.stalled():
+            for transfer in transfers:
+                transfer.wait()
+        self.stats.stored_bytes += tensor.slot_bytes
+        tensor.stored_bytes = tensor.slot_bytes

@@ -1,0 +1,132 @@
+"""Windows: some elements of a paged tensor in the compute tier, without bringing the whole tensor in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer
+
+if TYPE_CHECKING:
+    from ptm_accel.memory.pool import Pin, Pool
+
+
+class Window:
+    """Some elements of a paged tensor in the compute tier: a view of its extent, or a staged copy.
+
+    Attributes:
+        source: the paged tensor.
+        start: first element.
+        tensor: the elements, 1-D; there after `Windows.ready`, until `Windows.close`.
+        pin: what keeps the extent, if the tensor is resident.
+        block: the staged copy's memory, if it is not.
+        reservation: the charge for the block.
+        load: the transfer that fills the block.
+    """
+
+    __slots__ = ("block", "load", "pin", "reservation", "source", "start", "tensor")
+
+    def __init__(self, source: PagedTensor, start: int, tensor: torch.Tensor) -> None:
+        self.source = source
+        self.start = start
+        self.tensor: torch.Tensor | None = tensor
+        self.pin: Pin | None = None
+        self.block: Block | None = None
+        self.reservation: Reservation | None = None
+        self.load: Transfer | None = None
+
+
+class Windows:
+    """Opens and closes windows on a pool's tensors. Windows of one tensor are written in ascending order.
+
+    Args:
+        pool: whose tensors.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def open(self, tensor: PagedTensor, start: int, stop: int) -> Window:
+        """Elements [start, stop) for reading and writing.
+
+        A resident tensor gives a view of its extent. One that is away is staged: the load is started here.
+
+        Args:
+            tensor: which one.
+            start: first element; its byte offset is a multiple of `ALIGN_BYTES`.
+            stop: one past the last.
+
+        Raises:
+            BudgetError: no room for the staged bytes.
+        """
+        pool = self._pool
+        with pool.lock:
+            if tensor.place.resident:
+                pin = pool.pin(tensor)
+                window = Window(tensor, start, pin.tensor.view(-1)[start:stop])
+                window.pin = pin
+                return window
+            offset = start * tensor.dtype.itemsize
+            assert offset % ALIGN_BYTES == 0, (tensor, start)
+            nbytes = (stop - start) * tensor.dtype.itemsize
+            reservation, block = pool.room.take_block(nbytes, Tag.STAGING, tensor.name)
+            assert block.buffer is not None
+            typed = block.buffer[:nbytes].view(tensor.dtype)
+            window = Window(tensor, start, typed)
+            window.block, window.reservation = block, reservation
+            if tensor.place is Place.AWAY:
+                window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed)
+            else:
+                typed.fill_(tensor.fill)
+            return window
+
+    def ready(self, window: Window) -> torch.Tensor:
+        """The window's elements, 1-D, once they have arrived.
+
+        Raises:
+            DiskError: the load failed.
+        """
+        load, window.load = window.load, None
+        if load is not None:
+            self._pool.traffic.order(load)
+        assert window.tensor is not None, "window used after its end"
+        return window.tensor
+
+    def close(self, window: Window, *, wrote: bool) -> None:
+        """Ends a window; what was written is on its way home (or in the extent) afterwards.
+
+        Raises:
+            BudgetError: the home has no room.
+        """
+        pool = self._pool
+        with pool.lock:
+            tensor, window.tensor = window.source, None
+            if window.pin is not None:
+                if wrote:
+                    tensor.place = Place.DIRTY
+                window.pin.release()
+                return
+            block, reservation = window.block, window.reservation
+            assert block is not None and reservation is not None and block.buffer is not None
+            if window.load is not None:
+                window.load.wait()
+            octets = block.buffer
+            transfer: Transfer | None = None
+            if wrote and tensor.extent is not None:
+                # Somebody has brought the tensor in meanwhile; its extent lacks what was written here.
+                self._write_through(window, octets)
+            elif wrote:
+                transfer = pool.traffic.start_store(tensor, window.start * tensor.dtype.itemsize, octets)
+                tensor.place = Place.AWAY
+            pool.room.leave(octets, block, reservation, transfer)
+
+    def _write_through(self, window: Window, octets: torch.Tensor) -> None:
+        tensor = window.source
+        assert tensor.extent is not None
+        nbytes = min(octets.numel(), tensor.nbytes - window.start * tensor.dtype.itemsize)
+        typed = octets[:nbytes].view(tensor.dtype)
+        tensor.extent.tensor.view(-1)[window.start : window.start + typed.numel()].copy_(typed)
+        tensor.place = Place.DIRTY

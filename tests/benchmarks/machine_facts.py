@@ -1,0 +1,46 @@
+"""The lines that every benchmark result begins with: command, date, machine, versions."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import accelerate
+import psutil
+import torch
+import transformers
+
+
+def facts(command: str) -> str:
+    """A Markdown list that says where and how a result was made."""
+    cpu = "unknown processor"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    memory = psutil.virtual_memory().total / 2**30
+    return "\n".join(
+        [
+            f"* command: `{command}`",
+            f"* date: {datetime.date.today().isoformat()}",
+            f"* machine: {os.cpu_count()} cores of {cpu}, {memory:.0f} GiB, Linux {platform.release()}",
+            f"* versions: Python {sys.version.split()[0]}, torch {torch.__version__}, "
+            f"transformers {transformers.__version__}, accelerate {accelerate.__version__}; "
+            f"{torch.get_num_threads()} threads, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', 'unset')}",
+        ]
+    )
+
+
+def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """A table row: both medians, and the median and middle half of the ratios taken pair by pair."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    quarter = statistics.quantiles(ratios, n=4)
+    return (
+        f"| {name} | {statistics.median(ours):.3f} s | {statistics.median(theirs):.3f} s | "
+        f"{statistics.median(ratios):.3f} | {quarter[0]:.3f} to {quarter[2]:.3f} | {len(ratios)} |"
+    )

@@ -1,0 +1,63 @@
+"""The tide: pages take what other memory leaves, and never more."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory.budget import Budget, Tag, Tier
+from ptm_accel.memory.tide import Tide
+
+MIB = 1 << 20
+
+
+class Card:
+    """A device whose allocator's peak the test sets."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def read(self) -> int:
+        return self.peak
+
+
+def make(total: int = 1000 * MIB, least: int = 100 * MIB) -> tuple[Tide, Budget, Card]:
+    budget, card = Budget(Tier.DEVICE, total), Card()
+    return Tide(budget, total, least, card.read), budget, card
+
+
+def test_first_step_gets_the_least() -> None:
+    _, budget, _ = make()
+    assert budget.capacity_bytes == 100 * MIB
+
+
+def test_after_a_step_pages_get_what_was_left() -> None:
+    tide, budget, card = make()
+    charge = budget.reserve(80 * MIB, Tag.PARAM, "w")
+    card.peak = 480 * MIB
+    tide.sample()
+    assert budget.capacity_bytes == 100 * MIB, "one step has not been seen whole yet"
+    tide.end_step()
+    assert budget.capacity_bytes == 1000 * MIB - int(400 * MIB * 1.05)
+    charge.release()
+
+
+def test_a_rising_tide_lowers_the_capacity_at_once_and_a_falling_one_a_step_later() -> None:
+    tide, budget, card = make()
+    card.peak = 200 * MIB
+    tide.end_step()
+    card.peak = 600 * MIB
+    tide.sample()
+    assert budget.capacity_bytes == 1000 * MIB - int(600 * MIB * 1.05)
+    card.peak = 100 * MIB
+    tide.end_step()
+    assert budget.capacity_bytes == 1000 * MIB - int(600 * MIB * 1.05)
+    tide.end_step()
+    assert budget.capacity_bytes == 1000 * MIB - int(100 * MIB * 1.05)
+
+
+def test_a_tide_that_leaves_too_little_is_an_error_with_numbers() -> None:
+    tide, _, card = make()
+    card.peak = 900 * MIB
+    with pytest.raises(DeviceBudgetError, match=r" out of memory\..*took 900.00 MiB of 1000.00 MiB.*need 100.00 MiB"):
+        tide.end_step()

@@ -1,0 +1,97 @@
+"""Memory of the kinds the tests train on, and the budgets they ask for."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.memory.mock_device import MockCopy, MockDevice
+from ptm_accel.memory.setup import Capacities, Memory, build_memory
+
+PAGE = 4096
+AMPLE = 64 << 20
+
+MEMORIES = ("mock+host", "host+disk", "mock+host+disk")
+"""RAM only (a device tier over host frames), RAM and disk without a device, and all three tiers."""
+
+BUDGETS = ("fits", "30%", "floor")
+
+
+def jitter(seed: int = 0, longest_s: float = 3e-4) -> Callable[[MockCopy], None]:
+    """Delays a third of a mock device's copies by random times, so that a missing wait shows."""
+    rng = random.Random(seed)
+    lock = threading.Lock()
+
+    def delay(copy: MockCopy) -> None:
+        with lock:
+            late = rng.random() < 0.33
+            seconds = rng.random() * longest_s
+        if late:
+            time.sleep(seconds)
+
+    return delay
+
+
+def open_memory(kind: str, compute_bytes: int, directory: Path, *, seed: int = 0, host_bytes: int = AMPLE) -> Memory:
+    """Tiers of one kind.
+
+    Args:
+        kind: one of `MEMORIES`.
+        compute_bytes: the budget of the tier that computes.
+        directory: where scratch files go.
+        seed: of the mock device's latencies.
+        host_bytes: host memory under a device.
+    """
+    disk = [] if kind == "mock+host" else [directory]
+    if kind == "host+disk":
+        return build_memory(Capacities(page_bytes=PAGE, host_bytes=compute_bytes, disk_paths=disk), _cpu())
+    capacities = Capacities(page_bytes=PAGE, host_bytes=host_bytes, device_bytes=compute_bytes, disk_paths=disk)
+    return build_memory(capacities, MockDevice(delay=jitter(seed)))
+
+
+def _cpu():  # type: ignore[no-untyped-def]
+    import torch
+
+    return torch.device("cpu")
+
+
+def config(**dials: object) -> PTMConfig:
+    """Dials for tiny models: pages so small that they page."""
+    return PTMConfig(page_size=PAGE, **dials)  # type: ignore[arg-type]
+
+
+@contextmanager
+def on_pages(
+    model: nn.Module, kind: str, compute_bytes: int, directory: Path, *, host_bytes: int = AMPLE, **dials: object
+) -> Iterator[Engine]:
+    """The model on pages; at the end the conservation laws are checked and all memory is given back."""
+    memory = open_memory(kind, compute_bytes, directory, host_bytes=host_bytes)
+    try:
+        engine = Engine.attach(model, config(**dials), memory=memory)
+        yield engine
+        engine.check_integrity()
+        engine.close()
+    finally:
+        memory.close()
+
+
+def needs(model: nn.Module, directory: Path, kind: str = "mock+host", **dials: object) -> tuple[int, int]:
+    """The floor and the need of a model, in bytes. The model is plain again afterwards."""
+    memory = open_memory(kind, AMPLE, directory)
+    engine = Engine.attach(model, config(**dials), memory=memory)
+    floor, need = engine.floor.total_bytes, engine._needed_bytes()
+    engine.detach()
+    return floor, need
+
+
+def budget_bytes(budget: str, floor: int, need: int) -> int:
+    """The compute tier's bytes for one of `BUDGETS`."""
+    return {"fits": 2 * need + (4 << 20), "30%": max(need * 3 // 10, floor), "floor": floor}[budget]
