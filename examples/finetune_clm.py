@@ -3,8 +3,8 @@
     python examples/finetune_clm.py MODEL_OR_PATH --text_file notes.txt --host_memory 8GiB --disk /mnt/ssd
     python examples/finetune_clm.py Qwen/Qwen3-0.6B --dataset roneneldan/TinyStories --lora --bf16
 
-The model is read from safetensors straight onto pages, so it is never whole in memory. Dials that are not given are derived
-from the machine. All options of `TrainingArguments` can be given as well; the result goes to --output_dir
+The model is read from safetensors straight onto pages, so it is never whole in memory. Dials that are not given are
+derived from the machine. All options of `TrainingArguments` can be given as well; the result goes to --output_dir
 (default: outputs/finetune_clm in the current directory).
 """
 

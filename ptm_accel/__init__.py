@@ -6,26 +6,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ptm_accel.config import PTMConfig
-    from ptm_accel.engine import Engine, engine_of, gathered
-    from ptm_accel.model.copying import plain_copy
+    from ptm_accel.config import PTMConfig as PTMConfig
+    from ptm_accel.engine import Engine as Engine
+    from ptm_accel.engine import engine_of as engine_of
+    from ptm_accel.engine import gathered as gathered
+    from ptm_accel.engine import plain_copy as plain_copy
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "Engine",
+    "PTMConfig",
+    "Trainer",
+    "__version__",
+    "disable",
+    "enable",
+    "engine_of",
+    "from_config",
+    "from_pretrained",
+    "gathered",
+    "plain_copy",
+]
+
+_TRANSFORMERS = "ptm_accel.integrations.transformers"
 _HOMES = {
     "PTMConfig": "ptm_accel.config",
     "Engine": "ptm_accel.engine",
     "engine_of": "ptm_accel.engine",
     "gathered": "ptm_accel.engine",
     "plain_copy": "ptm_accel.engine",
-    "Trainer": "ptm_accel.integrations.transformers",
-    "enable": "ptm_accel.integrations.transformers",
-    "disable": "ptm_accel.integrations.transformers",
-    "from_pretrained": "ptm_accel.integrations.transformers",
-    "from_config": "ptm_accel.integrations.transformers",
+    "Trainer": _TRANSFORMERS,
+    "enable": _TRANSFORMERS,
+    "disable": _TRANSFORMERS,
+    "from_pretrained": _TRANSFORMERS,
+    "from_config": _TRANSFORMERS,
 }
-
-__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 _SMALL_SHARE = 64
 """Tensors of less than a page divided by this stay in the compute tier: norms and biases, not worth a transfer."""
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+"""Weak on both sides: an engine is kept alive by its model (through the model's parameter dictionaries), and by nothing
+here, so that a model that is no longer used takes its engine and all its pages with it."""
 
 
 class Engine:
@@ -59,6 +61,7 @@ class Engine:
         self.slots = SlotTable()
         self.table = ExtentTable()
         self.residency = Residency(self.pool, self.slots, self.table)
+        self.residency.owner = self
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.optimizer: PagedOptimizer | None = None
         self.gradients: Gradients | None = None
@@ -68,13 +71,21 @@ class Engine:
     # ---- beginning and end -----------------------------------------------------------------------------------
 
     @classmethod
-    def attach(cls, model: nn.Module, config: PTMConfig | None = None, *, memory: Memory | None = None) -> Engine:
+    def attach(
+        cls,
+        model: nn.Module,
+        config: PTMConfig | None = None,
+        *,
+        memory: Memory | None = None,
+        device: torch.device | None = None,
+    ) -> Engine:
         """Puts a model's parameters on pages.
 
         Args:
             model: any module; parameters on the meta device become blank pages.
             config: the dials.
             memory: tiers made by the caller, instead of those of this machine.
+            device: where compute happens; by default the current CUDA device, or the CPU where there is none.
 
         Returns:
             the engine; a model that is already on pages keeps the one it has.
@@ -87,17 +98,18 @@ class Engine:
         existing = engine_of(model)
         if existing is not None:
             existing._check_same(config)
+            existing._meet_trainable()
             return existing
         check_model(model)
         asked = config or PTMConfig()
-        resolved, memory = _open(asked, memory)
+        resolved, memory = _open(asked, memory, device)
         engine = cls(model, asked, resolved, memory)
         try:
             engine._install()
         except BaseException:
             engine.detach(check=False)
             raise
-        _engines[model] = engine
+        _engines[model] = weakref.ref(engine)
         return engine
 
     def _install(self) -> None:
@@ -134,6 +146,18 @@ class Engine:
         self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes)
         self.pool.room.shrink()
 
+    def _meet_trainable(self) -> None:
+        """Follows changes of `requires_grad` since the model was put on pages (layers frozen or unfrozen)."""
+        assert self.gradients is not None
+        trainable = [s for s in self.slots if s.param.requires_grad]
+        if self.gradients.covers(trainable):
+            return
+        self.gradients.remove()
+        self.gradients = Gradients(trainable, self.pool, wide=self.config.master_weights is not None)
+        self.gradients.hold_landing()
+        if self.optimizer is not None:
+            self.optimizer.follow(self.gradients)
+
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values included.
 
@@ -148,7 +172,7 @@ class Engine:
         """
         if check:
             self._refuse_oversized_model()
-        self.residency.abort()
+        self.abort()
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None
@@ -190,6 +214,7 @@ class Engine:
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
         self.residency.abort()
+        self.state_dicts.abort()
 
     def _check_same(self, config: PTMConfig | None) -> None:
         if config is not None and config != PTMConfig() and config != self.asked:
@@ -247,12 +272,13 @@ class Engine:
                 "tier below for what does not fit. Set disk to a directory on an SSD, or "
                 f"{dial} to at least {format_bytes(needed)}."
             )
-        disk = self.memory.budgets.get(Tier.DISK)
-        rooms = sum(b.capacity_bytes for b in self.memory.budgets.values())
-        if disk is not None and needed > rooms:
+        below = {tier: b.capacity_bytes for tier, b in self.memory.budgets.items() if tier is not self.pool.budget.tier}
+        if capacity < needed and sum(below.values()) < needed - floor.fixed_bytes:
+            named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
             raise BudgetError(
-                f"the states of this model take {format_bytes(needed)}, and all tiers together have "
-                f"{format_bytes(rooms)} (disk {format_bytes(disk.capacity_bytes)}). Raise the limit of disk, or add a path."
+                f"the states of this model take {format_bytes(needed)}, more than {dial} ({format_bytes(capacity)}), and "
+                f"the tiers below hold too little of them ({named}). Raise "
+                f"{'the limit of disk, or add a path' if Tier.DISK in below else 'host_memory, or set disk'}."
             )
 
     def _hint_about_masters(self, trainable: list[ParamSlot]) -> None:
@@ -261,20 +287,23 @@ class Engine:
             logger.info(
                 "%d of %d trainable parameters are %s and are updated in it, as without ptm_accel; "
                 "master_weights: fp32 keeps small updates from being rounded away.",
-                len(narrow), len(trainable), narrow[0].value.dtype,
+                len(narrow),
+                len(trainable),
+                narrow[0].value.dtype,
             )
 
     # ---- training --------------------------------------------------------------------------------------------
 
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
-        """Puts an optimizer's state on pages; an optimizer bound before loses its state.
+        """Puts an optimizer's state on pages; another one that was bound before loses its state.
 
         Raises:
             UnsupportedError: the optimizer cannot run on pages.
             BudgetError: it updates whole tensors, and the budget is below what that needs.
         """
-        if isinstance(optimizer, PagedOptimizer) and optimizer is self.optimizer:
-            return optimizer
+        if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
+            return self.optimizer
+        self._meet_trainable()
         grain = grain_of(optimizer)
         if grain is Grain.TENSOR and not self._all_fits():
             self._refuse_below(self._floor(grain))
@@ -361,8 +390,13 @@ class Engine:
         assert not pinned, f"pinned while idle: {pinned}"
 
 
-def _open(config: PTMConfig, memory: Memory | None) -> tuple[ResolvedConfig, Memory]:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _open(
+    config: PTMConfig, memory: Memory | None, device: torch.device | None
+) -> tuple[ResolvedConfig, Memory]:
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     resolved = resolve(config, device_total_bytes=total)
     if memory is None:
@@ -383,10 +417,21 @@ def engine_of(model: nn.Module) -> Engine | None:
     """The engine whose model is `model`, or wraps it, or None if it is not on pages."""
     candidate: nn.Module | None = model
     while candidate is not None:
-        engine = _engines.get(candidate)
+        known = _engines.get(candidate)
+        engine = known() if known is not None else None
         if engine is not None:
             return engine
         candidate = getattr(candidate, "_orig_mod", None)
+    return None
+
+
+def engine_holding(parameters: Iterable[torch.Tensor]) -> Engine | None:
+    """The engine that has at least one of `parameters` on its pages, or None."""
+    engines = [engine for known in list(_engines.values()) if (engine := known()) is not None]
+    for param in parameters:
+        for engine in engines:
+            if engine.slots.of(param) is not None:
+                return engine
     return None
 
 

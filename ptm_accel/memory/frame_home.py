@@ -306,7 +306,6 @@ class FrameHome:
         if page.frame is None:
             # Its read had failed, which came out as its slot was asked for on behalf of another victim.
             return None
-        settle(page.reads)
         if page.state is PageState.CLEAN:
             # Its read may fail; the slot is good all the same.
             settle(page.writes)
@@ -351,10 +350,12 @@ class FrameHome:
                 victims = self._victims(nbytes, keep)
                 if not victims:
                     raise self._no_room(nbytes, name, refusal) from refusal
+                framed = len(self._framed)
                 try:
                     self._spill(victims, admitting=admitting)
                 except BudgetError as full:
-                    raise self._no_room(nbytes, name, full) from full
+                    if len(self._framed) == framed:
+                        raise self._no_room(nbytes, name, full) from full
 
     def _room_ahead(self, handle: FrameHandle, offset: int, nbytes: int) -> None:
         """Frees in one go, with writes side by side, what the pages of a load that are on disk will need."""

@@ -157,7 +157,9 @@ class Room:
     def _make_room(self, nbytes: int, name: str) -> None:
         self.collect()
         while nbytes > self.budget.free_bytes:
-            running = next((x.transfer for x in self._leavers if x.transfer is not None and not x.transfer.done()), None)
+            running = next(
+                (x.transfer for x in self._leavers if x.transfer is not None and not x.transfer.done()), None
+            )
             if running is not None:
                 with self._traffic.stalled():
                     running.wait()
@@ -168,8 +170,8 @@ class Room:
     def _refusal(self, nbytes: int, name: str) -> BudgetError:
         held = sorted(self._evictor.pinned(), key=lambda t: -t.nbytes)[:3]
         holders = [f"{t.name} ({format_bytes(t.nbytes)}, pinned)" for t in held]
-        for leaver in self._leavers[:3]:
-            holders.append(f"{leaver.reservation.name} ({format_bytes(leaver.reservation.nbytes)}, a view is alive)")
+        viewed = [leaver.reservation for leaver in self._leavers[:3]]
+        holders += [f"{r.name} ({format_bytes(r.nbytes)}, a view is alive)" for r in viewed]
         below = "" if self._traffic.home is not None else " There is no tier below: set disk to a directory on an SSD."
         refusal = self.budget.refusal(nbytes, name)
         return type(refusal)(f"{refusal} Largest holders: {', '.join(holders) or 'none'}.{below}")

@@ -46,7 +46,9 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As `dict.get`, and brings the parameter in."""
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def pop(self, name: str, *default: Any) -> Any:
         """As `dict.pop`, and brings the parameter in: it is about to leave the model with its values."""
@@ -58,7 +60,7 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
         super().__setitem__(name, param)
         self._residency.replaced(self, name, param)
 
-    def items(self) -> ItemsView[str, nn.Parameter | None]:
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
         """As `dict.items`. Called from `nn.Module._apply` it leaves out what is on pages, after a check.
 
         `_apply` (`.to`, `.half`, `.cuda`) would replace each parameter's data by a converted copy of its placeholder.

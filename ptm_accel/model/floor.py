@@ -59,7 +59,9 @@ def least_budget(
         if not slot.value.movable:
             small += slot.value.slot_bytes
             if slot.param.requires_grad:
-                small += round_up(slot.value.nbytes) + round_up(slot.value.numel * state_bytes_per_element) * 1 + 3 * 4096
+                small += (
+                    round_up(slot.value.nbytes) + round_up(slot.value.numel * state_bytes_per_element) * 1 + 3 * 4096
+                )
     landing = max((t.nbytes for t in trainable), default=0)
     fixed = buffers + small + landing
 
@@ -75,9 +77,12 @@ def least_budget(
         update = 2 * biggest * (per_element + 4)
     else:
         update = 3 * (window_bytes // 4) * (per_element + 4)
-    worst = max((forward * 3 // 2, f"the parameters that {forward_name} uses at once"),
-                (backward, f"{largest.name if largest is not None else 'nothing'} and its gradient in backward"),
-                (update, "the windows of the optimizer step"), key=lambda x: x[0])
+    worst = max(
+        (forward * 3 // 2, f"the parameters that {forward_name} uses at once"),
+        (backward, f"{largest.name if largest is not None else 'nothing'} and its gradient in backward"),
+        (update, "the windows of the optimizer step"),
+        key=lambda x: x[0],
+    )
     moving_bytes = worst[0] + 16 * 4096
     reason = worst[1]
     if largest is not None:

@@ -102,8 +102,9 @@ def tensor_norm(tensor: torch.Tensor, norm_type: float, *, wide: bool = False) -
         wide: compute in fp32 whatever the gradient's dtype (it belongs to an fp32 master).
     """
     if wide and tensor.dtype != torch.float32:
-        return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32)
-    norms = torch._foreach_norm([tensor], norm_type)
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32)
+        return norm
+    norms: list[torch.Tensor] = list(torch._foreach_norm([tensor], norm_type))
     return norms[0]
 
 
@@ -134,6 +135,10 @@ class Gradients:
     def of(self, slot: ParamSlot) -> GradSlot:
         """The gradient of a trainable parameter."""
         return self._by_param[id(slot.param)]
+
+    def covers(self, slots: list[ParamSlot]) -> bool:
+        """Whether these are exactly the parameters whose gradients are taken."""
+        return self._by_param.keys() == {id(slot.param) for slot in slots}
 
     def present(self) -> list[GradSlot]:
         """The gradients that there are, in the order of the model's parameters."""
@@ -199,7 +204,8 @@ def total_norm(gradients: list[GradSlot], norm_type: float, device: torch.device
     dtypes = {dtype for dtype, _ in norms}
     if len(dtypes) > 1:
         # torch groups gradients by dtype before it norms them, in an order of its own; ask it, with empty stand-ins.
-        stand_ins = [torch.empty(0, dtype=dtype, device=device) for dtype, _ in norms]
+        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype, _ in norms]
         grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
         norms = [norms[i] for (_, indices) in grouped.values() for i in indices]
-    return torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n for _, n in norms]), norm_type)
+    return norm

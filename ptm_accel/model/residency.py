@@ -63,6 +63,8 @@ class Residency:
         self.writing = False
         self.replacement: Any = None
         self.root: nn.Module | None = None
+        self.owner: object = None
+        """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
         self._frames = _Frames()
         self._handles: list[RemovableHandle] = []
         self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []

@@ -48,7 +48,7 @@ class CastSource:
         self.dtype = dtype
         self.shape = view.shape
         self.strides = view.stride()
-        self.offset = view.storage_offset()
+        self.offset = int(view.storage_offset())
         self.generation = slot.generation
 
     def make(self) -> torch.Tensor:
@@ -101,9 +101,7 @@ class ParamSlot:
         self._placeholder = placeholder(self.value.shape, self.value.dtype, device)
         self.param.data = self._placeholder
 
-    def cast(
-        self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy in `dtype` of a view of the values, charged as long as it lives."""
         pin = self._pool.pin(self.value)
         try:
@@ -148,5 +146,3 @@ class SlotTable:
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-

@@ -48,6 +48,13 @@ class StateDictHooks:
             handle.remove()
         self._handles.clear()
 
+    def abort(self) -> None:
+        """Ends a `load_state_dict` that an exception has torn down in the middle."""
+        for pins in self._loading.values():
+            for pin in pins:
+                pin.release()
+        self._loading.clear()
+
     # Plain functions, not bound methods: torch marks them, and a deep copy of a module then copies no engine.
     def _fill(self) -> Callable[..., None]:
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

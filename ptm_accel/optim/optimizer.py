@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -55,6 +55,10 @@ class PagedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
         self.__dict__.update(inner.__dict__)
+        # A scheduler made over the wrapped optimizer has put a counting step on it, which must not hide ours; and what
+        # a fused optimizer says about loss scaling (in its kernel) is not true of us.
+        self.__dict__.pop("step", None)
+        self.__dict__.pop("_step_supports_amp_scaling", None)
         self._patch_step_function()
         self.inner = inner
         self.grain: Grain = grain_of(inner)
@@ -89,6 +93,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                     if grad.value is not None:
                         work.append((index, self._state_of(slot), grad))
         scale, self._scale = self._scale, None
+        # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
+        self.inner._opt_called = True  # type: ignore[attr-defined]
         self._sweep.run(work, scale)
         for _, state, _ in work:
             self._show(state)
@@ -121,6 +127,29 @@ class PagedOptimizer(torch.optim.Optimizer):
             with self._pool.pin(grad.value, write=True) as total:
                 total.mul_(scale)
             grad.changed()
+
+    @torch.no_grad()
+    def change_gradients(self, change: Callable[[torch.Tensor], object]) -> None:
+        """Changes every gradient of this optimizer's parameters in place, one at a time.
+
+        Args:
+            change: is given each gradient, and changes it in place.
+        """
+        self.apply_scale()
+        for param in self._params():
+            slot = self._slot(param)
+            if not slot.param.requires_grad:
+                continue
+            grad = self._gradients.of(slot)
+            if grad.value is not None:
+                with self._pool.pin(grad.value, write=True) as total:
+                    change(total)
+                grad.changed()
+
+    def follow(self, gradients: Gradients) -> None:
+        """Takes its gradients from `gradients` from now on: other parameters than before are trainable."""
+        self._gradients = gradients
+        self._scale = None
 
     # ---- parameters and their state --------------------------------------------------------------------------
 
@@ -176,7 +205,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             return
         tensor = state.paged.get(key)
         if tensor is None:
-            constant = value.numel() > 1 and all(s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
+            constant = value.numel() > 1 and all(
+                s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1
+            )
             fill = float(value.as_strided((), ())) if constant else 0.0
             tensor = state.paged[key] = self._pool.create(
                 f"{slot.name}.{key}", Tag.STATE, value.shape, value.dtype, fill=fill, movable=slot.value.movable
@@ -258,7 +289,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         for number, param in enumerate(self._params()):
             state = self._state_of(self._slot(param))
             for key, value in state_dict["state"].get(number, {}).items():
-                self.put_state(state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value)
+                self.put_state(
+                    state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
+                )
             self._show(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -272,6 +305,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 self._pool.forget(tensor)
             if state.master is not None:
                 self._pool.forget(state.master)
+            # What it shows for this parameter are placeholders of state that is no more.
+            self.inner.state.pop(state.slot.param, None)
         self._states.clear()
 
     def states(self) -> Iterator[ParamState]:
@@ -285,7 +320,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 class _BlankState(TorchFunctionMode):
     """Gives optimizer constructors constant state without memory: `full_like(param)` becomes an expanded scalar."""
 
-    _FILLS = {torch.zeros_like: 0.0, torch.ones_like: 1.0}
+    _FILLS: ClassVar[dict[Any, float]] = {torch.zeros_like: 0.0, torch.ones_like: 1.0}
 
     def __init__(self, slots: SlotTable) -> None:
         super().__init__()

@@ -36,7 +36,10 @@ _REFUSED = {
     "GaLoreAdafactor": "layer-wise variants update inside backward through hooks of their own",
     "LayerWiseDummyOptimizer": "it updates inside backward through hooks of its own",
 }
-_HELP = "Use optim='adamw_torch_fused', 'sgd', 'adagrad', 'adafactor', or any torch.optim optimizer that updates each tensor by itself."
+_HELP = (
+    "Use optim='adamw_torch_fused', 'sgd', 'adagrad', 'adafactor', or any torch.optim optimizer that updates each "
+    "tensor by itself."
+)
 
 
 def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
@@ -50,7 +53,9 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
         return Grain.ELEMENTS
     for base in cls.__mro__:
         if base.__name__ in _REFUSED:
-            raise UnsupportedError(f"the optimizer {cls.__name__} cannot run on pages: {_REFUSED[base.__name__]}. {_HELP}")
+            raise UnsupportedError(
+                f"the optimizer {cls.__name__} cannot run on pages: {_REFUSED[base.__name__]}. {_HELP}"
+            )
     root = cls.__module__.partition(".")[0]
     if root in ("bitsandbytes", "schedulefree", "apollo_torch"):
         raise UnsupportedError(

@@ -67,8 +67,15 @@ def child(kind: str, steps: int) -> None:
     model = LlamaForCausalLM(config)
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
-            output_dir=directory, max_steps=steps, per_device_train_batch_size=4, save_strategy="no", use_cpu=True,
-            logging_steps=steps, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+            output_dir=directory,
+            max_steps=steps,
+            per_device_train_batch_size=4,
+            save_strategy="no",
+            use_cpu=True,
+            logging_steps=steps,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
         )
         data = Tokens(4 * steps, 128, config.vocab_size)
         if kind == "ptm":
@@ -107,7 +114,9 @@ def main() -> None:
     children = {
         name: subprocess.Popen(
             [sys.executable, __file__, "--child", kind, "--pairs", str(options.pairs)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for name, kind in (("plain", "plain"), ("control", "plain"), ("ptm", "ptm"))
     }
@@ -130,8 +139,10 @@ def main() -> None:
     print(ratio_line("ptm_accel / plain", kept["ptm"], kept["plain"]))
     print(ratio_line("plain / plain (control)", kept["control"], kept["plain"]))
     peaks = {name: end["peak_kib"] / 1024 for name, end in ends.items()}
-    print(f"\nPeak RSS: plain {peaks['plain']:.0f} MiB, control {peaks['control']:.0f} MiB, "
-          f"ptm_accel {peaks['ptm']:.0f} MiB (ratio {peaks['ptm'] / peaks['plain']:.3f}).")
+    print(
+        f"\nPeak RSS: plain {peaks['plain']:.0f} MiB, control {peaks['control']:.0f} MiB, "
+        f"ptm_accel {peaks['ptm']:.0f} MiB (ratio {peaks['ptm'] / peaks['plain']:.3f})."
+    )
     same = ends["ptm"]["loss"] == ends["plain"]["loss"]
     print(f"\nTraining loss after {steps} steps: {'bit-identical' if same else 'DIFFERENT'}.")
 

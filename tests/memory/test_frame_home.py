@@ -462,6 +462,42 @@ def test_freed_frames_are_not_reused_under_a_copy() -> None:
     s.close()
 
 
+def test_freed_frames_are_not_reused_under_a_store() -> None:
+    s = Setup(pages=1, slots=None, device=MockDevice(latency_s=0.02))
+    first = s.new(1, "first")
+    source = s.block(PAGE)
+    source.fill_(5)
+    stored = s.home.store(first, 0, source)
+    s.home.free(first)
+    second = s.new(1, "second")
+    s.frames._slabs[0].tensor().fill_(9)
+    stored.wait()
+    assert (s.load(second) == 9).all()
+    s.close()
+
+
+def test_a_refused_transfer_leaves_no_copy_running() -> None:
+    s = Setup(pages=2, device=MockDevice(latency_s=0.02))
+    handle, other = s.new(2), s.new(2, "other")
+    s.store(handle, 1)
+    s.store(other, 2)
+    s.load(handle, 0, PAGE)
+    assert s.states(handle) == [CLEAN, DISK]
+    s.disk.fail = lambda what: DiskError(5, f"{what} failed")
+    source = s.block(PAGE + UNIT)
+    source.fill_(3)
+    with pytest.raises(DiskError, match="failed"):
+        s.home.store(handle, 0, source)
+    assert not s.device._running
+    into = s.block(2 * PAGE)
+    with pytest.raises(DiskError, match="failed"):
+        s.home.load(handle, 0, into)
+    assert not s.device._running
+    s.disk.fail = lambda what: None
+    assert [int(s.load(handle)[at]) for at in (0, PAGE, PAGE + UNIT)] == [3, 1, 1]
+    s.close()
+
+
 def test_make_room_spills_for_others() -> None:
     s = Setup(pages=4, slots=3)
     handles = [s.new(1, f"h{i}") for i in range(4)]
@@ -512,6 +548,21 @@ def test_a_failed_read_is_raised_by_its_load_and_may_be_tried_again() -> None:
     assert (s.load(b) == 2).all()
     assert s.states(a) == [DISK]
     assert (s.load(a) == 1).all()
+    s.close()
+
+
+def test_a_failed_read_does_not_cost_the_slot_that_is_still_good() -> None:
+    s = Setup(pages=2, slots=2)
+    a, b, c = (s.new(1, name) for name in "abc")
+    for value, handle in enumerate((a, b, c)):
+        s.store(handle, value + 1)
+    s.disk.fail = lambda what: DiskError(5, "read failed") if what == "read" else None
+    s.home.load(a, 0, s.block(PAGE))
+    s.disk.fail = lambda what: None
+    assert [s.states(h) for h in (a, b, c)] == [[CLEAN], [DISK], [FRAME]]
+    s.new(1, "d")
+    assert [s.states(h) for h in (a, b, c)] == [[DISK], [DISK], [FRAME]]
+    assert [int(s.load(h)[0]) for h in (a, b, c)] == [1, 2, 3]
     s.close()
 
 
@@ -586,7 +637,8 @@ def test_integrity_sees_states_and_frames_that_disagree() -> None:
     s.close()
 
 
-STEP = st.tuples(st.sampled_from(["new", "new", "free", "store", "store", "load", "load", "load", "snapshot"]), st.integers(0, 2**20))
+WHAT = ["new", "new", "free", "store", "store", "load", "load", "load", "snapshot"]
+STEP = st.tuples(st.sampled_from(WHAT), st.integers(0, 2**20))
 
 
 def check_against_bytes(s: Setup, steps: Sequence[tuple[str, int]]) -> None:
