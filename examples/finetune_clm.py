@@ -16,7 +16,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,8 +133,6 @@ def make_dataset(rows: Dataset, column: str, tokenizer: PreTrainedTokenizerBase,
 
 def main() -> None:
     model_arguments, data_arguments, paging, training = parse()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     dials = paging.dials()
     rows = data_arguments.load()
     set_seed(training.seed)

@@ -19,7 +19,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hashlib
 import json
-import logging
 import random
 import statistics
 import subprocess
@@ -45,8 +44,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-
-logger = logging.getLogger("pretrain_clm")
 
 END_OF_TEXT = "<|endoftext|>"
 MIB = 1 << 20
@@ -212,7 +209,7 @@ def forget_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
-        logger.info("the peak of resident memory includes the preparation of the data")
+        print("(The kernel keeps no new peak: the process's peak below includes preparing the data.)")
 
 
 def train(script: ScriptArguments, training: TrainingArguments) -> dict[str, Any]:
@@ -327,8 +324,6 @@ def compare(paged: dict[str, Any], plain: dict[str, Any]) -> bool:
 
 def main() -> int:
     script, training = parse()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = Path(training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     mine, other = folder / "paged.json", folder / "plain.json"

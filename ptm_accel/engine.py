@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -15,10 +16,12 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Capacities, Memory, build_memory, return_freed_memory_early
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
-from ptm_accel.model.attach import check_model, take_parameters
+from ptm_accel.model.attach import check_model, leave_meta, small_bytes, take_parameters
+from ptm_accel.model.copying import copy_off_pages
 from ptm_accel.model.floor import Floor, least_budget
 from ptm_accel.model.gradients import Gradients, clip_coefficient, total_norm
 from ptm_accel.model.residency import Residency
@@ -29,9 +32,6 @@ from ptm_accel.optim.support import Grain, grain_of
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-_SMALL_SHARE = 64
-"""Tensors of less than a page divided by this stay in the compute tier: norms and biases, not worth a transfer."""
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """Weak on both sides: an engine is kept alive by its model (through the model's parameter dictionaries), and by nothing
@@ -102,29 +102,77 @@ class Engine:
             return existing
         check_model(model)
         asked = config or PTMConfig()
-        resolved, memory = _open(asked, memory, device)
+        resolved, memory = open_memory(asked, memory, device)
         engine = cls(model, asked, resolved, memory)
         try:
-            engine._install()
+            engine._install({})
         except BaseException:
             engine.detach(check=False)
             raise
         _engines[model] = weakref.ref(engine)
         return engine
 
-    def _install(self) -> None:
-        pool = self.pool
-        small = self.config.page_bytes // _SMALL_SHARE
-        taken = take_parameters(self.model, pool, self.slots, self.table, small_bytes=small)
+    @classmethod
+    def take_over(
+        cls,
+        model: nn.Module,
+        config: PTMConfig,
+        resolved: ResolvedConfig,
+        memory: Memory,
+        values: Mapping[nn.Parameter, PagedTensor],
+    ) -> Engine:
+        """As `attach`, for a model that was read or built on pages.
+
+        Args:
+            model: the model.
+            config: the dials.
+            resolved: what `open_memory` made of them.
+            memory: the tiers it opened. They are closed if this fails.
+            values: parameters whose values are on pages of `memory` already; the others are taken as they are.
+        """
+        try:
+            check_model(model, values)
+            engine = cls(model, config, resolved, memory)
+            engine._install(values)
+        except BaseException:
+            # The values are nowhere else, and may be more than the memory holds: this model is of no use any more.
+            memory.close()
+            raise
+        _engines[model] = weakref.ref(engine)
+        return engine
+
+    @classmethod
+    def rehearse(cls, model: nn.Module, config: PTMConfig, resolved: ResolvedConfig, memory: Memory) -> None:
+        """Refuses a model that `attach` would refuse for its size, without changing it; it may be on the meta device.
+
+        Raises:
+            BudgetError: less than the least budget the model can train under.
+        """
+        engine = cls(model, config, resolved, memory)
+        engine._finaliser.detach()
+        try:
+            engine._size_up({})
+        finally:
+            for slot in engine.slots:
+                memory.pool.forget(slot.value)
+
+    def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        small = small_bytes(self.config.page_bytes)
+        take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
         self.floor = self._floor(Grain.ELEMENTS)
         self._refuse_below(self.floor)
+
+    def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        pool = self.pool
+        self._size_up(values)
+        blank = leave_meta(self.model, self.slots, pool.compute.device)
         buffers = sum(b.nbytes for b in self.model.buffers())
         self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         if not self._all_fits():
             return_freed_memory_early()
-        for slot in taken:
-            if slot.param.device.type == "meta":
-                slot.stand_in(pool.compute.device)
+        for slot in self.slots:
+            if slot.param in blank or slot.param in values:
+                slot.show(pool.compute.device)
             else:
                 # No name here may hold the data: what moves away at once must also be freed at once.
                 pool.adopt(slot.value, slot.param.data)
@@ -183,6 +231,9 @@ class Engine:
         self.residency.remove()
         for slot in self.slots:
             slot.value.occupant = None
+            if slot.value.place is Place.BLANK and not (check and slot.shown):
+                # Never put on pages (it still has its own data), or without values in a model that is given up.
+                continue
             if slot.value.place.resident:
                 values = self.pool.fault(slot.value).detach().clone()
             else:
@@ -390,9 +441,15 @@ class Engine:
         assert not pinned, f"pinned while idle: {pinned}"
 
 
-def _open(
-    config: PTMConfig, memory: Memory | None, device: torch.device | None
+def open_memory(
+    config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
+    """Resolves the dials for this machine and opens its tiers, unless the caller brings `memory`; logs what was chosen.
+
+    Raises:
+        ConfigError: dials that this machine cannot meet.
+        DiskError: a scratch file cannot be made.
+    """
     if device is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda" and device.index is None:
@@ -453,3 +510,16 @@ def gathered(model: nn.Module, *, grads: bool = False, write: bool = False) -> I
         return
     with engine.gathered(grads=grads, write=write):
         yield model
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A deep copy of a model (or of a part of one) in ordinary memory, where `copy.deepcopy` refuses one on pages.
+
+    For averages of the weights (EMA, SWA), reference models, or anything that wants to own its model. The copy is
+    beside the budgets, knows nothing of ptm_accel, keeps hooks of the user's, and can be trained as any other model.
+    """
+    engine = engine_of(model) or engine_holding(model.parameters())
+    if engine is None:
+        return copy.deepcopy(model)
+    hooks = [*engine.residency.hooks, *engine.state_dicts.hooks]
+    return copy_off_pages(model, engine.slots, engine.pool, hooks)

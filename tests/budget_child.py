@@ -16,10 +16,10 @@ from pathlib import Path
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
+from ptm_accel.integrations.transformers import Trainer as PagedTrainer
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 import ptm_accel
-from ptm_accel.integrations.transformers import Trainer as PagedTrainer
 
 CONFIG = LlamaConfig(
     hidden_size=640, intermediate_size=1792, num_hidden_layers=8, num_attention_heads=10, vocab_size=4096
@@ -52,11 +52,19 @@ def main() -> None:
     """Trains three steps."""
     kind, directory = sys.argv[1], sys.argv[2]
     arguments = TrainingArguments(
-        output_dir=directory, max_steps=3, per_device_train_batch_size=2, save_strategy="no", use_cpu=True,
-        logging_steps=1, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+        output_dir=directory,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        use_cpu=True,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
     )
-    warm = AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                                        num_attention_heads=1, vocab_size=16))
+    warm = AutoModelForCausalLM.from_config(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=16)
+    )
     warm(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
     del warm
     before = memory("VmRSS")
@@ -79,7 +87,7 @@ def main() -> None:
         engine = ptm_accel.engine_of(model)
         report["host_peak_bytes"] = engine.memory.pool.budget.peak_bytes
         report["evictions"] = engine.pool.stats.evictions
-    print(json.dumps(report), flush=True)
+    sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import capping
+import pytest
 
 CHILD = Path(__file__).with_name("budget_child.py")
 HOST_MEMORY = 112 << 20

@@ -116,8 +116,11 @@ class Budget:
                 raise self.refusal(nbytes, name)
             self.used_bytes += nbytes
             self._by_tag[tag] += nbytes
+            if not self._make_real_room():
+                self.used_bytes -= nbytes
+                self._by_tag[tag] -= nbytes
+                raise self.refusal(nbytes, name)
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            self._make_real_room()
             return Reservation(self, nbytes, tag, name)
 
     def reset_peak(self) -> None:
@@ -136,12 +139,12 @@ class Budget:
                     f"kept {kept}, capacity {self.capacity_bytes}"
                 )
 
-    def _make_real_room(self) -> None:
+    def _make_real_room(self) -> bool:
+        """Has kept memory freed until charged + kept is within the capacity; False if it cannot be."""
         if self._kept_bytes is None or self._reclaim is None:
-            return
+            return True
         excess = self.used_bytes + self._kept_bytes() - self.capacity_bytes
-        if excess > 0:
-            self._reclaim(excess)
+        return excess <= 0 or self._reclaim(excess) >= excess
 
     def _give_back(self, reservation: Reservation) -> None:
         with self._lock:

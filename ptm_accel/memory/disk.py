@@ -163,17 +163,26 @@ class DiskTier:
         Raises:
             DiskError: the bytes are lost, the tier is closed, or the file cannot be mapped.
         """
+        with self._lanes.lock:
+            pieces = self.pieces(handle)
+            try:
+                return private_run(pieces).tensor()
+            except OSError as error:
+                raise self._unmappable(handle, error) from error
+
+    def pieces(self, handle: DiskSlot) -> list[FilePiece]:
+        """Where the bytes lie in the scratch files, in order, once its transfers have ended; for mapping them.
+
+        Raises:
+            DiskError: the bytes are lost, or the tier is closed.
+        """
         self._lanes.wait_until(lambda: not handle.running, f"the transfers of {handle.name}")
         with self._lanes.lock:
             self._lanes.require_open(f"snapshot of {handle.name}")
             self._check(handle, 0, handle.nbytes)
             if handle.failure is not None:
                 raise handle.failure.error()
-            pieces = [FilePiece(self._files[path].fd, offset, nbytes) for path, offset, nbytes in handle.segments]
-            try:
-                return private_run(pieces).tensor()
-            except OSError as error:
-                raise self._unmappable(handle, error) from error
+            return [FilePiece(self._files[path].fd, offset, nbytes) for path, offset, nbytes in handle.segments]
 
     def close(self) -> None:
         """Ends the threads after all running transfers, closes the files and gives all charges back. Idempotent."""

@@ -346,7 +346,7 @@ class FrameHome:
         while True:
             try:
                 return self._frames.take(nbytes, tag, name)
-            except BudgetError as refusal:  # noqa: PERF203 - refusals are rare, and dear anyway
+            except BudgetError as refusal:
                 victims = self._victims(nbytes, keep)
                 if not victims:
                     raise self._no_room(nbytes, name, refusal) from refusal
@@ -391,7 +391,7 @@ class FrameHome:
         while True:
             try:
                 return self._swap.take(page.nbytes, page.handle.tag, page.handle.name)
-            except BudgetError:  # noqa: PERF203 - refusals are rare, and dear anyway
+            except BudgetError:
                 if self._drop_clean():
                     continue
                 if admitting:

@@ -156,7 +156,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
         poison = False
     else:
         poison = torch.iinfo(dtype).min
-    return torch.full((1,) * max(len(shape), 1), poison, dtype=dtype, device=device).expand(shape)
+    return torch.full((1,) * len(shape), poison, dtype=dtype, device=device).expand(shape)
 
 
 def is_intact(stand_in: torch.Tensor) -> bool:

@@ -250,7 +250,7 @@ class Pool:
         """
         with self.lock:
             if tensor.place is Place.BLANK:
-                return torch.full((1,), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
+                return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
             if tensor.extent is not None and tensor.extent.tensor.device.type == "cpu" and not self._is_device():
                 return tensor.extent.tensor.detach()
             if tensor.extent is not None:

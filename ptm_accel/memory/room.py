@@ -80,6 +80,9 @@ class Room:
                 self.tide.sample()
             if nbytes > self.budget.free_bytes:
                 self._make_room(nbytes, name)
+            elif self._leavers and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
+                # What has left already is no part of a peak; looked through only when there would be a new one.
+                self.collect()
             return self.budget.reserve(nbytes, tag, name)
 
     def take_block(self, nbytes: int, tag: Tag, name: str) -> tuple[Reservation, Block]:

@@ -12,7 +12,7 @@ import torch
 
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tier
-from ptm_accel.memory.device import CudaTier, DeviceTier
+from ptm_accel.memory.device import CudaTier, DeviceTier, host_pin
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
@@ -97,7 +97,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     tier: DeviceTier = CudaTier(device) if isinstance(device, torch.device) else device
     assert capacities.device_bytes is not None, "a device needs device_bytes"
     budgets[Tier.DEVICE] = Budget(Tier.DEVICE, capacities.device_bytes)
-    frames = FramePool(host, capacities.page_bytes)
+    frames = FramePool(host, capacities.page_bytes, pin=host_pin() if isinstance(device, torch.device) else None)
     home = FrameHome(tier, frames, disk)
     over: list[ComputeTier | Home | FramePool] = [home, tier, frames]
     if disk is not None:

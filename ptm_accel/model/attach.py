@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
@@ -18,9 +21,21 @@ _WRAPPERS = {
 }
 _DEEPSPEED_MARK = "ds_id"
 
+_SMALL_SHARE = 64
+"""Tensors of less than a page divided by this stay in the compute tier: norms and biases, not worth a transfer."""
 
-def check_model(model: nn.Module) -> None:
+
+def small_bytes(page_bytes: int) -> int:
+    """Parameters below this many bytes never leave the compute tier."""
+    return page_bytes // _SMALL_SHARE
+
+
+def check_model(model: nn.Module, paged: Container[nn.Parameter] = ()) -> None:
     """Refuses what cannot be put on pages.
+
+    Args:
+        model: the model.
+        paged: parameters whose values are on pages already; they only hold placeholders.
 
     Raises:
         UnsupportedError: names the module or parameter and the reason.
@@ -36,6 +51,8 @@ def check_model(model: nn.Module) -> None:
             )
     seen: dict[int, str] = {}
     for name, param in model.named_parameters():
+        if param in paged:
+            continue
         _check_parameter(name, param)
         if param.device.type == "meta" or not param.numel():
             continue
@@ -65,21 +82,24 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 
 def take_parameters(
-    model: nn.Module, pool: Pool, slots: SlotTable, table: ExtentTable, *, small_bytes: int
-) -> list[ParamSlot]:
-    """Gives every parameter a slot with blank pages.
+    model: nn.Module,
+    pool: Pool,
+    slots: SlotTable,
+    table: ExtentTable,
+    *,
+    small: int,
+    paged: Mapping[nn.Parameter, PagedTensor],
+) -> None:
+    """Gives every parameter a slot, in the order of the model's parameters.
 
     Args:
         model: the model.
-        pool: where the pages will be.
+        pool: where the pages are.
         slots: gets the slots, under every name of a tied parameter.
         table: for the slots.
-        small_bytes: parameters below this many bytes never leave the compute tier.
-
-    Returns:
-        the slots, in the order of the model's parameters.
+        small: parameters below this many bytes never leave the compute tier.
+        paged: the values of parameters that are on pages already; all others get blank pages.
     """
-    taken: list[ParamSlot] = []
     for name, param in model.named_parameters(remove_duplicate=False):
         if not param.numel():
             continue
@@ -87,16 +107,33 @@ def take_parameters(
         if known is not None:
             slots.by_name[name] = known
             continue
-        taken.append(make_slot(name, param, pool, slots, table, small_bytes=small_bytes))
-    return taken
+        value = paged.get(param)
+        if value is None:
+            value = create_value(name, param, pool, small=small)
+        value.name = name
+        slots.add(ParamSlot(name, param, value, pool, table))
 
 
-def make_slot(
-    name: str, param: nn.Parameter, pool: Pool, slots: SlotTable, table: ExtentTable, *, small_bytes: int
-) -> ParamSlot:
-    """A slot with blank pages for one parameter."""
-    movable = param.numel() * param.dtype.itemsize >= small_bytes
-    value = pool.create(name, Tag.PARAM, param.shape, param.dtype, movable=movable)
-    slot = ParamSlot(name, param, value, pool, table)
-    slots.add(slot)
-    return slot
+def create_value(name: str, like: torch.Tensor, pool: Pool, *, small: int) -> PagedTensor:
+    """Blank pages for the values of a parameter like `like`."""
+    return pool.create(name, Tag.PARAM, like.shape, like.dtype, movable=like.numel() * like.dtype.itemsize >= small)
+
+
+def leave_meta(model: nn.Module, slots: SlotTable, device: torch.device) -> set[nn.Parameter]:
+    """Replaces every parameter on the meta device, whose data cannot be set, by a like one on `device`.
+
+    Returns:
+        the new parameters; they hold placeholders.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or param.device.type != "meta":
+                continue
+            if param not in made:
+                stand_in = placeholder(param.shape, param.dtype, device)
+                made[param] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
+                made[param].__dict__.update(param.__dict__)
+            module._parameters[name] = made[param]
+    slots.replace(made)
+    return set(made.values())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import placeholder
@@ -55,12 +55,19 @@ Others (`einsum`, attention in one fused call) reach such an op inside torch; th
 """
 
 
+CastKey = tuple[int, torch.dtype]
+"""A parameter's slot, and the dtype it is cast to."""
+
+
 class _Cached(threading.local):
     """The cast nodes of the running outermost forward of one thread."""
 
     def __init__(self) -> None:
-        self.nodes: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.here: list[tuple[int, torch.dtype]] = []
+        self.nodes: dict[CastKey, torch.Tensor] = {}
+        # The copies that hold memory, by the running module that asked for them; the innermost last.
+        self.made: list[list[CastKey]] = [[]]
+        self.here: set[CastKey] = set()
+        self.single: list[int] = []
 
 
 class CastCache:
@@ -87,21 +94,26 @@ class CastCache:
             return tensor
         if tensor is source.param and tensor.requires_grad and torch.is_grad_enabled():
             return self._shared(source, dtype)
-        return self._copy(tensor, source, dtype)
+        return self._single(tensor, source, dtype)
 
-    def drop(self) -> None:
+    def enter(self) -> None:
+        """A module's forward begins: the copies made from now on are its own."""
+        self._cached.made.append([])
+
+    def leave(self) -> None:
         """The module that used the copies has returned: their memory goes, their nodes stay."""
         cached = self._cached
-        for key in cached.here:
+        for key in cached.made.pop():
             node = cached.nodes[key]
             self._table.remove(node)
             node.data = placeholder(node.shape, node.dtype, node.device)
-        cached.here.clear()
+            cached.here.remove(key)
 
     def end(self) -> None:
         """The outermost forward has returned: no later op may share a node with it."""
-        self.drop()
-        self._cached.nodes.clear()
+        cached = self._cached
+        cached.nodes.clear()
+        cached.single = self._table.sweep(cached.single)
 
     def _shared(self, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         cached = self._cached
@@ -113,12 +125,24 @@ class CastCache:
             with torch.no_grad():
                 node.data = self._copy(slot.param, slot, dtype)
         if key not in cached.here:
-            cached.here.append(key)
+            cached.here.add(key)
+            cached.made[-1].append(key)
         return node
+
+    def _single(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
+        """A copy for one op: of a frozen parameter, of a view of one, or without gradients."""
+        if torch.is_grad_enabled():
+            copy = self._copy(tensor, slot, dtype)
+            self._cached.single.append(copy.untyped_storage().data_ptr())
+            return copy
+        with self._pool.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
+            copy = tensor.to(dtype)
+            keep(copy)
+        return copy
 
     def _copy(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         source = CastSource(slot, tensor, dtype)
-        with self._pool.room.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
+        with self._pool.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
             copy = tensor.to(dtype)
             keep(copy)
         self._table.add(copy, source)
@@ -139,6 +163,26 @@ class Casting(TorchFunctionMode):
             args = tuple(self._casts.cast(a, self._dtype) for a in args)
             kwargs = {k: self._casts.cast(v, self._dtype) for k, v in kwargs.items()}
         return func(*args, **kwargs)
+
+
+class Suspended:
+    """Takes a running `Casting` off the stack of function modes, and leaves the others as they are, until `resume`."""
+
+    def __init__(self, casting: Casting) -> None:
+        self._casting = casting
+        above = []
+        while (mode := _pop_mode()) is not casting:
+            above.append(mode)
+        self._above = len(above)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def resume(self) -> None:
+        """Puts it back where it was."""
+        above = [_pop_mode() for _ in range(self._above)]
+        _push_mode(self._casting)
+        for mode in reversed(above):
+            _push_mode(mode)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

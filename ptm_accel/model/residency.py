@@ -4,6 +4,9 @@ A module's own parameters are pinned from before its forward until after it. A p
 forward (a tied head, a mixer that reads its convolution's weight) stays pinned until the outermost forward returns,
 since the reader holds the `Parameter` and may use it later.
 
+A compiled region (`ptm_accel.model.compiled`) is one such module with everything under it: all its parameters are
+pinned, and its modules are plain while it runs.
+
 Within the outermost forward the saved-tensor hooks of `ptm_accel.model.saved` are active. Recomputation inside
 backward (activation checkpointing) calls modules again and is an outermost forward of its own.
 """
@@ -11,6 +14,7 @@ backward (activation checkpointing) calls modules again and is an outermost forw
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +25,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.memory.pool import Pin, Pool
-from ptm_accel.model.casts import CastCache, Casting, autocast_dtype
+from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
+from ptm_accel.model.compiled import Bared, CompiledRegions, Region, refusal
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
@@ -29,11 +34,16 @@ from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
 @dataclass(slots=True)
 class _Frame:
-    """One running module forward: its pins, and the casting mode if this is where autocast was first met."""
+    """One running module forward: its pins, and the casting mode if this is where autocast was first met.
+
+    A compiled region has its modules bared, and casting suspended: its graph casts for itself.
+    """
 
     module: nn.Module
     pins: list[Pin] = field(default_factory=list)
     casting: Casting | None = None
+    bared: Bared | None = None
+    suspended: Suspended | None = None
 
 
 class _Frames(threading.local):
@@ -60,13 +70,16 @@ class Residency:
         self.slots = slots
         self.casts = CastCache(pool, slots, table)
         self.saved = SavedTensors(pool, table)
+        self.regions = CompiledRegions(self)
         self.writing = False
         self.replacement: Any = None
         self.root: nn.Module | None = None
         self.owner: object = None
         """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
         self._frames = _Frames()
+        self._refuse = refusal(self.regions.name_of)
         self._handles: list[RemovableHandle] = []
+        self._hooked: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
         self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
 
     # ---- installing ------------------------------------------------------------------------------------------
@@ -79,14 +92,26 @@ class Residency:
                 self._dicts.append((module, module._parameters))
                 module._parameters = FaultDict(module._parameters, self)
             if module._parameters or module is model:
-                self._handles.append(module.register_forward_pre_hook(self._enter_hook(), prepend=True))
-                self._handles.append(module.register_forward_hook(self._leave_hook(), always_call=True))
+                self.hook(module)
+        self.regions.install(model)
+
+    def hook(self, module: nn.Module) -> None:
+        """Puts the forward hooks on a module that has none of them yet."""
+        if id(module) in self._hooked:
+            return
+        before = module.register_forward_pre_hook(self._enter_hook(), prepend=True)
+        after = module.register_forward_hook(self._leave_hook(), always_call=True)
+        self._hooked[id(module)] = before, after
+        self._handles += [before, after]
+        weakref.finalize(module, self._hooked.pop, id(module), None)
 
     def remove(self) -> None:
         """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
+        self.regions.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
         for module, original in self._dicts:
             current = module._parameters
             if isinstance(current, FaultDict):
@@ -95,16 +120,26 @@ class Residency:
                 module._parameters = original
         self._dicts.clear()
 
+    @property
+    def hooks(self) -> tuple[RemovableHandle, ...]:
+        """The hooks that are on the model's modules."""
+        return tuple(self._handles)
+
     # Hooks are plain functions, not bound methods: a deep copy of the module then copies no engine.
     def _enter_hook(self) -> Any:
+        refuse = self._refuse
+
         def enter(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                refuse(module)
             self.enter(module)
 
         return enter
 
     def _leave_hook(self) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.leave(module)
+            if not torch.compiler.is_dynamo_compiling():
+                self.leave(module)
 
         return leave
 
@@ -128,7 +163,8 @@ class Residency:
             return
         if id(slot) not in frames.read_pins:
             frames.read_pins[id(slot)] = self.pool.pin(value, write=self.writing)
-        self._meet_autocast(frames, frames.stack[0])
+        if frames.stack[-1].bared is None:
+            self._meet_autocast(frames, frames.stack[0])
 
     def replaced(self, owner: FaultDict, name: str, param: nn.Parameter | None) -> None:
         """`module.name = param` was done on a paged model; a loader may want to put the new values on pages."""
@@ -146,19 +182,33 @@ class Residency:
 
     # ---- forwards --------------------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module) -> None:
-        """A module's forward begins: pins its own parameters."""
+    def enter(self, module: nn.Module, region: Region | None = None) -> None:
+        """A module's forward begins: pins its own parameters, or those of the compiled region that begins here."""
         frames = self._frames
+        if not frames.stack and module is self.root:
+            self.regions.scan()
+        region = region or self.regions.at(module)
         if not frames.stack:
             self._begin(frames, module)
         frame = _Frame(module)
         frames.stack.append(frame)
+        if region is not None:
+            self._enter_region(frames, frame, region)
+            return
         for param in dict.values(module._parameters):
             slot = self.slots.of(param)
             if slot is not None and slot.value.movable:
                 frame.pins.append(self.pool.pin(slot.value, write=self.writing))
         if module._parameters:
             self._meet_autocast(frames, frame)
+
+    def _enter_region(self, frames: _Frames, frame: _Frame, region: Region) -> None:
+        for slot in region.slots:
+            frame.pins.append(self.pool.pin(slot.value, write=self.writing))
+        running = next((f.casting for f in frames.stack if f.casting is not None), None)
+        if running is not None and not any(f.suspended for f in frames.stack):
+            frame.suspended = Suspended(running)
+        frame.bared = Bared(region, self._hooked)
 
     def leave(self, module: nn.Module) -> None:
         """A module's forward has returned, well or not."""
@@ -173,6 +223,10 @@ class Residency:
 
     def _pop(self, frames: _Frames) -> nn.Module:
         frame = frames.stack.pop()
+        if frame.bared is not None:
+            frame.bared.restore()
+        if frame.suspended is not None:
+            frame.suspended.resume()
         if frame.casting is not None:
             frame.casting.__exit__(None, None, None)
             frames.casting = False

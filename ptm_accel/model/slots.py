@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import PlaceholderError
 from ptm_accel.memory.budget import Tag
@@ -14,14 +15,20 @@ from ptm_accel.memory.pool import Pool
 
 
 class ExtentTable:
-    """Which slot's extent lies in which storage: the way from a saved tensor back to its parameter."""
+    """Which slot's extent lies in which storage: the way from a saved tensor back to its parameter.
+
+    Keyed by address, and addresses are reused: an entry counts only as long as the very storage it was made for lives.
+    """
 
     def __init__(self) -> None:
-        self._by_address: dict[int, ParamSlot | CastSource] = {}
+        self._by_address: dict[int, tuple[ParamSlot | CastSource, StorageWeakRef]] = {}
 
-    def add(self, tensor: torch.Tensor, source: ParamSlot | CastSource) -> None:
-        """Notes that `tensor`'s storage holds the values of `source`."""
-        self._by_address[tensor.untyped_storage().data_ptr()] = source
+    def add(self, tensor: torch.Tensor, source: ParamSlot | CastSource) -> int:
+        """Notes that `tensor`'s storage holds the values of `source`; returns its address."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        self._by_address[address] = (source, StorageWeakRef(storage))
+        return address
 
     def remove(self, tensor: torch.Tensor) -> None:
         """Forgets `tensor`'s storage."""
@@ -29,7 +36,27 @@ class ExtentTable:
 
     def find(self, tensor: torch.Tensor) -> ParamSlot | CastSource | None:
         """The source whose values lie in `tensor`'s storage, if any."""
-        return self._by_address.get(tensor.untyped_storage().data_ptr())
+        address = tensor.untyped_storage().data_ptr()
+        known = self._by_address.get(address)
+        if known is None:
+            return None
+        if known[1].expired():
+            del self._by_address[address]
+            return None
+        return known[0]
+
+    def sweep(self, addresses: list[int]) -> list[int]:
+        """Forgets those of `addresses` whose storage has died; returns the others."""
+        living = []
+        for address in addresses:
+            known = self._by_address.get(address)
+            if known is None:
+                continue
+            if known[1].expired():
+                del self._by_address[address]
+            else:
+                living.append(address)
+        return living
 
     def __len__(self) -> int:
         return len(self._by_address)
@@ -101,6 +128,18 @@ class ParamSlot:
         self._placeholder = placeholder(self.value.shape, self.value.dtype, device)
         self.param.data = self._placeholder
 
+    def show(self, device: torch.device) -> None:
+        """Gives a parameter whose values are on pages already its extent, or a placeholder if it is away."""
+        if self.value.extent is not None:
+            self.arrived(self.value.extent.tensor)
+        else:
+            self.stand_in(device)
+
+    @property
+    def shown(self) -> bool:
+        """Whether the parameter's data is ours: its extent or a placeholder, not what it had before it was paged."""
+        return self._placeholder is not None or self.value.place.resident
+
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy in `dtype` of a view of the values, charged as long as it lives."""
         pin = self._pool.pin(self.value)
@@ -135,6 +174,12 @@ class SlotTable:
         self._by_id.pop(id(slot.param), None)
         for name in [n for n, s in self.by_name.items() if s is slot]:
             del self.by_name[name]
+
+    def replace(self, params: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Gives slots another parameter object each; their order stays."""
+        for slot in self._by_id.values():
+            slot.param = params.get(slot.param, slot.param)
+        self._by_id = {id(slot.param): slot for slot in self._by_id.values()}
 
     def of(self, param: torch.Tensor | None) -> ParamSlot | None:
         """The slot of a parameter, or None if it is not on pages."""

@@ -55,6 +55,11 @@ class StateDictHooks:
                 pin.release()
         self._loading.clear()
 
+    @property
+    def hooks(self) -> tuple[RemovableHandle, ...]:
+        """The hooks that are on the model's modules."""
+        return tuple(self._handles)
+
     # Plain functions, not bound methods: torch marks them, and a deep copy of a module then copies no engine.
     def _fill(self) -> Callable[..., None]:
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

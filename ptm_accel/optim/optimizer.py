@@ -334,7 +334,7 @@ class _BlankState(TorchFunctionMode):
                 fill = args[1] if len(args) > 1 else kwargs["fill_value"]
             param = args[0]
             dtype = kwargs.get("dtype") or param.dtype
-            return torch.full((1,) * max(param.dim(), 1), fill, dtype=dtype, device=param.device).expand(param.shape)
+            return torch.full((1,) * param.dim(), fill, dtype=dtype, device=param.device).expand(param.shape)
         return func(*args, **kwargs)
 
 

@@ -1,0 +1,300 @@
+"""An `Accelerator` that puts models on pages, where the stock one moves them to a device or wraps them."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine, engine_holding
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.setup import Memory
+from ptm_accel.optim.optimizer import PagedOptimizer
+
+_PLUGINS = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "megatron_lm_plugin": "Megatron-LM",
+}
+_SWITCHES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+_TYPES = {
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.FSDP: "FSDP",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+}
+
+
+class PagedGradScaler(torch.amp.GradScaler):
+    """A `GradScaler` whose gradients are on pages; the same scales, and the same steps are skipped."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        if not isinstance(optimizer, PagedOptimizer):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+        def unscale(gradient: torch.Tensor) -> None:
+            if not allow_fp16 and gradient.dtype == torch.float16:
+                raise UnsupportedError(
+                    f"Attempting to unscale FP16 gradients (of shape {tuple(gradient.shape)}): fp16=True needs fp32 "
+                    "parameters. Load the model with dtype=torch.float32, or train in bf16."
+                )
+            torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, inv_scale)
+
+        optimizer.change_gradients(unscale)
+        return {found_inf.device: found_inf}
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        if not isinstance(optimizer, PagedOptimizer):
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        if any(found.item() for found in optimizer_state["found_inf_per_device"].values()):
+            optimizer.zero_grad()
+            # A fused optimizer is called all the same and skips inside its kernel; to accelerate that is a step, after
+            # which the scheduler moves on. Ours is then a step without gradients.
+            if not getattr(optimizer.inner, "_step_supports_amp_scaling", False):
+                return None
+        return optimizer.step(*args, **kwargs)
+
+
+class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An `AcceleratedOptimizer` after whose step no gradient is left, whether the step was made or skipped.
+
+    `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here.
+    """
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """As `AcceleratedOptimizer.step`: does something only when gradients are synchronised."""
+        super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad()
+
+
+class PTMAccelerator(Accelerator):  # type: ignore[misc]
+    """An `Accelerator` whose models and optimizers are on pages; everything else is accelerate's own.
+
+    Args:
+        *args: as for `Accelerator`.
+        ptm_config: the dials: a `PTMConfig`, a mapping, or the path of a YAML file.
+        memory: tiers made by the caller, instead of those of this machine.
+        **kwargs: as for `Accelerator`.
+
+    Raises:
+        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well; more than one process; a device that
+            is neither CUDA nor the CPU.
+        ConfigError: dials that cannot be used.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        ptm_config: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        memory: Memory | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.ptm_config = PTMConfig.load(ptm_config)
+        self._memory = memory
+        self._attached: weakref.WeakSet[Engine] = weakref.WeakSet()
+        given = inspect.signature(Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
+        _refuse_plugins(given)
+        _refuse_processes(int(os.environ.get("WORLD_SIZE", "1")))
+        super().__init__(*args, **kwargs)
+        if self.distributed_type in _TYPES:
+            _refuse_plugin(_TYPES[self.distributed_type], "the state of this process")
+        _refuse_processes(self.num_processes)
+        if self.device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"ptm_accel was given the device {self.device}; it has pages for CUDA and for the CPU only. "
+                "Set use_cpu=True (Accelerator: cpu=True)."
+            )
+        if self.scaler is not None:
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = PagedGradScaler(self.device.type, **options)
+
+    # ---- models and optimizers -------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> Engine:
+        """Puts a model's parameters on pages, and its buffers where it computes.
+
+        Args:
+            model: the model, compiled or not; one that is on pages already keeps its engine.
+
+        Raises:
+            ConfigError, UnsupportedError, BudgetError: as `Engine.attach`.
+        """
+        bare = getattr(model, "_orig_mod", model)
+        if not self._holds(bare):
+            # Models that nobody uses any more go, with their pages, before the next one comes.
+            gc.collect()
+        engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device)
+        if self.device.type != "cpu":
+            nn.Module.to(bare, self.device)
+        self._attached.add(engine)
+        return engine
+
+    def _holds(self, model: nn.Module) -> bool:
+        return any(engine.model is model for engine in self._attached)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As `Accelerator.prepare`; an optimizer may come before its model."""
+        for item in args:
+            if isinstance(item, nn.Module):
+                self.attach(item)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Puts a model on pages; autocast and `torch.compile` are applied as accelerate does.
+
+        Args:
+            model: the model.
+            device_placement: has no effect, since the pages decide where parameters are.
+            evaluation_mode: has no effect, since nothing is wrapped for training.
+        """
+        self.attach(model)
+        # In evaluation mode accelerate moves and wraps nothing, which is what a model on pages needs.
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Binds an optimizer to the engine whose model it updates.
+
+        Args:
+            optimizer: made over the model's own parameters.
+            device_placement: has no effect, since its state is on pages.
+
+        Raises:
+            UnsupportedError: its model is not on pages; it cannot run on pages; it was prepared before, and another
+                one has taken its place since.
+        """
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            engine = self._engine_of_optimizer(optimizer)
+            paged = engine.bind_optimizer(optimizer)
+            optimizer = PagedAcceleratedOptimizer(paged, device_placement=False, scaler=self.scaler)
+        else:
+            self._check_bound(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def _engine_of_optimizer(self, optimizer: torch.optim.Optimizer) -> Engine:
+        parameters = [param for group in optimizer.param_groups for param in group["params"]]
+        engine = engine_holding(parameters)
+        if engine is None:
+            raise UnsupportedError(
+                f"the optimizer {type(optimizer).__name__} holds {len(parameters)} parameters, and none of them is of "
+                "a model on pages. Pass the model to accelerator.prepare() before its optimizer or with it, and make "
+                "the optimizer from model.parameters()."
+            )
+        return engine
+
+    def _check_bound(self, optimizer: AcceleratedOptimizer) -> None:
+        inner = optimizer.optimizer
+        if not isinstance(inner, PagedOptimizer):
+            raise UnsupportedError(
+                f"the optimizer {type(inner).__name__} was prepared by an Accelerator without pages. "
+                "Pass the optimizer itself to prepare()."
+            )
+        engine = self._engine_of_optimizer(inner)
+        if engine.optimizer is not inner:
+            raise UnsupportedError(
+                f"the state of this optimizer ({type(inner.inner).__name__}) was given up when another optimizer was "
+                "prepared for the same model; a model on pages has one at a time. Make a new optimizer, or a new "
+                "Trainer."
+            )
+
+    # ---- gradients -------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """As `Accelerator.clip_grad_norm_`, over gradients on pages.
+
+        Raises:
+            UnsupportedError: only a part of the parameters that have gradients was given.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = engine_holding(given)
+        if engine is None:
+            norm: torch.Tensor | None = super().clip_grad_norm_(given, max_norm, norm_type)
+            return norm
+        self.unscale_gradients()
+        assert engine.gradients is not None
+        present = engine.gradients.present()
+        ids = {id(param) for param in given}
+        left_out = [grad.slot.name for grad in present if id(grad.slot.param) not in ids]
+        if left_out:
+            raise UnsupportedError(
+                f"clip_grad_norm_ was given {len(given)} parameters, but {len(left_out)} of {len(present)} gradients "
+                f"belong to others, such as {left_out[0]}; on pages, a norm is taken over all. Pass model.parameters()."
+            )
+        return engine.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """As `Accelerator.clip_grad_value_`, over gradients on pages."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = engine_holding(given)
+        if engine is None:
+            super().clip_grad_value_(given, clip_value)
+            return
+        self.unscale_gradients()
+        if engine.optimizer is not None:
+            engine.optimizer.apply_scale()
+        ids = {id(param) for param in given}
+        assert engine.gradients is not None
+        with torch.no_grad():
+            for grad in engine.gradients.present():
+                if id(grad.slot.param) in ids and grad.value is not None:
+                    with engine.pool.pin(grad.value, write=True) as total:
+                        total.clamp_(-clip_value, clip_value)
+                    grad.changed()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As `Accelerator.free_memory`; also ends what an exception has left half done, and drops gradients."""
+        for engine in list(self._attached):
+            engine.abort()
+            engine.zero_grad()
+        return super().free_memory(*objects)
+
+
+def _refuse_plugins(given: Mapping[str, Any]) -> None:
+    for argument, name in _PLUGINS.items():
+        if given.get(argument) is not None:
+            _refuse_plugin(name, f"the argument {argument}")
+    for switch, name in _SWITCHES.items():
+        if os.environ.get(switch, "false").lower() in ("true", "1", "yes"):
+            _refuse_plugin(name, f"the environment variable {switch}={os.environ[switch]}")
+
+
+def _refuse_plugin(name: str, where: str) -> None:
+    raise UnsupportedError(
+        f"{name} is switched on (by {where}) and so is ptm_accel: both want to place the same parameters. "
+        f"Leave {name} out, or train without ptm_accel."
+    )
+
+
+def _refuse_processes(processes: int) -> None:
+    if processes > 1:
+        raise UnsupportedError(
+            f"ptm_accel was started in {processes} processes; several processes are not supported yet. Run with one: "
+            "`accelerate launch --num_processes 1 ...`, or `python ...`."
+        )

@@ -1,0 +1,47 @@
+"""What goes along with training on pages: counting steps, the summary at the end, giving back what is not needed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ptm_accel.engine import Engine, engine_of
+
+logger = logging.getLogger(__name__)
+
+
+class PTMCallback(TrainerCallback):
+    """Added by the Trainer on pages by itself; does nothing for a model that is not on pages."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Counts the step, for the figures per step."""
+        engine = _engine(kwargs.get("model"))
+        if engine is not None:
+            engine.metrics.steps += 1
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Logs the summary; gradients that were not used up are dropped (optimizer state stays, for a next train())."""
+        engine = _engine(kwargs.get("model"))
+        if engine is not None:
+            engine.zero_grad()
+            logger.info("%s", engine.metrics.summary())
+
+
+def _engine(model: nn.Module | None) -> Engine | None:
+    return engine_of(model) if model is not None else None
+
+
+def show_log() -> None:
+    """Lets the lines of ptm_accel (the resolved dials, the summary) be seen where nobody has set up logging."""
+    ours = logging.getLogger("ptm_accel")
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+        if not ours.hasHandlers():
+            ours.addHandler(logging.StreamHandler())

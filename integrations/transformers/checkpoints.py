@@ -1,0 +1,200 @@
+"""How the Trainer on pages saves and resumes: whole directories or none, training state in safetensors by name.
+
+The Trainer composes the directory of a checkpoint from its run directory. While a checkpoint is written, that is a
+staging directory beside the final one; when everything is there, it gets its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import reissue_pt_warnings
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ptm_accel.checkpoint.directory import is_complete, remove_incomplete, staged
+from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
+from ptm_accel.engine import Engine, engine_of
+from ptm_accel.errors import CheckpointError
+
+from .loading import load_weights
+
+if TYPE_CHECKING:
+    _Host = transformers.Trainer
+else:
+    _Host = object
+
+logger = logging.getLogger(__name__)
+
+_PLAIN_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+_NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+class PagedCheckpoints(_Host):
+    """The part of the Trainer's mixin that saves and loads."""
+
+    _staging: Path | None = None
+    _pushes_when_done = False
+
+    def _attach(self) -> Engine:
+        raise NotImplementedError
+
+    # ---- saving ----------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._staging is not None:
+            return str(self._staging)
+        return super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        before = self.state.best_model_checkpoint
+        try:
+            with staged(final) as staging:
+                self._staging = staging
+                super()._save_checkpoint(model, trial)
+                self._staging = None
+                self._name_best_checkpoint(final, before, staging / final.name)
+                for entry in list((staging / final.name).iterdir()):
+                    entry.rename(staging / entry.name)
+                (staging / final.name).rmdir()
+        finally:
+            self._staging = None
+            pushes, self._pushes_when_done = self._pushes_when_done, False
+        if pushes:
+            super()._push_from_checkpoint(str(final))
+        if self.args.should_save:
+            # The Trainer has done this as well, in the staging directory, where there was nothing to remove.
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _name_best_checkpoint(self, final: Path, before: str | None, written: Path) -> None:
+        """Sets the path of the best checkpoint, which the Trainer has looked for in the staging directory."""
+        state = self.state
+        best = before
+        if state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
+            path = final.parent / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if path == final or path.exists():
+                best = str(path)
+        if state.best_model_checkpoint != best or best != before:
+            state.best_model_checkpoint = best
+            state.save_to_json(str(written / TRAINER_STATE_NAME))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is not None:
+            # An upload runs in the background; it must find the files under their final name.
+            self._pushes_when_done = True
+            return
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = engine_of(self.model)
+        if engine is None or engine.optimizer is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_optimizer_state(engine.optimizer, Path(output_dir))
+        with warnings.catch_warnings(record=True) as caught:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        reissue_pt_warnings(caught)
+
+    # ---- finding a checkpoint --------------------------------------------------------------------------------
+
+    def _clear_leftovers(self, trial: Any) -> None:
+        """Removes what a killed save has left."""
+        for path in remove_incomplete(Path(self._get_output_dir(trial))):
+            logger.warning("%s was left by a save that did not end, and was tidied up.", path)
+
+    def _find_checkpoint(self, asked: str | bool) -> str | bool:
+        """The complete checkpoint to resume from.
+
+        Raises:
+            CheckpointError: the one asked for is not complete.
+        """
+        if not isinstance(asked, bool):
+            path = Path(asked)
+            if path.is_dir() and not _whole(path):
+                raise CheckpointError(
+                    f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no "
+                    f"{TRAINER_STATE_NAME}, which is written last. Resume from another one, or pass "
+                    "resume_from_checkpoint=True for the newest that is complete."
+                )
+            return asked
+        for path in _numbered(Path(self.args.output_dir)):
+            if _whole(path):
+                return str(path)
+            logger.warning("%s is incomplete (no %s); it is not resumed from.", path, TRAINER_STATE_NAME)
+        # The Trainer says that there is none.
+        return asked
+
+    # ---- loading ---------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._attach()
+        if not self._load_weights(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
+        if best is None or not self._load_weights(Path(best)):
+            super()._load_best_model()
+
+    def _load_weights(self, directory: Path) -> bool:
+        """Loads safetensors of a whole model onto the pages; False where there are none (adapters, older formats)."""
+        if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+            return False
+        load_weights(self.model, directory)
+        return True
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        engine = engine_of(self.model)
+        directory = Path(checkpoint)
+        if engine is None or engine.optimizer is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if not has_optimizer_state(directory):
+            self._refuse_plain_state(directory)
+            return
+        load_optimizer_state(engine.optimizer, directory)
+        scheduler = directory / SCHEDULER_NAME
+        if scheduler.is_file():
+            with warnings.catch_warnings(record=True) as caught:
+                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+            reissue_pt_warnings(caught)
+
+    def _refuse_plain_state(self, directory: Path) -> None:
+        for name in _PLAIN_OPTIMIZER:
+            if (directory / name).is_file():
+                raise CheckpointError(
+                    f"the checkpoint {directory} was saved without ptm_accel: its optimizer state is one pickled file "
+                    f"({name}, {(directory / name).stat().st_size} bytes), which cannot be read onto pages. Load the "
+                    "weights with from_pretrained() and train with a new optimizer, or resume without ptm_accel."
+                )
+
+
+def _whole(path: Path) -> bool:
+    return is_complete(path) and (path / TRAINER_STATE_NAME).is_file()
+
+
+def _numbered(run_dir: Path) -> list[Path]:
+    """The directories of `run_dir` that are named as checkpoints are, newest first."""
+    if not run_dir.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _NUMBERED.match(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]

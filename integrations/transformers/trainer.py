@@ -1,0 +1,168 @@
+"""The Trainer on pages: a mixin over any `transformers.Trainer`, and the class made of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+import transformers.trainer
+from torch import nn
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine, engine_of
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.optim.optimizer import blank_state
+
+from ..accelerate import PTMAccelerator
+from .callback import PTMCallback, show_log
+from .checkpoints import PagedCheckpoints
+
+logger = logging.getLogger(__name__)
+
+
+class PTMTrainerMixin(PagedCheckpoints):
+    """Puts the model of any Trainer on pages: `class MyTrainer(PTMTrainerMixin, Seq2SeqTrainer): ...`.
+
+    The model goes on its pages when it is first trained or evaluated, so that it can be changed until then (frozen,
+    resized, given adapters).
+
+    Args:
+        *args: as for the Trainer.
+        ptm_config: the dials: a `PTMConfig`, a mapping, or the path of a YAML file.
+        **kwargs: as for the Trainer.
+
+    Raises:
+        ConfigError: dials that cannot be used.
+        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, or there are several processes.
+    """
+
+    ptm_config: PTMConfig | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        ptm_config: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if ptm_config is not None or self.ptm_config is None:
+            self.ptm_config = PTMConfig.load(ptm_config)
+        show_log()
+        super().__init__(*args, **kwargs)
+        if not any(isinstance(callback, PTMCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(PTMCallback)
+
+    # ---- placement -------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in the Trainer, with an accelerator that puts models on pages."""
+        with _accelerator_is(functools.partial(PTMAccelerator, ptm_config=self.ptm_config)):
+            super().create_accelerator_and_postprocess()
+        if self.args.n_gpu > 1:
+            logger.warning(
+                "%d GPUs are visible; ptm_accel trains on one of them, and per_device_train_batch_size is for that "
+                "one. Set CUDA_VISIBLE_DEVICES to choose it.",
+                self.args.n_gpu,
+            )
+            self.args._n_gpu = 1
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the pages decide where parameters are."""
+
+    def _attach(self) -> Engine:
+        accelerator = self.accelerator
+        assert isinstance(accelerator, PTMAccelerator)
+        # The model before this one (model_init makes a new one for each train()) must not be kept by the callbacks.
+        self.callback_handler.model = self.model
+        return accelerator.attach(self.model)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in the Trainer; state that an optimizer makes in its constructor takes no memory."""
+        with blank_state(self._attach().slots):
+            optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer
+
+    # ---- running ---------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer. Checkpoints that are not complete are never resumed from.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, or of another model or optimizer.
+            BudgetError, DiskError: memory or disk does not suffice.
+        """
+        self._clear_leftovers(kwargs.get("trial", args[0] if args else None))
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        with self._ending_cleanly():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer."""
+        with self._ending_cleanly():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer."""
+        with self._ending_cleanly():
+            return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _ending_cleanly(self) -> Iterator[None]:
+        """Whatever interrupts (Ctrl-C as well), nothing stays half done: saving and training on are possible."""
+        try:
+            yield
+        except BaseException:
+            engine = engine_of(self.model)
+            if engine is not None:
+                engine.abort()
+            raise
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in the Trainer; the lines of training get what was used and moved since the last one."""
+        engine = engine_of(self.model)
+        if engine is not None and "loss" in logs and "learning_rate" in logs:
+            logs = {**logs, **engine.metrics.since_last()}
+        super().log(logs, *args, **kwargs)
+
+
+@contextmanager
+def _accelerator_is(factory: Any) -> Iterator[None]:
+    """While it lasts, `Accelerator(...)` in the Trainer's module calls `factory`."""
+    stock = transformers.trainer.Accelerator
+    transformers.trainer.Accelerator = factory  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        transformers.trainer.Accelerator = stock  # type: ignore[misc]
+
+
+class Trainer(PTMTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` on pages: the same arguments, and `ptm_config`."""
+
+
+@functools.cache
+def ptm_trainer(cls: type[transformers.Trainer]) -> type[transformers.Trainer]:
+    """The class that is `cls` on pages, under the same name; takes `ptm_config` as well.
+
+    Args:
+        cls: any subclass of `transformers.Trainer` (Seq2SeqTrainer, TRL's, your own).
+
+    Raises:
+        UnsupportedError: `cls` is not a Trainer.
+    """
+    if not issubclass(cls, transformers.Trainer):
+        raise UnsupportedError(f"{cls.__name__} is not a transformers.Trainer; pass a subclass of it to ptm_trainer().")
+    if issubclass(cls, PTMTrainerMixin):
+        return cls
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (PTMTrainerMixin, cls), names)

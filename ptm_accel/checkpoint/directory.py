@@ -1,0 +1,191 @@
+"""Checkpoint directories that are either complete or not there.
+
+Everything is written into a directory beside the final one, synced, and renamed. So a directory that has its own name
+is complete, whatever was killed when; what a killed save leaves behind has a name that nobody looks for, and
+`remove_incomplete` tidies it up.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from ptm_accel.errors import DiskError
+from ptm_accel.units import format_bytes
+
+_STAGING = ".incomplete"
+_ASIDE = ".replaced"
+_LEFTOVER = re.compile(r"^\.(?P<kind>incomplete|replaced)-(?P<name>.+)-(?P<pid>\d+)$")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_TEXT = re.compile(r"no space left on device|disk quota exceeded|os error (28|122)|PytorchStreamWriter failed", re.I)
+
+
+@contextmanager
+def staged(final: Path) -> Iterator[Path]:
+    """Writes a directory so that it appears complete under its name, or not at all.
+
+    An existing `final` is replaced as a whole. If the save fails or is killed, it is still there (after a kill between
+    two renames, once `remove_incomplete` has put it back).
+
+    Args:
+        final: where the directory is to be.
+
+    Yields:
+        an empty directory on the same file system to write into.
+
+    Raises:
+        DiskError: the file system is full or failed; what was written is removed, an older `final` is intact.
+    """
+    final = Path(final)
+    staging = final.parent / f"{_STAGING}-{final.name}-{os.getpid()}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        yield staging
+        _sync_tree(staging)
+        _publish(staging, final)
+    except BaseException as error:
+        refusal = _failure(error, staging, final)
+        shutil.rmtree(staging, ignore_errors=True)
+        if refusal is not None:
+            raise refusal from error
+        raise
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a directory that was published as a whole: one that has its own name and is not empty."""
+    path = Path(path)
+    return path.is_dir() and _LEFTOVER.match(path.name) is None and any(path.iterdir())
+
+
+def remove_incomplete(run_dir: Path) -> list[Path]:
+    """Tidies up after saves that were killed.
+
+    Directories of saves that still run in another process are left alone. A complete checkpoint that such a save had
+    moved aside, without getting to put the new one in its place, is put back.
+
+    Args:
+        run_dir: the directory that holds the checkpoints; it may be missing.
+
+    Returns:
+        the leftovers that are gone now: removed, or renamed back.
+
+    Raises:
+        DiskError: one of them cannot be removed.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        return []
+    gone = []
+    for path in sorted(run_dir.iterdir()):
+        found = _LEFTOVER.match(path.name)
+        if found is None or not path.is_dir() or _still_written(path, int(found["pid"])):
+            continue
+        final = run_dir / found["name"]
+        try:
+            if found["kind"] == "replaced" and not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path)
+        except OSError as error:
+            raise DiskError(
+                error.errno,
+                f"cannot tidy up {path.name}, which a killed save has left: {error.strerror}. Remove it by hand",
+                str(path),
+            ) from error
+        gone.append(path)
+    if gone:
+        _sync_directory(run_dir)
+    return gone
+
+
+def _publish(staging: Path, final: Path) -> None:
+    """Renames `staging` to `final`, moving what was there aside for as long as that takes."""
+    aside = final.parent / f"{_ASIDE}-{final.name}-{os.getpid()}"
+    shutil.rmtree(aside, ignore_errors=True)
+    had = final.exists()
+    if had:
+        final.rename(aside)
+    try:
+        staging.rename(final)
+    except BaseException:
+        if had:
+            aside.rename(final)
+        raise
+    _sync_directory(final.parent)
+    if had:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _still_written(path: Path, pid: int) -> bool:
+    """Whether the process that was writing `path` is alive, and not this one."""
+    if pid == os.getpid():
+        return False
+    try:
+        # A process that is younger than the directory only has its number from the one that wrote it.
+        return bool(psutil.Process(pid).create_time() <= path.stat().st_ctime)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _sync_tree(top: Path) -> None:
+    """Brings every file and directory under `top` to the disk."""
+    for folder, _, files in os.walk(top):
+        for name in files:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        _sync_directory(Path(folder))
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems do not sync directories; their renames are as safe as they make them.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _failure(error: BaseException, staging: Path, final: Path) -> DiskError | None:
+    """What a failed save is reported as, where the file system is the reason; None for any other error."""
+    if isinstance(error, DiskError):
+        return None
+    full = (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
+    if not full and not (isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS)):
+        return None
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.ENOSPC
+    kept = "The checkpoint that was there before is intact" if final.exists() else "Earlier checkpoints are intact"
+    written, free = _tree_bytes(staging), _free_bytes(final.parent)
+    return DiskError(
+        number,
+        f"cannot save {final.name}: {os.strerror(number)} after {format_bytes(written)}, with {format_bytes(free)} free "
+        f"then. {kept}; what was written is removed. Free space, lower save_total_limit, or set output_dir elsewhere",
+        str(final),
+    )
+
+
+def _tree_bytes(top: Path) -> int:
+    return sum(path.stat().st_size for path in top.rglob("*") if path.is_file())
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ptm_accel.checkpoint.directory import is_complete, remove_incomplete, staged
+from ptm_accel.errors import DiskError
+
+
+def write(directory: Path, text: str) -> None:
+    (directory / "sub").mkdir()
+    (directory / "sub" / "a").write_text(text)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_directory_appears_as_a_whole(tmp_path: Path) -> None:
+    final = tmp_path / "run" / "checkpoint-1"
+    with staged(final) as staging:
+        assert staging.parent == final.parent
+        assert staging.name == f".incomplete-checkpoint-1-{os.getpid()}"
+        write(staging, "one")
+        assert not final.exists()
+        assert not is_complete(staging)
+    assert (final / "sub" / "a").read_text() == "one"
+    assert is_complete(final)
+    assert names(final.parent) == ["checkpoint-1"]
+
+
+def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def note_rename(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    with staged(tmp_path / "c") as staging:
+        write(staging, "one")
+    before = {Path(e).relative_to(staging).as_posix() for e in events[: events.index("rename")]}
+    assert before == {".", "sub", "sub/a"}
+    assert events[events.index("rename") + 1 :] == [str(tmp_path)]
+
+
+def test_an_existing_directory_is_replaced(tmp_path: Path) -> None:
+    final = tmp_path / "c"
+    for text in ("one", "two"):
+        with staged(final) as staging:
+            write(staging, text)
+    assert (final / "sub" / "a").read_text() == "two"
+    assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
+def test_a_failed_save_leaves_the_old_one(tmp_path: Path, error: BaseException) -> None:
+    final = tmp_path / "c"
+    with staged(final) as staging:
+        write(staging, "one")
+    with pytest.raises(type(error)), staged(final) as staging:
+        write(staging, "two")
+        raise error
+    assert (final / "sub" / "a").read_text() == "one"
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "c"
+    with staged(final) as staging:
+        write(staging, "one")
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name.startswith(".incomplete"):
+            raise OSError(errno.EIO, "broken")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(DiskError, match="cannot save c: Input/output error"), staged(final) as staging:
+        write(staging, "two")
+    assert (final / "sub" / "a").read_text() == "one"
+    assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:862] PytorchStreamWriter failed writing file data/0"),
+    ],
+)
+def test_a_full_disk_is_said_with_numbers(tmp_path: Path, error: BaseException) -> None:
+    final = tmp_path / "checkpoint-7"
+    with staged(final) as staging:
+        write(staging, "one")
+    message = (
+        r"cannot save checkpoint-7: No space left on device after 4096 B, with .* free then\. The checkpoint that was "
+        r"there before is intact; what was written is removed\. Free space, lower save_total_limit, or set output_dir"
+    )
+    with pytest.raises(DiskError, match=message) as caught, staged(final) as staging:
+        (staging / "big").write_bytes(bytes(4096))
+        raise error
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(final)
+    assert (final / "sub" / "a").read_text() == "one"
+    assert names(tmp_path) == ["checkpoint-7"]
+
+
+def test_is_complete(tmp_path: Path) -> None:
+    assert not is_complete(tmp_path / "missing")
+    (tmp_path / "empty").mkdir()
+    assert not is_complete(tmp_path / "empty")
+    aside = tmp_path / ".replaced-c-12"
+    aside.mkdir()
+    (aside / "a").touch()
+    assert not is_complete(aside)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ptm_accel.checkpoint import directory
+final = Path(sys.argv[1])
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "renaming":
+    rename = Path.rename
+    Path.rename = lambda self, target: kill() if self.name.startswith(".incomplete") else rename(self, target)
+with directory.staged(final) as staging:
+    (staging / "a").write_text("two")
+    if sys.argv[2] == "writing":
+        kill()
+"""
+
+
+@pytest.mark.parametrize("moment", ["writing", "renaming"])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_killed_save_is_tidied_up(tmp_path: Path, moment: str, older: bool) -> None:
+    final = tmp_path / "c"
+    if older:
+        with staged(final) as staging:
+            (staging / "a").write_text("one")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(final), moment], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert any(name.startswith(".incomplete-c-") for name in names(tmp_path))
+    gone = remove_incomplete(tmp_path)
+    assert len(gone) == 1 + (older and moment == "renaming")
+    assert names(tmp_path) == (["c"] if older else [])
+    if older:
+        assert (final / "a").read_text() == "one"
+
+
+def test_a_finished_replacement_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    aside = tmp_path / f".replaced-c-{os.getpid()}"
+    aside.mkdir()
+    assert remove_incomplete(tmp_path) == [aside]
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_save_that_still_runs_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    code = "import sys; from ptm_accel.checkpoint.directory import staged\nfrom pathlib import Path\n"
+    code += "with staged(Path(sys.argv[1])) as d:\n    print('open', flush=True); sys.stdin.read()\n    (d/'a').touch()"
+    command = [sys.executable, "-c", code, str(tmp_path / "c")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"open\n"
+        assert remove_incomplete(tmp_path) == []
+    assert is_complete(tmp_path / "c")
+
+
+def test_a_number_that_was_given_to_a_younger_process_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = os.getppid()
+    stale = tmp_path / f".incomplete-c-{parent}"
+    stale.mkdir()
+    assert remove_incomplete(tmp_path) == []
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: time.time() + 60)
+    assert remove_incomplete(tmp_path) == [stale]
+    assert names(tmp_path) == []
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / ".incomplete-notes").mkdir()
+    (tmp_path / f".incomplete-c-{os.getpid()}").write_text("a file")
+    before = names(tmp_path)
+    assert remove_incomplete(tmp_path) == []
+    assert names(tmp_path) == before
+    assert remove_incomplete(tmp_path / "missing") == []
+
+
+def test_a_leftover_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leftover = tmp_path / f".incomplete-c-{os.getpid()}"
+    leftover.mkdir()
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("ptm_accel.checkpoint.directory.shutil.rmtree", fail)
+    with pytest.raises(DiskError, match="cannot tidy up .incomplete-c-.*: Permission denied. Remove it by hand"):
+        remove_incomplete(tmp_path)

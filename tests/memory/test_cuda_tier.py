@@ -1,0 +1,256 @@
+"""The CUDA tier: copies that overlap, order kept by events alone, pinned frames. Most of it needs a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory import device
+from ptm_accel.memory.budget import Budget, Tag, Tier
+from ptm_accel.memory.device import CudaTier, CudaTransfer, DeviceTier, device_refusal, host_pin, register_pinned
+from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.transfer import Block
+from ptm_accel.units import MIB
+
+SLEEP_CYCLES = 200_000_000
+"""About a tenth of a second of device time."""
+
+
+class FakeCudart:
+    """Stands in for the CUDA runtime, with an answer to `cudaHostRegister`."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.registered: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered.append((address, nbytes))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered = [(start, nbytes) for start, nbytes in self.registered if start != address]
+        return 0
+
+
+def test_a_card_that_is_full_says_what_was_asked_and_what_there_is() -> None:
+    error = device_refusal("cuda:0", 96 * MIB, 70 << 30, 79 << 30, 80 << 30)
+    assert isinstance(error, DeviceBudgetError)
+    assert str(error) == (
+        "ptm_accel: the device is out of memory. cuda:0: cannot allocate a block of 96.00 MiB: 70.00 GiB are "
+        "allocated and 79.00 GiB reserved by torch, of 80.00 GiB on the card; set device_memory lower, or use a "
+        "smaller batch."
+    )
+
+
+def test_pinning_registers_and_unregisters(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = FakeCudart(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    unpin = register_pinned(0x1000, 4096)
+    assert cudart.registered == [(0x1000, 4096)]
+    unpin()
+    assert not cudart.registered
+
+
+def test_a_refused_pin_is_an_os_error_with_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(2))
+    monkeypatch.setattr(device, "_forget_cuda_error", lambda: forgotten.append(True))
+    with pytest.raises(OSError, match=r"cudaHostRegister of 1.00 MiB failed with CUDA error 2"):
+        register_pinned(0x1000, MIB)
+    assert forgotten == [True]
+
+
+def test_host_memory_is_pinned_only_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert host_pin() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert host_pin() is register_pinned
+
+
+def test_a_transfer_on_a_failed_device_has_ended_and_raises() -> None:
+    class BrokenEvent:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        synchronize = query
+
+    transfer = CudaTransfer(BrokenEvent(), torch.device("cuda", 0))  # type: ignore[arg-type]
+    assert transfer.done()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            transfer.wait()
+
+
+# ---- with a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaTier]:
+    """A tier under which nobody may synchronise the whole device."""
+    tier = CudaTier()
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the whole device was synchronised")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", refuse)
+        patch.setattr(torch.cuda.Stream, "synchronize", refuse)
+        yield tier
+        tier.check_integrity()
+        tier.close()
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def buffer_of(block: Block) -> torch.Tensor:
+    assert block.buffer is not None
+    return block.buffer
+
+
+def give_back(tier: CudaTier, block: Block) -> None:
+    block.buffer = None
+    tier.recycle(block)
+
+
+@pytest.mark.gpu
+def test_bytes_go_in_and_out(tier: CudaTier) -> None:
+    device_tier: DeviceTier = tier
+    block = device_tier.allocate(MIB)
+    source, into = pinned(MIB), pinned(MIB)
+    source.copy_(torch.randint(0, 256, (MIB,), dtype=torch.uint8))
+    device_tier.copy_in(buffer_of(block), source).order()
+    buffer_of(block).add_(1)
+    out = device_tier.copy_out(into, buffer_of(block))
+    out.wait()
+    assert out.done()
+    assert torch.equal(into, source + 1)
+    assert tier.live_bytes == MIB
+    give_back(tier, block)
+    assert tier.live_bytes == 0
+
+
+@pytest.mark.gpu
+def test_starting_copies_does_not_hold_up_the_host_and_wait_waits_for_one(tier: CudaTier) -> None:
+    block, source, into = tier.allocate(MIB), pinned(MIB), pinned(MIB)
+    source.fill_(3)
+    early = tier.copy_in(buffer_of(block), source)
+    early.wait()
+    begin = time.perf_counter()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    late = tier.copy_out(into, buffer_of(block))
+    early.wait()
+    started_s = time.perf_counter() - begin
+    assert not late.done()
+    late.wait()
+    assert started_s < 0.5 * (time.perf_counter() - begin)
+    assert (into == 3).all()
+    give_back(tier, block)
+
+
+@pytest.mark.gpu
+def test_a_copy_in_waits_for_compute_that_still_reads_the_block(tier: CudaTier) -> None:
+    block, source = tier.allocate(MIB), pinned(MIB)
+    buffer_of(block).fill_(1)
+    source.fill_(2)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    before = buffer_of(block).clone()
+    copy = tier.copy_in(buffer_of(block), source)
+    copy.order()
+    after = buffer_of(block).clone()
+    assert (before.cpu() == 1).all()
+    assert (after.cpu() == 2).all()
+    give_back(tier, block)
+
+
+@pytest.mark.gpu
+def test_a_block_given_back_under_a_copy_out_is_not_reused_before_its_end(tier: CudaTier) -> None:
+    into = pinned(64 * MIB)
+    block = tier.allocate(64 * MIB)
+    buffer_of(block).fill_(1)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    copy = tier.copy_out(into, buffer_of(block))
+    give_back(tier, block)
+    other = tier.allocate(64 * MIB)
+    buffer_of(other).fill_(2)
+    copy.wait()
+    assert (into == 1).all()
+    give_back(tier, other)
+
+
+@pytest.mark.gpu
+def test_copies_of_both_directions_overlap_with_each_other_and_with_compute(tier: CudaTier) -> None:
+    nbytes = 256 * MIB
+    first, second = tier.allocate(nbytes), tier.allocate(nbytes)
+    source, into = pinned(nbytes), pinned(nbytes)
+    square = torch.randn(4096, 4096, device=tier.device)
+
+    def run(*, one_after_the_other: bool) -> float:
+        tier.copy_in(buffer_of(first), source).wait()
+        begin = time.perf_counter()
+        copies = []
+        for _ in range(4):
+            for copy in (
+                tier.copy_in(buffer_of(first), source),
+                tier.copy_out(into, buffer_of(second)),
+            ):
+                copies.append(copy)
+                if one_after_the_other:
+                    copy.wait()
+        for copy in copies:
+            copy.wait()
+        return time.perf_counter() - begin
+
+    torch.mm(square, square)
+    run(one_after_the_other=False)
+    serial_s = min(run(one_after_the_other=True) for _ in range(3))
+    both_s = min(run(one_after_the_other=False) for _ in range(3))
+    assert both_s < 0.8 * serial_s
+    for block in (first, second):
+        give_back(tier, block)
+
+
+@pytest.mark.gpu
+def test_a_card_without_room_is_a_device_error(tier: CudaTier) -> None:
+    total = torch.cuda.get_device_properties(tier.device).total_memory
+    text = r" out of memory\. cuda:\d+: cannot allocate a block of .* on the card; set device_memory lower"
+    with pytest.raises(DeviceBudgetError, match=text):
+        tier.allocate((2 * total // 4096) * 4096)
+    assert tier.live_bytes == 0
+
+
+@pytest.mark.gpu
+def test_frames_are_pinned_and_a_home_works_over_them(tier: CudaTier) -> None:
+    budget = Budget(Tier.HOST, 64 * MIB)
+    frames = FramePool(budget, 4 * MIB, slab_bytes=16 * MIB, pin=host_pin())
+    home = FrameHome(tier, frames, None)
+    handle = home.new(10 * MIB, Tag.PARAM, "w")
+    assert handle.pages[0].frame is not None
+    assert handle.pages[0].frame.pinned
+    assert handle.pages[0].frame.view(0, 4096).is_pinned()
+    block, again = tier.allocate(10 * MIB), tier.allocate(10 * MIB)
+    values = torch.randint(0, 256, (10 * MIB,), dtype=torch.uint8)
+    buffer_of(block).copy_(values)
+    home.store(handle, 0, buffer_of(block))
+    load = home.load(handle, 0, buffer_of(again))
+    load.order()
+    assert torch.equal(buffer_of(again).cpu(), values)
+    assert torch.equal(home.snapshot(handle), values)
+    home.check_integrity()
+    for used in (block, again):
+        give_back(tier, used)
+    home.close()
+    assert budget.used_bytes == 0
+
+
+@pytest.mark.gpu
+def test_a_failed_pin_leaves_no_error_behind_for_the_next_kernel() -> None:
+    with pytest.raises(OSError, match="cudaHostRegister"):
+        register_pinned(0x1000, 4096)
+    assert torch.ones(8, device="cuda").sum().item() == 8

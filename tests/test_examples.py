@@ -1,0 +1,115 @@
+"""The examples run in small, as a person starts them: in a process of their own, in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+TEXT = "\n".join(f"def function_{i}(argument): return argument + {i}" for i in range(200))
+
+
+def _run(script: str, *arguments: str, cwd: Path, fails: bool = False) -> str:
+    # Without a GPU, so that the same figures come out wherever the tests run.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "warning"}
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    text = done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, text
+    return text
+
+
+def _runs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    paged, plain = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("paged", "plain"))
+    return paged, plain
+
+
+def test_pretraining_compares_itself_with_plain(tmp_path: Path) -> None:
+    text = _run("pretrain_clm.py", "--small", cwd=tmp_path)
+    folder = tmp_path / "outputs" / "pretrain_clm"
+    paged, plain = _runs(folder)
+    assert "losses           bit-identical" in text
+    assert "over the first 4 steps of both" in text
+    assert len(paged["losses"]) == 8
+    assert paged["losses"][:4] == plain["losses"]
+    assert paged["losses"][-1] < paged["losses"][0]
+    peak, allowed = paged["tiers"]["host"]
+    assert 0 < peak <= allowed < paged["states_bytes"] / 4
+    assert paged["tiers"]["disk"][0] > 0, "nothing was paged out"
+    assert plain["tiers"] == {}
+    # Nothing else is left: the folder with the pages is gone.
+    assert {path.name for path in folder.iterdir()} == {"model", "paged.json", "plain.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.num_parameters() * 16 == paged["states_bytes"]
+
+
+def test_a_plain_run_says_that_other_options_are_not_comparable(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    _run("pretrain_clm.py", "--small", "--max_steps", "2", "--compare_steps", "0", "--output_dir", out, cwd=tmp_path)
+    arguments = ["--small", "--plain", "--max_steps", "2", "--learning_rate", "1e-4", "--output_dir", out]
+    text = _run("pretrain_clm.py", *arguments, cwd=tmp_path)
+    assert "Not compared with the earlier run: learning_rate differ" in text
+
+
+def test_a_budget_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    text = _run("pretrain_clm.py", "--small", "--host_memory", "1MiB", cwd=tmp_path, fails=True)
+    assert "cannot train under less than" in text
+    assert "model.embed_tokens.weight" in text
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer, as a local directory."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<end>"], show_progress=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<end>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder.parent / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+def _finetune(model_folder: Path, cwd: Path, *arguments: str) -> str:
+    text_file = model_folder.parent / "text.txt"
+    common = [
+        str(model_folder), "--text_file", str(text_file), "--sequence_length", "32", "--max_steps", "2",
+        "--gradient_accumulation_steps", "2", "--host_memory", "1MiB", "--page_size", "16KiB", "--disk", str(cwd),
+    ]  # fmt: skip
+    return _run("finetune_clm.py", *common, "--learning_rate", "1e-3", "--output_dir", "out", *arguments, cwd=cwd)
+
+
+def test_finetuning_a_directory_in_full(model_folder: Path, tmp_path: Path) -> None:
+    text = _finetune(model_folder, tmp_path)
+    assert "2 steps; loss" in text
+    before = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
+
+
+def test_finetuning_a_directory_with_adapters(model_folder: Path, tmp_path: Path) -> None:
+    text = _finetune(model_folder, tmp_path, "--lora", "--lora_rank", "4")
+    assert "Saved the LoRA adapter" in text
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert any("lora_B" in name and bool(value.abs().sum() > 0) for name, value in adapter.items())
+
+
+def test_finetuning_refuses_two_sources_of_text(model_folder: Path, tmp_path: Path) -> None:
+    arguments = [str(model_folder), "--text_file", "a.txt", "--dataset", "b"]
+    text = _run("finetune_clm.py", *arguments, cwd=tmp_path, fails=True)
+    assert "Give either --text_file or --dataset." in text
