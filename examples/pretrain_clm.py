@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     HfArgumentParser,
@@ -58,7 +58,7 @@ class ScriptArguments:
     plain: bool = field(default=False, metadata={"help": "Train without ptm_accel."})
     small: bool = field(default=False, metadata={"help": "A model of under a million parameters, a few steps: for CI."})
     compare_steps: int = field(
-        default=10, metadata={"help": "After training on pages, this many steps plain, to compare; 0 for none."}
+        default=8, metadata={"help": "After training on pages, this many steps plain, to compare; 0 for none."}
     )
     stop_after: int = field(default=0, metadata={"help": "End after this many steps of the schedule; 0 for all."})
     host_memory: str = field(default="128MiB", metadata={"help": "What ptm_accel may use of the memory."})
@@ -102,7 +102,7 @@ def parse() -> tuple[ScriptArguments, TrainingArguments]:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     parser.set_defaults(
         output_dir="outputs/pretrain_clm",
-        max_steps=48,
+        max_steps=36,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
         warmup_steps=4,
@@ -289,7 +289,7 @@ def report(result: dict[str, Any], script: ScriptArguments) -> None:
     print(f"  loss             {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end")
     print(f"  time of a step   {statistics.median(seconds):.2f} s (median)")
     for tier, (peak, capacity) in result["tiers"].items():
-        print(f"  peak, {tier:<10} {peak / MIB:.1f} MiB of the {capacity / MIB:.1f} MiB allowed")
+        print(f"  peak, {tier:<10} {peak / MIB:.1f} MiB of {capacity / MIB:,.0f} MiB allowed")
     if result["rss_peak_bytes"]:
         model_bytes = result["rss_peak_bytes"] - result["rss_before_bytes"]
         print(
@@ -318,12 +318,13 @@ def compare(paged: dict[str, Any], plain: dict[str, Any]) -> bool:
     print(
         f"  memory           {growth[0] / MIB:.0f} MiB against {growth[1] / MIB:.0f} MiB above the start, per process"
     )
-    print("  (one run of each, after one another: times on a busy machine vary more than paging costs)")
+    print("  (one run of each, one after the other; on a busy machine such times vary)")
     return equal
 
 
 def main() -> int:
     script, training = parse()
+    disable_progress_bars()  # of preparing the data, which takes seconds
     folder = Path(training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     mine, other = folder / "paged.json", folder / "plain.json"

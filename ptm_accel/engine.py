@@ -21,17 +21,21 @@ from ptm_accel.memory.setup import Capacities, Memory, build_memory, return_free
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import check_model, leave_meta, small_bytes, take_parameters
+from ptm_accel.model.compiled import Region, refuse_oversized_region
 from ptm_accel.model.copying import copy_off_pages
-from ptm_accel.model.floor import Floor, least_budget
+from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, clip_coefficient, total_norm
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.support import Grain, grain_of
+from ptm_accel.optim.support import appetite_of
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_BATCH_BYTES = 256 << 20
+"""The most that an optimizer step holds at a time."""
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """Weak on both sides: an engine is kept alive by its model (through the model's parameter dictionaries), and by nothing
@@ -159,8 +163,10 @@ class Engine:
     def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         small = small_bytes(self.config.page_bytes)
         take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
-        self.floor = self._floor(Grain.ELEMENTS)
+        self.floor = self._floor(FUSED_ADAMW)
         self._refuse_below(self.floor)
+        # What an optimizer will keep is not known yet; it is asked when there is one.
+        self._refuse_homeless(self._floor(NO_OPTIMIZER))
 
     def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         pool = self.pool
@@ -183,6 +189,8 @@ class Engine:
         self.residency.install(self.model)
         self.state_dicts.install(self.model)
         self.gradients.hold_landing()
+        self.residency.regions.found = self._meet_region
+        self.refresh_compiled()
         if isinstance(pool.compute, CudaTier):
             self._watch_tide(pool.compute)
         self._hint_about_masters(trainable)
@@ -203,8 +211,30 @@ class Engine:
         self.gradients.remove()
         self.gradients = Gradients(trainable, self.pool, wide=self.config.master_weights is not None)
         self.gradients.hold_landing()
+        for region in self.residency.regions.running():
+            self._meet_region(region)
         if self.optimizer is not None:
             self.optimizer.follow(self.gradients)
+
+    def refresh_compiled(self, model: nn.Module | None = None) -> None:
+        """Looks for what `torch.compile` has compiled since the model was put on pages.
+
+        Needed only after `model.compile()` on the whole model; everything else is found by itself.
+
+        Args:
+            model: what wraps or replaces the model now, if it is another module.
+
+        Raises:
+            UnsupportedError: a compile mode that cannot work on pages, by name.
+            BudgetError: a compiled region whose parameters and gradients do not fit at once.
+        """
+        self.residency.regions.refresh(self.model if model is None else model)
+
+    def _meet_region(self, region: Region) -> None:
+        assert self.gradients is not None
+        landing = max((s.value.nbytes for s in self.slots if s.param.requires_grad), default=0)
+        refuse_oversized_region(region, self.floor, landing, self.pool.budget)
+        self.gradients.expect_together(region.grad_bytes)
 
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values included.
@@ -281,53 +311,49 @@ class Engine:
         """Size of an optimizer window."""
         return self.config.page_bytes
 
-    def _state_bytes(self) -> int:
-        masters = 4 if self.config.master_weights is not None else 0
-        widths = [s.value.dtype.itemsize for s in self.slots if s.param.requires_grad]
-        return masters + 2 * (4 if masters else max(widths, default=4))
-
-    def _floor(self, grain: Grain) -> Floor:
+    def _floor(self, appetite: Appetite) -> Floor:
         return least_budget(
             self.model,
             self.slots,
+            appetite,
+            masters=self.config.master_weights is not None,
             window_bytes=self.window_bytes,
-            state_bytes_per_element=self._state_bytes(),
-            whole_updates=grain is Grain.TENSOR,
+            held_bytes=self.pool.budget.used_by_tag().get(Tag.STAGING, 0),
         )
 
-    def _needed_bytes(self) -> int:
-        """All of the model's states, as if nothing ever moved."""
-        per_element = self._state_bytes()
-        total = sum(s.value.slot_bytes for s in self.slots)
-        for slot in self.slots:
-            if slot.param.requires_grad:
-                total += slot.value.slot_bytes + slot.value.numel * per_element
-        return total + sum(b.nbytes for b in self.model.buffers())
-
     def _all_fits(self) -> bool:
-        return self._needed_bytes() <= self.pool.budget.capacity_bytes
+        return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
+
+    @property
+    def _dial(self) -> str:
+        return "device_memory" if self.pool.budget.tier is Tier.DEVICE else "host_memory"
 
     def _refuse_below(self, floor: Floor) -> None:
-        capacity, needed = self.pool.budget.capacity_bytes, self._needed_bytes()
-        dial = "device_memory" if self.pool.budget.tier is Tier.DEVICE else "host_memory"
+        capacity = self.pool.budget.capacity_bytes
         if capacity < floor.total_bytes:
             raise BudgetError(
-                f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
+                f"{self._dial} is {format_bytes(capacity)}, but this model cannot train under less than "
                 f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
-                f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {dial} to at least "
+                f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {self._dial} to at least "
                 f"{floor.total_bytes} bytes."
             )
-        if self.pool.home is None and capacity < needed:
+
+    def _refuse_homeless(self, floor: Floor) -> None:
+        capacity = self.pool.budget.capacity_bytes
+        if capacity >= floor.whole_bytes:
+            return
+        states = format_bytes(floor.states_bytes)
+        if self.pool.home is None:
             raise BudgetError(
-                f"{dial} is {format_bytes(capacity)} and the states of this model take {format_bytes(needed)}, with no "
-                "tier below for what does not fit. Set disk to a directory on an SSD, or "
-                f"{dial} to at least {format_bytes(needed)}."
+                f"{self._dial} is {format_bytes(capacity)} and the states of this model take {states}, "
+                f"{format_bytes(floor.whole_bytes)} with what a step needs beside them, with no tier below for what "
+                f"does not fit. Set disk to a directory on an SSD, or {self._dial} to at least {floor.whole_bytes} bytes."
             )
         below = {tier: b.capacity_bytes for tier, b in self.memory.budgets.items() if tier is not self.pool.budget.tier}
-        if capacity < needed and sum(below.values()) < needed - floor.fixed_bytes:
+        if sum(below.values()) < floor.states_bytes - floor.fixed_bytes:
             named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
             raise BudgetError(
-                f"the states of this model take {format_bytes(needed)}, more than {dial} ({format_bytes(capacity)}), and "
+                f"the states of this model take {states}, more than {self._dial} ({format_bytes(capacity)}), and "
                 f"the tiers below hold too little of them ({named}). Raise "
                 f"{'the limit of disk, or add a path' if Tier.DISK in below else 'host_memory, or set disk'}."
             )
@@ -355,9 +381,10 @@ class Engine:
         if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
             return self.optimizer
         self._meet_trainable()
-        grain = grain_of(optimizer)
-        if grain is Grain.TENSOR and not self._all_fits():
-            self._refuse_below(self._floor(grain))
+        floor = self._floor(appetite_of(optimizer))
+        self._refuse_below(floor)
+        self._refuse_homeless(floor)
+        self.floor = floor
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None
@@ -374,9 +401,10 @@ class Engine:
         return self.optimizer
 
     def _batch_bytes(self) -> int:
+        """How much an optimizer step holds at a time: enough to be fast, little enough that most stays where it is."""
         if self._all_fits():
-            return 64 << 20
-        return min(64 << 20, max(self.window_bytes, (self.pool.budget.capacity_bytes - self.floor.total_bytes) // 40))
+            return _LARGEST_BATCH_BYTES
+        return min(_LARGEST_BATCH_BYTES, (self.pool.budget.capacity_bytes - self.floor.total_bytes) // 8)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -16,9 +16,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import ptm_accel
+from ptm_accel import config as dials
 from ptm_accel import errors
 from ptm_accel.config import DiskConfig, PTMConfig
 from ptm_accel.engine import Engine
+from tests.zoo import ENTRIES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -80,11 +82,9 @@ def test_every_default_is_the_documented_one() -> None:
     defaults = {line.split("`")[1]: line.rsplit("|", 2)[1].strip() for line in text.splitlines() if line[:3] == "| `"}
     assert defaults["page_size"] == f"`{PTMConfig().page_size}`"
     assert defaults["update"] == f"`{PTMConfig().update}`"
-    from ptm_accel import config
-
-    assert defaults["host_memory"].startswith(config.HOST_SHARE)
-    assert defaults["device_memory"].startswith(config.DEVICE_SHARE)
-    assert f"limit {config.DISK_SHARE}" in defaults["disk"]
+    assert defaults["host_memory"].startswith(dials.HOST_SHARE)
+    assert defaults["device_memory"].startswith(dials.DEVICE_SHARE)
+    assert f"limit {dials.DISK_SHARE}" in defaults["disk"]
 
 
 def test_every_error_is_in_troubleshooting() -> None:
@@ -94,6 +94,12 @@ def test_every_error_is_in_troubleshooting() -> None:
         name for name, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, errors.PTMError)
     }
     assert headings == classes
+
+
+def test_every_tested_model_is_in_the_table() -> None:
+    table = re.sub(r"[^a-z0-9|]", "", (DOCS / "compatibility.md").read_text(encoding="utf-8").lower())
+    missing = [name for name in ENTRIES if re.sub(r"-tied$|-", "", name) not in table]
+    assert not missing
 
 
 def test_every_public_name_is_documented() -> None:

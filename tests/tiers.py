@@ -87,7 +87,7 @@ def needs(model: nn.Module, directory: Path, kind: str = "mock+host", **dials: o
     """The floor and the need of a model, in bytes. The model is plain again afterwards."""
     memory = open_memory(kind, AMPLE, directory)
     engine = Engine.attach(model, config(**dials), memory=memory)
-    floor, need = engine.floor.total_bytes, engine._needed_bytes()
+    floor, need = engine.floor.total_bytes, engine.floor.whole_bytes
     engine.detach()
     return floor, need
 

@@ -36,12 +36,3 @@ class PTMCallback(TrainerCallback):
 
 def _engine(model: nn.Module | None) -> Engine | None:
     return engine_of(model) if model is not None else None
-
-
-def show_log() -> None:
-    """Lets the lines of ptm_accel (the resolved dials, the summary) be seen where nobody has set up logging."""
-    ours = logging.getLogger("ptm_accel")
-    if ours.level == logging.NOTSET:
-        ours.setLevel(logging.INFO)
-        if not ours.hasHandlers():
-            ours.addHandler(logging.StreamHandler())

@@ -17,10 +17,11 @@ from torch import nn
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.logs import speak
 from ptm_accel.optim.optimizer import blank_state
 
 from ..accelerate import PTMAccelerator
-from .callback import PTMCallback, show_log
+from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class PTMTrainerMixin(PagedCheckpoints):
     ) -> None:
         if ptm_config is not None or self.ptm_config is None:
             self.ptm_config = PTMConfig.load(ptm_config)
-        show_log()
+        speak()
         super().__init__(*args, **kwargs)
         if not any(isinstance(callback, PTMCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(PTMCallback)

@@ -24,7 +24,9 @@ _STAGING = ".incomplete"
 _ASIDE = ".replaced"
 _LEFTOVER = re.compile(r"^\.(?P<kind>incomplete|replaced)-(?P<name>.+)-(?P<pid>\d+)$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FULL_TEXT = re.compile(r"no space left on device|disk quota exceeded|os error (28|122)|PytorchStreamWriter failed", re.I)
+_FULL_TEXT = re.compile(
+    r"no space left on device|disk quota exceeded|os error (28|122)|PytorchStreamWriter failed", re.IGNORECASE
+)
 
 
 @contextmanager
@@ -174,8 +176,9 @@ def _failure(error: BaseException, staging: Path, final: Path) -> DiskError | No
     written, free = _tree_bytes(staging), _free_bytes(final.parent)
     return DiskError(
         number,
-        f"cannot save {final.name}: {os.strerror(number)} after {format_bytes(written)}, with {format_bytes(free)} free "
-        f"then. {kept}; what was written is removed. Free space, lower save_total_limit, or set output_dir elsewhere",
+        f"cannot save {final.name}: {os.strerror(number)} after {format_bytes(written)}, with {format_bytes(free)} "
+        f"free then. {kept}; what was written is removed. Free space, lower save_total_limit, or set output_dir "
+        "elsewhere",
         str(final),
     )
 

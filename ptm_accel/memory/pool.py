@@ -68,6 +68,7 @@ class Pool:
         self.room = Room(compute, budget, self.traffic, self, self.lock)
         self.windows = Windows(self)
         self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
+        self._idle_bytes = 0
         self._tensors: dict[int, PagedTensor] = {}
 
     # ---- life of a tensor ------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Pool:
         with self.lock:
             self.fault(tensor, write=write)
             tensor.pins += 1
-            self._idle.pop(tensor, None)
+            self._busy(tensor)
             return Pin(self, tensor)
 
     def _unpin(self, tensor: PagedTensor) -> None:
@@ -162,9 +163,28 @@ class Pool:
 
     def _touch(self, tensor: PagedTensor) -> None:
         """Makes `tensor` the most recently used of those that may be evicted."""
-        if tensor.movable and (self.home is not None or tensor.place is Place.CLEAN):
-            self._idle[tensor] = None
+        if tensor in self._idle:
             self._idle.move_to_end(tensor)
+        elif tensor.movable and (self.home is not None or tensor.place is Place.CLEAN):
+            assert tensor.extent is not None
+            self._idle[tensor] = None
+            self._idle_bytes += tensor.extent.reservation.nbytes
+
+    def _busy(self, tensor: PagedTensor) -> None:
+        """Takes `tensor` from those that may be evicted, if it is one."""
+        if tensor in self._idle:
+            assert tensor.extent is not None
+            del self._idle[tensor]
+            self._idle_bytes -= tensor.extent.reservation.nbytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that could be moved away now."""
+        return self._idle_bytes
+
+    def is_idle(self, tensor: PagedTensor) -> bool:
+        """Whether `tensor` is resident and could be moved away now."""
+        return tensor in self._idle
 
     def _settle_in(self, tensor: PagedTensor, place: Place) -> None:
         tensor.place = place
@@ -234,8 +254,8 @@ class Pool:
         assert extent is not None
         if tensor.occupant is not None:
             tensor.occupant.leaving(extent.tensor)
+        self._busy(tensor)
         tensor.extent = None
-        self._idle.pop(tensor, None)
         octets, block, reservation = extent.octets, extent.block, extent.reservation
         del extent
         self.room.leave(octets, block, reservation)
@@ -299,8 +319,12 @@ class Pool:
                 tensor.check()
                 if tensor.extent is not None:
                     charged += tensor.extent.reservation.nbytes
+            idle = 0
             for tensor in self._idle:
-                assert tensor.place.resident and not tensor.pins and tensor.movable, tensor
+                assert tensor.extent is not None and not tensor.pins and tensor.movable, tensor
+                idle += tensor.extent.reservation.nbytes
+            if idle != self._idle_bytes:
+                raise AssertionError(f"idle extents hold {idle} bytes, counted {self._idle_bytes}")
             if charged > self.budget.used_bytes:
                 raise AssertionError(f"extents and leavers hold {charged} of {self.budget.used_bytes} used bytes")
             self.budget.check_integrity()

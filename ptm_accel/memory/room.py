@@ -28,6 +28,11 @@ from ptm_accel.units import format_bytes
 class Evictor(Protocol):
     """Who can move something away."""
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that could be moved away now."""
+        ...
+
     def evict_one(self) -> bool:
         """Moves the least recently used idle tensor away; False if there is none."""
         ...
@@ -151,6 +156,13 @@ class Room:
                 if leaver.transfer is not None:
                     leaver.transfer.wait()
             self.collect()
+
+    def available_bytes(self) -> int:
+        """What could be charged now if everything idle were moved away and every running transfer had ended."""
+        with self._lock:
+            self.collect()
+            ending = sum(x.reservation.nbytes for x in self._leavers if x.transfer is not None)
+            return self.budget.free_bytes + ending + self._evictor.idle_bytes
 
     @property
     def leaving_bytes(self) -> int:

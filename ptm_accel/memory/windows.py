@@ -13,6 +13,14 @@ from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pin, Pool
 
+WINDOW_ALIGN = 4096
+"""Window starts are multiples of this many elements: aligned bytes for every dtype, and a multiple of 64 elements."""
+
+
+def window_elements(window_bytes: int, element_bytes: int) -> int:
+    """How many elements a window of about `window_bytes` has: a multiple of `WINDOW_ALIGN`, at least one."""
+    return max(window_bytes // element_bytes // WINDOW_ALIGN, 1) * WINDOW_ALIGN
+
 
 class Window:
     """Some elements of a paged tensor in the compute tier: a view of its extent, or a staged copy.
@@ -111,17 +119,19 @@ class Windows:
                 return
             block, reservation = window.block, window.reservation
             assert block is not None and reservation is not None and block.buffer is not None
-            if window.load is not None:
-                window.load.wait()
             octets = block.buffer
             transfer: Transfer | None = None
-            if wrote and tensor.extent is not None:
-                # Somebody has brought the tensor in meanwhile; its extent lacks what was written here.
-                self._write_through(window, octets)
-            elif wrote:
-                transfer = pool.traffic.start_store(tensor, window.start * tensor.dtype.itemsize, octets)
-                tensor.place = Place.AWAY
-            pool.room.leave(octets, block, reservation, transfer)
+            try:
+                if window.load is not None:
+                    window.load.wait()
+                if wrote and tensor.extent is not None:
+                    # Somebody has brought the tensor in meanwhile; its extent lacks what was written here.
+                    self._write_through(window, octets)
+                elif wrote:
+                    transfer = pool.traffic.start_store(tensor, window.start * tensor.dtype.itemsize, octets)
+                    tensor.place = Place.AWAY
+            finally:
+                pool.room.leave(octets, block, reservation, transfer)
 
     def _write_through(self, window: Window, octets: torch.Tensor) -> None:
         tensor = window.source

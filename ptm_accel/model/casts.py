@@ -135,14 +135,14 @@ class CastCache:
             copy = self._copy(tensor, slot, dtype)
             self._cached.single.append(copy.untyped_storage().data_ptr())
             return copy
-        with self._pool.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
+        with self._pool.room.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
             copy = tensor.to(dtype)
             keep(copy)
         return copy
 
     def _copy(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         source = CastSource(slot, tensor, dtype)
-        with self._pool.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
+        with self._pool.room.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
             copy = tensor.to(dtype)
             keep(copy)
         self._table.add(copy, source)
@@ -152,16 +152,17 @@ class CastCache:
 class Casting(TorchFunctionMode):
     """Active while a module that owns parameters runs under autocast."""
 
-    def __init__(self, casts: CastCache, dtype: torch.dtype) -> None:
+    def __init__(self, casts: CastCache, device: torch.device) -> None:
         super().__init__()
         self._casts = casts
-        self._dtype = dtype
+        self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in LOWER_PRECISION_OPS:
-            args = tuple(self._casts.cast(a, self._dtype) for a in args)
-            kwargs = {k: self._casts.cast(v, self._dtype) for k, v in kwargs.items()}
+        # Asked anew for each op: models switch autocast off around parts of their forwards.
+        if func in LOWER_PRECISION_OPS and (dtype := autocast_dtype(self._device)) is not None:
+            args = tuple(self._casts.cast(a, dtype) for a in args)
+            kwargs = {k: self._casts.cast(v, dtype) for k, v in kwargs.items()}
         return func(*args, **kwargs)
 
 

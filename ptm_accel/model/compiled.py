@@ -19,6 +19,8 @@ Refused by name: CUDA graphs (`mode="reduce-overhead"`, `"max-autotune"`), which
 `freezing`, which copies weights into the graph; compiled autograd, which would trace the unpacking; and a compiled
 function that merely calls the model, where there is no module boundary to bring pages in at.
 
+A region that reads a parameter of a module outside itself gets right numbers by one graph break at that read.
+
 Gradient checkpointing inside a region is part of its graph; around a region, the recomputation is a forward of its own.
 """
 
@@ -28,7 +30,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,11 +40,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import BudgetError, UnsupportedError
+from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.floor import Floor
 from ptm_accel.model.slots import ParamSlot
 
 if TYPE_CHECKING:
     from ptm_accel.model.residency import Residency
+
+Handles = tuple[RemovableHandle, RemovableHandle]
+"""The hooks before and after a module's forward."""
 
 _MARK = "_torchdynamo_orig_callable"
 _REMEDY = (
@@ -83,12 +90,13 @@ class Bared:
 
     Args:
         region: the region.
-        handles: the forward hooks of each module, by its id.
+        entered: the module whose own hooks are the boundary; they run outside the graph.
+        handles: the forward hooks of each module that has some.
     """
 
     __slots__ = ("_dicts", "_hooks")
 
-    def __init__(self, region: Region, handles: dict[int, tuple[RemovableHandle, RemovableHandle]]) -> None:
+    def __init__(self, region: Region, entered: nn.Module | None, handles: Mapping[nn.Module, Handles]) -> None:
         self._dicts: list[tuple[nn.Module, FaultDict]] = []
         self._hooks: list[tuple[Any, int, Any]] = []
         for module, plain in region.modules:
@@ -101,8 +109,8 @@ class Bared:
                     plain.update(faulting.plain())
                 self._dicts.append((module, faulting))
                 own["_parameters"] = plain
-            hooked = handles.get(id(module))
-            if hooked is not None:
+            hooked = handles.get(module)
+            if hooked is not None and module is not entered:
                 self._take(own["_forward_pre_hooks"], hooked[0].id)
                 self._take(own["_forward_hooks"], hooked[1].id)
 
@@ -138,13 +146,16 @@ class CompiledRegions:
         self._residency = residency
         self._known: weakref.WeakKeyDictionary[nn.Module, Region | None] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._modules: list[nn.Module] = []
         self._entries: list[tuple[nn.Module, Any, Any]] = []
+        self._in_place: list[Region] = []
         self._watch: RemovableHandle | None = None
 
     def install(self, model: nn.Module) -> None:
         """Learns the model's modules and begins to watch for wrappers around them."""
         for name, module in model.named_modules():
             self._names[module] = name
+            self._modules.append(module)
         here = weakref.ref(self)
 
         def watch(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -163,7 +174,14 @@ class CompiledRegions:
             if module.__dict__.get("_compiled_call_impl") is ours:
                 module.__dict__["_compiled_call_impl"] = theirs
         self._entries.clear()
+        self._in_place.clear()
+        self._modules.clear()
+        self._names.clear()
         self._known.clear()
+
+    def running(self) -> list[Region]:
+        """The regions found so far."""
+        return [*self._in_place, *(region for region in self._known.values() if region is not None)]
 
     # ---- finding ---------------------------------------------------------------------------------------------
 
@@ -185,7 +203,7 @@ class CompiledRegions:
 
     def scan(self) -> None:
         """Finds modules that were compiled in place. Cheap: done before each forward of the whole model."""
-        for module in list(self._names):
+        for module in self._modules:
             own = module.__dict__
             if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
                 self._wrap_call(module, own["_compiled_call_impl"])
@@ -235,6 +253,7 @@ class CompiledRegions:
 
         module.__dict__["_compiled_call_impl"] = call
         self._entries.append((module, call, compiled))
+        self._in_place.append(region)
 
     def _build(self, module: nn.Module, context: Any) -> Region:
         name = self.name_of(module)
@@ -275,18 +294,32 @@ def refusal(names: Callable[[nn.Module], str]) -> Callable[[nn.Module], None]:
     return disabled
 
 
-def refuse_oversized_region(region: Region, need_bytes: int, capacity_bytes: int, dial: str) -> None:
+def outside_graph(read: Callable[[nn.Parameter | None], None]) -> Callable[[nn.Parameter | None], None]:
+    """`read` for a compiled region that reads a parameter of a module outside itself: the graph breaks there."""
+    reason = (
+        "a compiled region reads a parameter on pages of a module that is not under it. Without fullgraph=True the graph "
+        "breaks there; or compile a module that holds both."
+    )
+    disabled: Callable[[nn.Parameter | None], None] = torch.compiler.disable(read, reason=reason)
+    return disabled
+
+
+def refuse_oversized_region(region: Region, floor: Floor, landing_bytes: int, budget: Budget) -> None:
     """Refuses a region that does not fit the budget at once.
 
     Args:
         region: the region.
-        need_bytes: what the budget must hold while it runs.
-        capacity_bytes: the budget.
-        dial: what the budget is called.
+        floor: the least budget of the model where nothing is compiled.
+        landing_bytes: what of it is room for one gradient to arrive in; here all of a region's do.
+        budget: the compute tier's.
 
     Raises:
         BudgetError: with the numbers and the remedy.
     """
+    moving_bytes = max(floor.moving_bytes, region.param_bytes + 16 * 4096)
+    need_bytes = floor.fixed_bytes + max(region.grad_bytes - landing_bytes, 0) + moving_bytes
+    capacity_bytes = budget.capacity_bytes
+    dial = "device_memory" if budget.tier is Tier.DEVICE else "host_memory"
     if need_bytes <= capacity_bytes:
         return
     remedy = "Compile smaller parts of it, or"

@@ -41,7 +41,11 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         if param is not None:
-            self._residency.read(param)
+            # A compiled region reads a parameter from outside itself: Dynamo must not trace the pages coming in.
+            if torch.compiler.is_dynamo_compiling():
+                self._residency.read_outside_graph(param)
+            else:
+                self._residency.read(param)
         return param
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -1,110 +1,252 @@
 """The least budget a model can train under, worked out from shapes alone, and which tensor is the reason.
 
-A step needs, at its worst moment, in the compute tier:
+What must be in the compute tier at once:
 
-* always: buffers, small tensors with their gradients and optimizer state, and room for the next gradient to arrive;
-* in a forward: the parameters of one module and of those around it (and their lower-precision copies under autocast);
-* in a backward: one parameter (and its copy), its gradient, and the sum it is added to;
-* in an update: two batches of windows of parameter, gradient, master and optimizer state.
+* always: buffers, what the tiers themselves hold, small tensors with their gradients and optimizer state, and room for
+  the next gradient to arrive;
+* in a forward: the parameters of the running modules, one inside another, and their lower-precision copies;
+* in a backward: the same again where a checkpointed layer is recomputed while a parameter is held for the operation
+  that asked for it; or the sum that an arriving gradient is added to;
+* in an update: the windows of one parameter (all of it, for an optimizer that needs whole tensors), and what the
+  optimizer allocates for them.
+
+Everything else can be moved away. The moments do not overlap, so the worst of them decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from ptm_accel.memory.transfer import round_up
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+from ptm_accel.memory.windows import window_elements
+from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.units import format_bytes
 
-STATE_TENSORS = 2
-"""Full-size state tensors assumed per parameter (AdamW's moments)."""
+
+@dataclass(frozen=True, slots=True)
+class Appetite:
+    """What an optimizer needs for a parameter, in tensors of as many elements as the parameter.
+
+    Attributes:
+        state_tensors: what it keeps from step to step.
+        scratch_tensors: what one step allocates beside them.
+        whole: whether a parameter must be updated in one piece.
+    """
+
+    state_tensors: int = 2
+    scratch_tensors: int = 0
+    whole: bool = False
+
+
+FUSED_ADAMW = Appetite()
+"""What is assumed until there is an optimizer."""
+
+NO_OPTIMIZER = Appetite(state_tensors=0)
+"""What any optimizer needs at the least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least budget of the compute tier.
+    """What a model needs in the compute tier.
 
     Attributes:
-        total_bytes: the figure.
+        total_bytes: the least budget: fixed + moving.
         fixed_bytes: what is there at all times.
         moving_bytes: what the worst moment needs beside it.
+        states_bytes: parameters, gradients, optimizer state, masters and buffers together.
+        whole_bytes: the budget under which nothing ever moves.
         reason: which tensor or phase decides.
     """
 
     total_bytes: int
     fixed_bytes: int
     moving_bytes: int
+    states_bytes: int
+    whole_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What one moment of a step needs, and what decides that."""
+
+    nbytes: int
     reason: str
 
 
 def least_budget(
-    model: nn.Module, slots: SlotTable, *, window_bytes: int, state_bytes_per_element: int, whole_updates: bool
+    model: nn.Module,
+    slots: SlotTable,
+    appetite: Appetite,
+    *,
+    masters: bool,
+    window_bytes: int,
+    held_bytes: int = 0,
 ) -> Floor:
     """Works out the floor for training `model`.
 
     Args:
         model: the model.
         slots: its paged parameters.
-        window_bytes: the optimizer's window.
-        state_bytes_per_element: optimizer state and master together, per parameter element.
-        whole_updates: whether the optimizer needs whole tensors.
+        appetite: of the optimizer.
+        masters: whether narrower parameters have fp32 masters.
+        window_bytes: size of the optimizer's windows.
+        held_bytes: what the tiers themselves hold of the budget.
     """
     trainable = [s.value for s in slots if s.param.requires_grad]
-    moving = [s.value for s in slots if s.value.movable]
-    buffers = sum(round_up(b.nbytes) for b in model.buffers())
-    small = 0
-    for slot in slots:
-        if not slot.value.movable:
-            small += slot.value.slot_bytes
-            if slot.param.requires_grad:
-                small += (
-                    round_up(slot.value.nbytes) + round_up(slot.value.numel * state_bytes_per_element) * 1 + 3 * 4096
-                )
     landing = max((t.nbytes for t in trainable), default=0)
+    buffers = sum(b.nbytes for b in model.buffers()) + held_bytes
+    small = sum(_states(s, appetite, masters) for s in slots if not s.value.movable)
     fixed = buffers + small + landing
 
-    forward, forward_name = _deepest_pins(model, slots)
-    largest = max(moving, key=lambda t: t.slot_bytes, default=None)
-    backward = 0
-    if largest is not None:
-        grads = max((t.slot_bytes for t in trainable if t.movable), default=0)
-        backward = largest.slot_bytes * 3 // 2 + 2 * grads
-    per_element = state_bytes_per_element + (8 if moving else 0)
-    if whole_updates:
-        biggest = max((t.numel for t in trainable), default=0)
-        update = 2 * biggest * (per_element + 4)
-    else:
-        update = 3 * (window_bytes // 4) * (per_element + 4)
-    worst = max(
-        (forward * 3 // 2, f"the parameters that {forward_name} uses at once"),
-        (backward, f"{largest.name if largest is not None else 'nothing'} and its gradient in backward"),
-        (update, "the windows of the optimizer step"),
-        key=lambda x: x[0],
-    )
-    moving_bytes = worst[0] + 16 * 4096
-    reason = worst[1]
-    if largest is not None:
-        reason += f"; the largest tensor is {largest.name} ({format_bytes(largest.nbytes)})"
-    return Floor(fixed + moving_bytes, fixed, moving_bytes, reason)
+    forward = _forward(model, slots)
+    updates = [_update(t, appetite, masters, window_bytes) for t in trainable]
+    worst_update = max(updates, key=lambda m: m.nbytes, default=_Moment(0, "nothing"))
+    moments = [forward, _recomputation(model, slots), _accumulation(trainable, masters), worst_update]
+    worst = max(moments, key=lambda m: m.nbytes)
+    states = buffers + sum(_states(s, appetite, masters) for s in slots)
+    whole = states + landing + max(forward.nbytes, worst_update.nbytes)
+    return Floor(fixed + worst.nbytes, fixed, worst.nbytes, states, whole, worst.reason)
 
 
-def _deepest_pins(model: nn.Module, slots: SlotTable) -> tuple[int, str]:
-    """The most bytes that are pinned at once while modules run inside each other."""
-    own: dict[str, int] = {}
-    for name, module in model.named_modules():
-        total = 0
-        for param in dict.values(module._parameters):
+def _states(slot: ParamSlot, appetite: Appetite, masters: bool) -> int:
+    """Everything that is kept for one parameter."""
+    value = slot.value
+    if not slot.param.requires_grad:
+        return value.slot_bytes
+    wide = _wide(value, masters)
+    total = value.slot_bytes + round_up(value.numel * (wide if masters else value.dtype.itemsize))
+    total += appetite.state_tensors * round_up(value.numel * wide)
+    return total + (round_up(value.numel * wide) if wide > value.dtype.itemsize else 0)
+
+
+def _wide(value: PagedTensor, masters: bool) -> int:
+    """Bytes per element of what the optimizer updates."""
+    return max(value.dtype.itemsize, 4) if masters else value.dtype.itemsize
+
+
+# ---- forwards --------------------------------------------------------------------------------------------------------
+
+
+def _held(params: Iterable[ParamSlot]) -> int:
+    """Bytes of parameters that are pinned together, with their lower-precision copies under autocast."""
+    total = 0
+    for slot in params:
+        value = slot.value
+        total += value.slot_bytes if value.movable else 0
+        total += value.nbytes // 2 if value.dtype == torch.float32 else 0
+    return total
+
+
+def _own(module: nn.Module, slots: SlotTable) -> dict[int, ParamSlot]:
+    """The parameters that a running module pins, by identity.
+
+    One that has parameters of its own and modules with parameters under it may well compute with theirs itself, as
+    state-space mixers and `nn.MultiheadAttention` do.
+    """
+    found: dict[int, ParamSlot] = {}
+    if not module._parameters:
+        return found
+    for each in (module, *module.children()):
+        for param in dict.values(each._parameters):
             slot = slots.of(param)
-            if slot is not None and slot.value.movable:
-                total += slot.value.slot_bytes
-        own[name] = total
-    best, best_name = 0, "the model"
-    for name in own:
-        parts = name.split(".") if name else []
-        chain = {".".join(parts[:i]) for i in range(len(parts) + 1)}
-        total = sum(own.get(part, 0) for part in chain)
-        if total > best:
-            best, best_name = total, name or "the model itself"
-    return best, best_name
+            if slot is not None:
+                found[id(slot)] = slot
+    return found
+
+
+def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _Moment:
+    """The most that is pinned at once while modules run inside each other."""
+    owns = {path: _own(module, slots) for path, module in model.named_modules()}
+    best = _Moment(0, "the model")
+    for path in owns:
+        parts = path.split(".") if path else []
+        together: dict[int, ParamSlot] = {}
+        for depth in range(len(parts) + 1):
+            together |= owns.get(".".join(parts[:depth]), {})
+        nbytes = _held(together.values())
+        if nbytes > best.nbytes:
+            where = ".".join(part for part in (name, path) if part) or "the model itself"
+            best = _Moment(nbytes, f"the parameters that {where} uses at once{_largest(together.values())}")
+    return best
+
+
+def _largest(params: Iterable[ParamSlot]) -> str:
+    largest = max((s.value for s in params), key=lambda t: t.nbytes, default=None)
+    return "" if largest is None else f"; the largest is {largest.name}, {format_bytes(largest.nbytes)}"
+
+
+def _recomputation(model: nn.Module, slots: SlotTable) -> _Moment:
+    """The most that a layer's recomputation holds: its own forward, and the parameters of the operation that wants it.
+
+    A layer is whatever stands in a list of modules: activation checkpointing works on those.
+    """
+    best = _Moment(0, "the model")
+    for name, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        for index, layer in container.named_children():
+            again = _forward(layer, slots, f"{name}.{index}")
+            asking = max((_held(_own(m, slots).values()) for m in layer.modules()), default=0)
+            if again.nbytes + asking > best.nbytes:
+                best = _Moment(again.nbytes + asking, f"{again.reason}, while {name}.{index} is recomputed")
+    return best
+
+
+# ---- gradients and updates -------------------------------------------------------------------------------------------
+
+
+def _accumulation(trainable: list[PagedTensor], masters: bool) -> _Moment:
+    """The sum that an arriving gradient is added to; the gradient itself has room held for it."""
+    best = _Moment(0, "nothing")
+    for value in trainable:
+        if not value.movable:
+            continue
+        nbytes = value.slot_bytes
+        if _wide(value, masters) > value.dtype.itemsize:
+            # The second gradient makes an fp32 sum out of the narrow first one.
+            nbytes += round_up(value.numel * 4)
+        if nbytes > best.nbytes:
+            best = _Moment(nbytes, f"the gradient of {value.name} ({format_bytes(value.nbytes)})")
+    return best
+
+
+def _update(value: PagedTensor, appetite: Appetite, masters: bool, window_bytes: int) -> _Moment:
+    """What the update of one parameter needs at its largest: its first, in which the state is made."""
+    wide = _wide(value, masters)
+    elements = value.numel
+    if not appetite.whole:
+        elements = min(elements, window_elements(window_bytes, wide))
+    cut = elements < value.numel
+    state = appetite.state_tensors * round_up(elements * wide)
+    nbytes = update_extra_bytes(appetite, elements, wide, new=True, widened=wide > value.dtype.itemsize)
+    if value.movable:
+        nbytes += round_up(elements * value.dtype.itemsize)
+        nbytes += round_up(elements * (wide if masters else value.dtype.itemsize))
+        nbytes += round_up(elements * wide) if wide > value.dtype.itemsize else 0
+        nbytes += state if cut else 0
+    whole = "all of " if not cut else "a window of "
+    return _Moment(nbytes, f"the update of {whole}{value.name} ({format_bytes(value.nbytes)})")
+
+
+def update_extra_bytes(appetite: Appetite, elements: int, wide: int, *, new: bool, widened: bool) -> int:
+    """What the optimizer allocates for a window beside what is on pages.
+
+    Args:
+        appetite: of the optimizer.
+        elements: of the window.
+        wide: bytes per element of what it updates.
+        new: whether it will make its state.
+        widened: whether the gradient is copied to fp32 for it.
+    """
+    nbytes = appetite.scratch_tensors * elements * wide
+    if new:
+        nbytes += appetite.state_tensors * round_up(elements * wide)
+    if widened:
+        nbytes += elements * 4
+    return round_up(nbytes, ALIGN_BYTES) if nbytes else 0

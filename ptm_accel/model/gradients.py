@@ -132,6 +132,15 @@ class Gradients:
         if self._landing is None and self._landing_bytes:
             self._landing = self._pool.room.reserve(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
 
+    def expect_together(self, nbytes: int) -> None:
+        """Widens the room held for arrivals: several gradients come out of one node (a compiled region) at once."""
+        if nbytes > self._landing_bytes:
+            self._landing_bytes = nbytes
+            if self._landing is not None:
+                self._landing.release()
+                self._landing = None
+            self.hold_landing()
+
     def of(self, slot: ParamSlot) -> GradSlot:
         """The gradient of a trainable parameter."""
         return self._by_param[id(slot.param)]

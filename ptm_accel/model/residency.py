@@ -1,21 +1,21 @@
 """Keeps parameters in the compute tier while a forward uses them.
 
 A module's own parameters are pinned from before its forward until after it. A parameter read by somebody else's
-forward (a tied head, a mixer that reads its convolution's weight) stays pinned until the outermost forward returns,
-since the reader holds the `Parameter` and may use it later.
+forward (a tied head, a mixer that reads its convolution's weight) stays pinned until that forward returns, since the
+reader holds the `Parameter` and may use it later. One that a forward returns stays pinned for its caller.
 
 A compiled region (`ptm_accel.model.compiled`) is one such module with everything under it: all its parameters are
 pinned, and its modules are plain while it runs.
 
-Within the outermost forward the saved-tensor hooks of `ptm_accel.model.saved` are active. Recomputation inside
-backward (activation checkpointing) calls modules again and is an outermost forward of its own.
+Within forwards the saved-tensor hooks of `ptm_accel.model.saved` are active, inside whatever other hooks there are.
+Recomputation inside backward (activation checkpointing) calls modules again and is an outermost forward of its own.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.memory.pool import Pin, Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
-from ptm_accel.model.compiled import Bared, CompiledRegions, Region, refusal
+from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
@@ -34,13 +34,24 @@ from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
 @dataclass(slots=True)
 class _Frame:
-    """One running module forward: its pins, and the casting mode if this is where autocast was first met.
+    """One running module forward.
 
     A compiled region has its modules bared, and casting suspended: its graph casts for itself.
+
+    Attributes:
+        module: whose forward.
+        pins: of the module's own parameters.
+        reads: of parameters of others that it has read, by slot.
+        saved: the saved-tensor hooks, if it was this forward that put them on.
+        casting: the casting mode, if this is where autocast was first met.
+        bared: the modules of the compiled region that this is.
+        suspended: the casting mode of a forward around this region.
     """
 
     module: nn.Module
     pins: list[Pin] = field(default_factory=list)
+    reads: dict[int, Pin] = field(default_factory=dict)
+    saved: AbstractContextManager[Any] | None = None
     casting: Casting | None = None
     bared: Bared | None = None
     suspended: Suspended | None = None
@@ -51,8 +62,6 @@ class _Frames(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[_Frame] = []
-        self.read_pins: dict[int, Pin] = {}
-        self.saved: AbstractContextManager[Any] | None = None
         self.casting = False
 
 
@@ -69,7 +78,7 @@ class Residency:
         self.pool = pool
         self.slots = slots
         self.casts = CastCache(pool, slots, table)
-        self.saved = SavedTensors(pool, table)
+        self.saved = SavedTensors(table)
         self.regions = CompiledRegions(self)
         self.writing = False
         self.replacement: Any = None
@@ -78,32 +87,37 @@ class Residency:
         """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
         self._frames = _Frames()
         self._refuse = refusal(self.regions.name_of)
+        self.read_outside_graph = outside_graph(self.read)
         self._handles: list[RemovableHandle] = []
-        self._hooked: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
         self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
 
     # ---- installing ------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module) -> None:
-        """Puts fault dictionaries and forward hooks on every module that owns parameters, and hooks on the root."""
+        """Puts fault dictionaries on every module that owns parameters, and forward hooks on all that could read some."""
         self.root = model
-        for module in model.modules():
+        readers = {""}
+        for name, module in model.named_modules(remove_duplicate=False):
             if module._parameters:
+                parts = name.split(".")
+                readers.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        for name, module in model.named_modules(remove_duplicate=False):
+            if module._parameters and not isinstance(module._parameters, FaultDict):
                 self._dicts.append((module, module._parameters))
                 module._parameters = FaultDict(module._parameters, self)
-            if module._parameters or module is model:
+            if name in readers:
                 self.hook(module)
         self.regions.install(model)
 
     def hook(self, module: nn.Module) -> None:
         """Puts the forward hooks on a module that has none of them yet."""
-        if id(module) in self._hooked:
+        if module in self._hooked:
             return
         before = module.register_forward_pre_hook(self._enter_hook(), prepend=True)
         after = module.register_forward_hook(self._leave_hook(), always_call=True)
-        self._hooked[id(module)] = before, after
+        self._hooked[module] = before, after
         self._handles += [before, after]
-        weakref.finalize(module, self._hooked.pop, id(module), None)
 
     def remove(self) -> None:
         """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
@@ -139,7 +153,7 @@ class Residency:
     def _leave_hook(self) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_dynamo_compiling():
-                self.leave(module)
+                self.leave(module, output)
 
         return leave
 
@@ -150,21 +164,20 @@ class Residency:
         return self.slots.of(param) is not None
 
     def read(self, param: nn.Parameter | None) -> None:
-        """An attribute read: brings the parameter in, and keeps it until the outermost forward returns."""
+        """An attribute read: brings the parameter in, and keeps it until the forward that reads it returns."""
         slot = self.slots.of(param)
         if slot is None:
             return
         value = slot.value
+        stack = self._frames.stack
+        if stack:
+            self._meet_autocast(self._frames, stack[-1])
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
             return
-        frames = self._frames
-        if not frames.stack:
+        if not stack:
             self.pool.fault(value, write=self.writing)
-            return
-        if id(slot) not in frames.read_pins:
-            frames.read_pins[id(slot)] = self.pool.pin(value, write=self.writing)
-        if frames.stack[-1].bared is None:
-            self._meet_autocast(frames, frames.stack[0])
+        elif id(slot) not in stack[-1].reads:
+            stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
 
     def replaced(self, owner: FaultDict, name: str, param: nn.Parameter | None) -> None:
         """`module.name = param` was done on a paged model; a loader may want to put the new values on pages."""
@@ -187,13 +200,15 @@ class Residency:
         frames = self._frames
         if not frames.stack and module is self.root:
             self.regions.scan()
+        entered = None if region is not None else module
         region = region or self.regions.at(module)
-        if not frames.stack:
-            self._begin(frames, module)
-        frame = _Frame(module)
+        frame = _Frame(module, saved=self.saved.cover())
+        if frame.saved is not None:
+            frame.saved.__enter__()
+        self.casts.enter()
         frames.stack.append(frame)
         if region is not None:
-            self._enter_region(frames, frame, region)
+            self._enter_region(frames, frame, region, entered)
             return
         for param in dict.values(module._parameters):
             slot = self.slots.of(param)
@@ -202,26 +217,37 @@ class Residency:
         if module._parameters:
             self._meet_autocast(frames, frame)
 
-    def _enter_region(self, frames: _Frames, frame: _Frame, region: Region) -> None:
+    def _enter_region(self, frames: _Frames, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
             frame.pins.append(self.pool.pin(slot.value, write=self.writing))
         running = next((f.casting for f in frames.stack if f.casting is not None), None)
         if running is not None and not any(f.suspended for f in frames.stack):
             frame.suspended = Suspended(running)
-        frame.bared = Bared(region, self._hooked)
+        frame.bared = Bared(region, entered, self._hooked)
 
-    def leave(self, module: nn.Module) -> None:
-        """A module's forward has returned, well or not."""
+    def leave(self, module: nn.Module, output: Any = None) -> None:
+        """A module's forward has returned, well or not (then without an output)."""
         frames = self._frames
         # An exception may have torn down inner forwards whose hooks were not called; they end with this one.
         if not any(frame.module is module for frame in frames.stack):
             return
-        while self._pop(frames) is not module:
-            pass
-        if not frames.stack:
-            self._end(frames)
+        while frames.stack[-1].module is not module:
+            self._pop(frames)
+        if len(frames.stack) > 1:
+            self._hand_up(frames.stack[-2], output)
+        self._pop(frames)
 
-    def _pop(self, frames: _Frames) -> nn.Module:
+    def _hand_up(self, caller: _Frame, output: Any) -> None:
+        """Pins parameters that a forward returns for the forward that called it."""
+        if isinstance(output, Mapping):
+            output = output.values()
+        for value in output if isinstance(output, Iterable) and not isinstance(output, torch.Tensor) else (output,):
+            slot = self.slots.of(value) if isinstance(value, nn.Parameter) else None
+            if slot is not None and slot.value.movable and id(slot) not in caller.reads:
+                caller.reads[id(slot)] = self.pool.pin(slot.value, write=self.writing)
+
+    def _pop(self, frames: _Frames) -> None:
+        """Ends the innermost forward."""
         frame = frames.stack.pop()
         if frame.bared is not None:
             frame.bared.restore()
@@ -230,40 +256,25 @@ class Residency:
         if frame.casting is not None:
             frame.casting.__exit__(None, None, None)
             frames.casting = False
-            self.casts.drop()
-        for pin in frame.pins:
+        if frame.saved is not None:
+            frame.saved.__exit__(None, None, None)
+        self.casts.leave()
+        for pin in (*frame.pins, *frame.reads.values()):
             pin.release()
-        return frame.module
+        if not frames.stack:
+            self.casts.end()
 
     def _meet_autocast(self, frames: _Frames, frame: _Frame) -> None:
         """Turns casting on for the rest of `frame`, if autocast is on and it is not yet."""
-        if frames.casting:
+        if frames.casting or frame.bared is not None:
             return
-        dtype = autocast_dtype(self.pool.compute.device)
-        if dtype is not None:
-            frame.casting = Casting(self.casts, dtype)
+        device = self.pool.compute.device
+        if autocast_dtype(device) is not None:
+            frame.casting = Casting(self.casts, device)
             frame.casting.__enter__()
             frames.casting = True
 
-    def _begin(self, frames: _Frames, module: nn.Module) -> None:
-        # Inside a recomputation the checkpoint's own hooks must see what is saved; ours would hide it from them.
-        foreign = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if module is self.root or not foreign:
-            frames.saved = self.saved.hooks()
-            frames.saved.__enter__()
-
-    def _end(self, frames: _Frames) -> None:
-        for pin in frames.read_pins.values():
-            pin.release()
-        frames.read_pins.clear()
-        saved, frames.saved = frames.saved, None
-        if saved is not None:
-            saved.__exit__(None, None, None)
-        self.casts.end()
-
     def abort(self) -> None:
         """Ends forwards that an exception has torn down without their hooks being called (Ctrl-C)."""
-        frames = self._frames
-        while frames.stack:
-            self._pop(frames)
-        self._end(frames)
+        while self._frames.stack:
+            self._pop(self._frames)

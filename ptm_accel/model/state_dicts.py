@@ -7,7 +7,8 @@ else downstream of `state_dict` works unchanged and costs no memory beyond the b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ class StateDictHooks:
         self._residency = residency
         self._handles: list[RemovableHandle] = []
         self._loading: dict[int, list[Pin]] = {}
+        self._filling = True
 
     def install(self, model: nn.Module) -> None:
         """Puts the hooks on every module that owns parameters."""
@@ -55,6 +57,15 @@ class StateDictHooks:
                 pin.release()
         self._loading.clear()
 
+    @contextmanager
+    def names_only(self) -> Iterator[None]:
+        """While it lasts, state dictionaries hold placeholders: for code that only wants names, shapes and dtypes."""
+        before, self._filling = self._filling, False
+        try:
+            yield
+        finally:
+            self._filling = before
+
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
         """The hooks that are on the model's modules."""
@@ -66,7 +77,7 @@ class StateDictHooks:
             for name, param in dict.items(module._parameters):
                 key = prefix + name
                 slot = self._slots.of(param)
-                if slot is None or key not in state_dict:
+                if slot is None or key not in state_dict or not self._filling:
                     continue
                 state_dict[key] = self._pool.snapshot(slot.value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.slots import ParamSlot, SlotTable
-from ptm_accel.optim.support import Grain, grain_of
+from ptm_accel.optim.support import appetite_of
 from ptm_accel.optim.sweep import ParamState, Sweep
 
 MASTER_KEY = "master"
@@ -61,14 +61,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.__dict__.pop("_step_supports_amp_scaling", None)
         self._patch_step_function()
         self.inner = inner
-        self.grain: Grain = grain_of(inner)
+        self.appetite = appetite_of(inner)
         self._slots = slots
         self._gradients = gradients
         self._pool = pool
         self._master_weights = master_weights
         self._scale: torch.Tensor | None = None
         self._states: dict[int, ParamState] = {}
-        self._sweep = Sweep(inner, pool, self.grain, window_bytes, batch_bytes)
+        self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes)
         for param in self._params():
             self._adopt_state(param)
 
@@ -97,7 +97,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]
         self._sweep.run(work, scale)
         for _, state, _ in work:
-            self._show(state)
+            self.show(state)
         if self._pool.room.tide is not None:
             self._pool.room.tide.end_step()
             self._pool.room.shrink()
@@ -153,6 +153,20 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # ---- parameters and their state --------------------------------------------------------------------------
 
+    @property
+    def pool(self) -> Pool:
+        """Where the state lives."""
+        return self._pool
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether narrower parameters have an fp32 master that is updated in their place."""
+        return self._master_weights
+
+    def group_slots(self) -> list[list[ParamSlot]]:
+        """The parameters of each group, in its order."""
+        return [[self._slot(param) for param in group["params"]] for group in self.param_groups]
+
     def _params(self) -> Iterator[nn.Parameter]:
         for group in self.param_groups:
             yield from group["params"]
@@ -181,7 +195,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         state = self._state_of(self._slot(param))
         for key, value in list(self.inner.state.get(param, {}).items()):
             self.put_state(state, key, value)
-        self._show(state)
+        self.show(state)
 
     def put_state(self, state: ParamState, key: str, value: Any) -> None:
         """Sets one entry of a parameter's state.
@@ -217,7 +231,26 @@ class PagedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._pool.fault(tensor, write=True).copy_(value)
 
-    def _show(self, state: ParamState) -> None:
+    def reset_state(self, state: ParamState, keep: Mapping[str, torch.dtype]) -> None:
+        """Forgets a parameter's state, so that another can be put in its place.
+
+        Args:
+            state: what the optimizer keeps for the parameter.
+            keep: full-size entries that will be put, with their dtypes; such pages are kept, to be written over.
+        """
+        for key, tensor in list(state.paged.items()):
+            if keep.get(key) != tensor.dtype:
+                self._pool.forget(state.paged.pop(key))
+        state.small.clear()
+        state.mastered = 0
+        self.inner.state.pop(state.slot.param, None)
+
+    def weights_changed(self) -> None:
+        """The parameters were written from outside: masters are taken from them anew."""
+        for state in self._states.values():
+            state.mastered = 0
+
+    def show(self, state: ParamState) -> None:
         """Shows a parameter's state in `optimizer.state`, with placeholders for what is on pages."""
         if state.empty:
             return
@@ -292,7 +325,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 self.put_state(
                     state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
                 )
-            self._show(state)
+            self.show(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`."""

@@ -8,6 +8,7 @@ import inspect
 import torch
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.model.floor import Appetite
 
 
 class Grain(enum.Enum):
@@ -66,3 +67,31 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(f"the optimizer {cls.__name__} cannot run on pages: its step needs a closure. {_HELP}")
     return Grain.TENSOR
+
+
+_STATE_TENSORS = {"Adafactor": 0, "Muon": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1}
+"""Full-size state tensors of optimizers that keep another number than two."""
+
+
+def appetite_of(optimizer: torch.optim.Optimizer) -> Appetite:
+    """What the optimizer needs in memory to update a parameter.
+
+    Raises:
+        UnsupportedError: the optimizer cannot run on pages; says why.
+    """
+    cls, groups = type(optimizer), optimizer.param_groups
+    if grain_of(optimizer) is Grain.TENSOR:
+        state = _STATE_TENSORS.get(cls.__name__, 2)
+        state += cls.__name__ == "RMSprop" and any(g["momentum"] for g in groups)
+        state += cls.__name__ == "RMSprop" and any(g["centered"] for g in groups)
+        state += cls.__name__ == "Adafactor" and any(g.get("beta1") is not None for g in groups)
+        return Appetite(state_tensors=state, scratch_tensors=3, whole=True)
+    state = 2
+    if isinstance(optimizer, torch.optim.SGD):
+        state = int(any(g["momentum"] for g in groups))
+    elif isinstance(optimizer, torch.optim.Adagrad):
+        state = 1
+    elif any(g["amsgrad"] for g in groups):
+        state = 3
+    fused = all(g.get("fused") for g in groups)
+    return Appetite(state_tensors=state, scratch_tensors=0 if fused else 3)

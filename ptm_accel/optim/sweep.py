@@ -3,32 +3,30 @@
 The update itself is the user's own optimizer, unchanged: it is called with the windows as its parameters. For
 element-wise optimizers a window is a slice of a few pages, so that a step needs little more than the windows in memory;
 for any other it is the whole tensor. The next batch is opened before the present one is computed, so that its transfers
-run meanwhile.
+run meanwhile; where there is no room for that it waits. So a step needs room for a single window at the least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ptm_accel.memory.budget import Tag
+from ptm_accel.errors import BudgetError, PTMError
+from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
-from ptm_accel.memory.windows import Window
+from ptm_accel.memory.transfer import round_up
+from ptm_accel.memory.windows import Window, window_elements
+from ptm_accel.model.floor import Appetite, update_extra_bytes
 from ptm_accel.model.gradients import GradSlot
 from ptm_accel.model.slots import ParamSlot
-from ptm_accel.optim.support import Grain
 
-WINDOW_ALIGN = 4096
-"""Window starts are multiples of this many elements: aligned bytes for every dtype, and a multiple of 64 elements."""
-
-NEW_STATE_FACTOR = 3
-"""Full-size state tensors that an element-wise optimizer may make for a parameter on its first step (amsgrad: 3)."""
+Work = list[tuple[int, "ParamState", GradSlot]]
+"""What a step updates: group index, state and gradient of each parameter, in the optimizer's order."""
 
 
 @dataclass(slots=True)
@@ -72,13 +70,52 @@ class _Unit:
     last: bool
     new: bool
     windows: dict[str, Window] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)
+    extra: Reservation | None = None
     wide_grad: torch.Tensor | None = None
 
     @property
-    def cost_bytes(self) -> int:
-        """Bytes of the parameter in this window."""
-        return (self.stop - self.start) * self.state.wide.dtype.itemsize
+    def whole(self) -> bool:
+        """Whether this is all of the parameter."""
+        return self.start == 0 and self.last
+
+    def involved(self) -> dict[str, PagedTensor]:
+        """The paged tensors that its update reads and writes, by the key of their window."""
+        assert self.grad.value is not None
+        named = {"": self.state.slot.value, "grad": self.grad.value}
+        if self.state.master is not None:
+            named["master"] = self.state.master
+        if not self.new:
+            named |= {f"state.{key}": tensor for key, tensor in self.state.paged.items()}
+        return named
+
+    def extra_bytes(self, appetite: Appetite) -> int:
+        """What the optimizer will allocate for it."""
+        assert self.grad.value is not None
+        wide = self.state.wide.dtype
+        widened = self.state.master is not None and self.grad.value.dtype != wide
+        return update_extra_bytes(appetite, self.stop - self.start, wide.itemsize, new=self.new, widened=widened)
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """How far a sweep has come.
+
+    Attributes:
+        work: what it goes over.
+        index: the parameter it is at.
+        start: the first of its elements that is in no window yet.
+        new: whether the optimizer has not met the parameter before this step; of use once part of it has been met.
+    """
+
+    work: Work
+    index: int = 0
+    start: int = 0
+    new: bool = False
+
+    def advance(self, unit: _Unit) -> None:
+        """Goes on behind `unit`."""
+        self.new = unit.new
+        self.index, self.start = (self.index + 1, 0) if unit.last else (self.index, unit.stop)
 
 
 class Sweep:
@@ -87,102 +124,118 @@ class Sweep:
     Args:
         inner: the user's optimizer.
         pool: where everything lives.
-        grain: how finely its update may be cut.
+        appetite: what its update needs, and whether it may be cut.
         window_bytes: size of a window, in bytes of the tensor that is updated.
-        batch_bytes: how much of that is brought in at a time.
+        batch_bytes: how much is held at a time, over all tensors.
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, pool: Pool, grain: Grain, window_bytes: int, batch_bytes: int
+        self, inner: torch.optim.Optimizer, pool: Pool, appetite: Appetite, window_bytes: int, batch_bytes: int
     ) -> None:
         self.inner = inner
         self.pool = pool
-        self.grain = grain
+        self.appetite = appetite
         self.window_bytes = window_bytes
-        self.batch_bytes = max(batch_bytes, window_bytes)
+        self.batch_bytes = batch_bytes
 
-    def run(self, work: list[tuple[int, ParamState, GradSlot]], scale: torch.Tensor | None) -> None:
+    def run(self, work: Work, scale: torch.Tensor | None) -> None:
         """Updates every parameter that has a gradient, and drops the gradients.
 
         Args:
-            work: group index, state and gradient of each parameter, in the optimizer's order.
+            work: what to update.
             scale: what gradients are multiplied by first (clipping), if anything.
         """
-        batches = self._batches(work)
+        cursor = _Cursor(work)
         hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
         with ExitStack() as cleanup:
             opened: list[_Unit] = []
             cleanup.callback(lambda: self._abandon(opened))
-            current = self._open(next(batches, None), opened)
+            current = self._open(cursor, opened, insist=True)
             while current:
-                following = self._open(next(batches, None), opened)
+                following = self._open(cursor, opened, insist=False)
                 self._update(current, scale, hyper)
                 self._close(current, opened)
-                current = following
+                current = following or self._open(cursor, opened, insist=True)
 
     # ---- cutting ---------------------------------------------------------------------------------------------
 
-    def _batches(self, work: list[tuple[int, ParamState, GradSlot]]) -> Iterator[list[_Unit]]:
-        batch: list[_Unit] = []
-        cost = 0
-        for group, state, grad in work:
-            for unit in self._units(group, state, grad):
-                # What is resident counts as well: while a batch is open, none of it can make room.
-                if batch and cost + unit.cost_bytes > self.batch_bytes:
-                    yield batch
-                    batch, cost = [], 0
-                batch.append(unit)
-                cost += unit.cost_bytes
-        if batch:
-            yield batch
+    def _next(self, cursor: _Cursor, *, cut: bool = False) -> _Unit | None:
+        """The next window: the whole parameter if that costs no moving or if it may not be cut, unless `cut`."""
+        if cursor.index == len(cursor.work):
+            return None
+        group, state, grad = cursor.work[cursor.index]
+        numel, start = state.slot.value.numel, cursor.start
+        unit = _Unit(group, state, grad, start, numel, last=True, new=cursor.new if start else state.empty)
+        step = window_elements(self.window_bytes, state.wide.dtype.itemsize)
+        if self.appetite.whole or numel - start <= step:
+            return unit
+        if start == 0 and not cut and self._cost(unit, moving_only=True) <= self.pool.budget.free_bytes:
+            return unit
+        unit.stop, unit.last = start + step, False
+        return unit
 
-    def _units(self, group: int, state: ParamState, grad: GradSlot) -> Iterator[_Unit]:
-        """The windows of one parameter; whole if that costs no moving, or if it may not be cut."""
-        numel = state.slot.value.numel
-        new = state.empty
-        step = self.window_bytes // state.wide.dtype.itemsize // WINDOW_ALIGN * WINDOW_ALIGN
-        whole = self.grain is Grain.TENSOR or numel <= max(step, WINDOW_ALIGN) or self._all_here(state, grad)
-        step = numel if whole else max(step, WINDOW_ALIGN)
-        for start in range(0, max(numel, 1), max(step, 1)):
-            stop = min(start + step, numel)
-            yield _Unit(group, state, grad, start, stop, last=stop == numel, new=new)
+    def _cost(self, unit: _Unit, *, moving_only: bool = False) -> int:
+        """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
+        total = unit.extra_bytes(self.appetite)
+        for tensor in unit.involved().values():
+            if tensor.extent is not None:
+                total += tensor.extent.reservation.nbytes if not moving_only and self.pool.is_idle(tensor) else 0
+            elif unit.whole or (unit.start == 0 and self._admit(tensor)):
+                total += tensor.slot_bytes
+            else:
+                total += round_up((unit.stop - unit.start) * tensor.dtype.itemsize)
+        if unit.new and not unit.whole:
+            total += self.appetite.state_tensors * round_up((unit.stop - unit.start) * unit.state.wide.dtype.itemsize)
+        return total
 
-    def _all_here(self, state: ParamState, grad: GradSlot) -> bool:
-        """Whether all that the update needs is resident, or fits without moving anything away."""
-        assert grad.value is not None
-        involved = [state.slot.value, grad.value, *state.paged.values()]
-        if state.master is not None:
-            involved.append(state.master)
-        missing = sum(t.slot_bytes for t in involved if not t.place.resident)
-        if state.empty:
-            missing += NEW_STATE_FACTOR * state.slot.value.numel * state.wide.dtype.itemsize
-        return missing + self.batch_bytes <= self.pool.budget.free_bytes or missing == 0
+    def _slim(self, unit: _Unit) -> None:
+        """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
+        for tensor in unit.involved().values():
+            if self.pool.is_idle(tensor) and tensor.numel > unit.stop - unit.start:
+                self.pool.evict(tensor)
 
     # ---- one batch -------------------------------------------------------------------------------------------
 
-    def _open(self, units: list[_Unit] | None, opened: list[_Unit]) -> list[_Unit]:
-        for unit in units or []:
+    def _open(self, cursor: _Cursor, opened: list[_Unit], *, insist: bool) -> list[_Unit]:
+        """Opens as many windows as a batch may hold; with `insist` at least one, else none if there is no room.
+
+        Raises:
+            BudgetError: there is no room for the one.
+        """
+        batch: list[_Unit] = []
+        cost = 0
+        while (unit := self._next(cursor)) is not None:
+            needed = self._cost(unit)
+            must = insist and not batch
+            if batch and cost + needed > self.batch_bytes:
+                break
+            if needed > self.pool.budget.free_bytes and needed > self.pool.room.available_bytes():
+                if not must:
+                    break
+                unit = self._next(cursor, cut=True)
+                assert unit is not None
+                self._slim(unit)
             opened.append(unit)
-            self._open_unit(unit)
-        return units or []
+            try:
+                self._open_unit(unit)
+            except BudgetError:
+                self._give_up(unit, opened)
+                if must:
+                    raise
+                break
+            batch.append(unit)
+            cost += needed
+            cursor.advance(unit)
+        return batch
 
     def _open_unit(self, unit: _Unit) -> None:
-        state, grad = unit.state, unit.grad.value
-        assert grad is not None
-        whole = unit.start == 0 and unit.last
-        named = {"": state.slot.value, "grad": grad}
-        if state.master is not None:
-            named["master"] = state.master
-        if not unit.new:
-            named |= {f"state.{key}": tensor for key, tensor in state.paged.items()}
-        for key, tensor in named.items():
-            if whole or (unit.start == 0 and self._admit(tensor)):
+        extra = unit.extra_bytes(self.appetite)
+        if extra:
+            unit.extra = self.pool.room.reserve(extra, Tag.STAGING, f"the update of {unit.state.slot.name}")
+        for key, tensor in unit.involved().items():
+            if unit.whole or (unit.start == 0 and self._admit(tensor)):
                 self.pool.fault(tensor)
             unit.windows[key] = self.pool.windows.open(tensor, unit.start, unit.stop)
-        if whole or unit.last:
-            unit.small = state.small
-        else:
-            unit.small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.small.items()}
 
     def _admit(self, tensor: PagedTensor) -> bool:
         """Whether a tensor that is away may come in whole: without a home it must, else if room is to spare."""
@@ -210,8 +263,8 @@ class Sweep:
             inner.param_groups = [group for group in groups if group["params"]]
             _bare_step(inner)
             for unit, param in made:
+                param.grad = unit.wide_grad = None
                 self._harvest(unit, inner.state.pop(param, {}))
-                param.grad = None
         finally:
             inner.param_groups = groups
             for group, params in zip(groups, saved, strict=True):
@@ -237,16 +290,23 @@ class Sweep:
         param.grad = grad.view(shape)
         if not unit.new:
             paged = {k: tensors[f"state.{k}"].view(shape) for k in unit.state.paged}
-            self.inner.state[param] = {**unit.small, **paged}
+            small = unit.state.small
+            if not unit.last:
+                # Every window starts from the same counts; the last one's are kept.
+                small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in small.items()}
+            self.inner.state[param] = {**small, **paged}
         return param
 
     def _harvest(self, unit: _Unit, after: dict[str, Any]) -> None:
         """Takes what the optimizer left in its state: new full-size tensors go on pages, the rest is kept as it is."""
         state = unit.state
-        shape = (unit.stop - unit.start,)
+        shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
         small: dict[str, Any] = {}
+        if unit.whole:
+            # What was held for the state becomes the charge of the state itself.
+            self._release_extra(unit)
         for key, value in after.items():
-            if not self._full_size(value, shape[0]):
+            if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != shape:
                 small[key] = value
                 continue
             window = unit.windows.get(f"state.{key}")
@@ -255,11 +315,14 @@ class Sweep:
             here = self.pool.windows.ready(window)
             if here.data_ptr() != value.data_ptr():
                 here.copy_(value.reshape(-1))
+        self._release_extra(unit)
         if unit.last:
             state.small = small
 
-    def _full_size(self, value: Any, numel: int) -> bool:
-        return isinstance(value, torch.Tensor) and value.numel() == numel and value.dim() > 0
+    def _release_extra(self, unit: _Unit) -> None:
+        extra, unit.extra = unit.extra, None
+        if extra is not None:
+            extra.release()
 
     def _first_window(self, unit: _Unit, key: str, value: torch.Tensor) -> Window:
         state, slot = unit.state, unit.state.slot
@@ -291,13 +354,19 @@ class Sweep:
                 unit.grad.drop()
                 state.slot.generation += 1
 
+    def _give_up(self, unit: _Unit, opened: list[_Unit]) -> None:
+        """Ends a window without writing anything."""
+        opened.remove(unit)
+        self._release_extra(unit)
+        for key in list(unit.windows):
+            # Whatever fails here is no more news: somebody is being told of a failure already, or will ask again.
+            with suppress(PTMError):
+                self.pool.windows.close(unit.windows.pop(key), wrote=False)
+
     def _abandon(self, opened: list[_Unit]) -> None:
-        """After a failure in the middle: ends the windows that are still open, writing nothing more."""
-        for unit in opened:
-            for window in unit.windows.values():
-                self.pool.windows.close(window, wrote=False)
-            unit.windows.clear()
-        opened.clear()
+        """After a failure in the middle: ends the windows that are still open."""
+        for unit in list(opened):
+            self._give_up(unit, opened)
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,404 @@
+"""Resumable optimizer state in safetensors, keyed by parameter name.
+
+A directory holds `optimizer.json` and shards `optimizer-00001-of-0000N.safetensors`. The shards hold tensors, named
+`<parameter>/<key>` after the optimizer's own keys; the JSON file holds all the rest: the optimizer's class, its groups
+with their hyperparameters and parameter names, state that is not a tensor, and which tensor is in which shard. Nothing
+in it depends on budgets, tiers or devices, and nothing is pickled.
+
+Saving maps what is away from where it lies and writes one shard at a time. Loading reads one tensor at a time straight
+onto pages, after everything has been checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ptm_accel.errors import CheckpointError, DiskError
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.optimizer import MASTER_KEY, PagedOptimizer
+from ptm_accel.units import format_bytes
+
+INDEX_NAME = "optimizer.json"
+FORMAT = "ptm_accel optimizer state"
+VERSION = 1
+
+_SHARD = "optimizer-{number:05d}-of-{count:05d}.safetensors"
+_SHARD_PATTERN = re.compile(r"^optimizer-\d{5}-of-\d{5}\.safetensors$")
+_GROUPS = "param_groups"
+
+Entry = PagedTensor | torch.Tensor
+
+
+def has_optimizer_state(directory: Path) -> bool:
+    """Whether `save_optimizer_state` has written into `directory`."""
+    return (Path(directory) / INDEX_NAME).is_file()
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shard_bytes: int = 1 << 30) -> None:
+    """Writes an optimizer's state; needs no memory beyond the budgets but for the part of a shard without values yet.
+
+    Args:
+        optimizer: the optimizer.
+        directory: an existing directory; optimizer state that it holds is replaced. Write into one from
+            `ptm_accel.checkpoint.directory.staged`, so that a save that fails loses nothing.
+        max_shard_bytes: the largest shard, unless one tensor alone is larger.
+
+    Raises:
+        CheckpointError: the state holds something that JSON and safetensors cannot.
+        DiskError: writing failed.
+    """
+    directory = Path(directory)
+    for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if _SHARD_PATTERN.match(p.name))]:
+        stale.unlink(missing_ok=True)
+    writer = _Encoder()
+    index: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "optimizer": _class_name(optimizer),
+        "master_weights": optimizer.has_masters,
+        _GROUPS: [],
+        "parameters": {},
+        "state": {},
+    }
+    for number, (group, slots) in enumerate(zip(optimizer.param_groups, optimizer.group_slots(), strict=True)):
+        values = {k: writer.encode(v, f"{_GROUPS}/{number}/{k}") for k, v in group.items() if k != "params"}
+        index[_GROUPS].append({"params": [slot.name for slot in slots], "values": values})
+        for slot in slots:
+            index["parameters"][slot.name] = _description(slot)
+    for name, key, value in optimizer.named_state():
+        index["state"].setdefault(name, {})[key] = writer.encode(value, f"{name}/{key}")
+    index["weight_map"] = _write_shards(optimizer, writer.tensors, directory, max_shard_bytes)
+    try:
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise _unwritten(directory / INDEX_NAME, 0, error) from error
+
+
+class _Encoder:
+    """Turns values into JSON, putting their tensors aside under a name each."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Entry] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        """`value` as JSON; `path` names it, in shards and in errors."""
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, (torch.Tensor, PagedTensor)):
+            self.tensors[path] = value
+            return {"paged" if isinstance(value, PagedTensor) else "tensor": path}
+        if isinstance(value, (list, tuple)):
+            items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {"dict": {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}}
+        raise CheckpointError(
+            f"the optimizer's {path} is a {type(value).__name__}, which cannot be saved: only numbers, text, tensors "
+            "and lists, tuples and dictionaries of them can. Use an optimizer whose state is made of these."
+        )
+
+
+def _write_shards(
+    optimizer: PagedOptimizer, tensors: dict[str, Entry], directory: Path, max_shard_bytes: int
+) -> dict[str, str]:
+    """Writes `tensors` into shards, one shard at a time; returns the shard of each."""
+    shards: list[list[str]] = []
+    filled = 0
+    for name, tensor in tensors.items():
+        if not shards or filled + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        path = directory / _SHARD.format(number=number, count=len(shards))
+        weight_map.update(dict.fromkeys(names, path.name))
+        _write_shard(optimizer, {name: tensors[name] for name in names}, path)
+    return weight_map
+
+
+def _write_shard(optimizer: PagedOptimizer, tensors: dict[str, Entry], path: Path) -> None:
+    ready: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, PagedTensor):
+            # A live alias or a mapping; only pages that were never written are made up here.
+            ready[name] = optimizer.pool.snapshot(tensor).contiguous()
+        else:
+            ready[name] = tensor.detach().cpu().contiguous().clone()
+    try:
+        save_file(ready, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(path, sum(t.nbytes for t in ready.values()), error) from error
+
+
+def _unwritten(path: Path, nbytes: int, error: Exception) -> DiskError:
+    found = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    number = number or errno.EIO
+    free = shutil.disk_usage(path.parent).free
+    return DiskError(
+        number,
+        f"cannot write {path.name} ({format_bytes(nbytes)}) of the optimizer state: {os.strerror(number)}, with "
+        f"{format_bytes(free)} free. Free space there, lower save_total_limit, or set output_dir elsewhere",
+        str(path),
+    )
+
+
+def _class_name(optimizer: PagedOptimizer) -> str:
+    """The optimizer's class by package and name; modules in between move from version to version."""
+    kind = type(optimizer.inner)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
+def _description(slot: ParamSlot) -> dict[str, Any]:
+    return {"shape": list(slot.value.shape), "dtype": _dtype_name(slot.value.dtype)}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
+    """Reads an optimizer's state onto pages, replacing all that the optimizer has.
+
+    The optimizer may have other budgets, another device and another order of work than the one that was saved; its
+    class, parameters and groups must be the same.
+
+    Args:
+        optimizer: the optimizer.
+        directory: what `save_optimizer_state` has written into.
+
+    Raises:
+        CheckpointError: the directory is incomplete or damaged, or is of another model or optimizer; the first
+            difference is named, and nothing has been changed.
+        BudgetError: no room for the state; the optimizer's state is then incomplete.
+    """
+    directory = Path(directory)
+    index = _read_index(directory)
+    with ExitStack() as files:
+        saved = _Saved(directory, index, files)
+        saved.check(optimizer)
+        _apply(optimizer, saved)
+
+
+def _apply(optimizer: PagedOptimizer, saved: _Saved) -> None:
+    groups = zip(optimizer.param_groups, saved.groups, optimizer.group_slots(), strict=True)
+    for group, there, slots in groups:
+        for key, value in there["values"].items():
+            now, made = group.get(key), saved.decode(value)
+            both = isinstance(now, torch.Tensor) and isinstance(made, torch.Tensor)
+            group[key] = made.to(now.device) if both else made
+        for slot in slots:
+            state = optimizer.state_for(slot.name)
+            entries = saved.state.get(slot.name, {})
+            paged = {k: saved.tensor(v["paged"]).dtype for k, v in entries.items() if _is_paged(v)}
+            optimizer.reset_state(state, paged)
+            for key, value in entries.items():
+                if _is_paged(value):
+                    optimizer.put_state(state, key, saved.tensor(value["paged"]))
+                else:
+                    optimizer.put_state(state, key, _placed(key, saved.decode(value), slot, group))
+            optimizer.show(state)
+
+
+def _placed(key: str, value: Any, slot: ParamSlot, group: dict[str, Any]) -> Any:
+    """A small state tensor on the device where the optimizer looks for it, as `load_state_dict` puts it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return value
+    return value.to(slot.param.device)
+
+
+def _is_paged(value: Any) -> bool:
+    return isinstance(value, dict) and "paged" in value
+
+
+def _read_index(directory: Path) -> dict[str, Any]:
+    path = directory / INDEX_NAME
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} has no optimizer state: {INDEX_NAME} is missing. Resume from another checkpoint, or load the "
+            "weights alone with from_pretrained()."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise _damaged(path, f"it is not of the format {FORMAT!r}")
+    if index.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {index.get('version')} of its format, and this ptm_accel reads version {VERSION}. "
+            "Install the ptm_accel that wrote it."
+        )
+    return index
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {reason}. Resume from another checkpoint.")
+
+
+@dataclass
+class _Saved:
+    """A saved state: its index, and its shards opened as they are needed.
+
+    Attributes:
+        directory: where it is.
+        index: the contents of its JSON file.
+        files: closes the shards.
+        shards: those that are open, with the names of their tensors.
+    """
+
+    directory: Path
+    index: dict[str, Any]
+    files: ExitStack
+    shards: dict[str, tuple[Any, set[str]]] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups."""
+        groups: list[dict[str, Any]] = self.index[_GROUPS]
+        return groups
+
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The entries of each parameter's state."""
+        state: dict[str, dict[str, Any]] = self.index["state"]
+        return state
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor by its name in the shards, mapped from the file."""
+        tensor: torch.Tensor = self.shard_of(name).get_tensor(name)
+        return tensor
+
+    def decode(self, value: Any) -> Any:
+        """What `_Encoder.encode` was given; tensors are copies."""
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "tensor" in value:
+            return self.tensor(value["tensor"]).clone()
+        if "tuple" in value:
+            return tuple(self.decode(item) for item in value["tuple"])
+        return {key: self.decode(item) for key, item in value["dict"].items()}
+
+    def shard_of(self, name: str) -> Any:
+        """The opened shard that holds a tensor.
+
+        Raises:
+            CheckpointError: the shard is missing, damaged, or does not hold it.
+        """
+        file = self.index["weight_map"].get(name)
+        if file is None:
+            raise _damaged(self.directory / INDEX_NAME, f"it does not say where {name} is")
+        if file not in self.shards:
+            path = self.directory / file
+            try:
+                shard = self.files.enter_context(safe_open(path, framework="pt"))
+            except FileNotFoundError:
+                raise _damaged(self.directory, f"{file}, which holds {name}, is missing") from None
+            except (OSError, SafetensorError) as error:
+                raise _damaged(path, f"{error} ({format_bytes(path.stat().st_size)})") from error
+            self.shards[file] = (shard, set(shard.keys()))
+        shard, names = self.shards[file]
+        if name not in names:
+            raise _damaged(self.directory / file, f"it does not hold {name}")
+        return shard
+
+    def check(self, optimizer: PagedOptimizer) -> None:
+        """Compares all of it with `optimizer`.
+
+        Raises:
+            CheckpointError: names the first difference.
+        """
+        try:
+            self._check_kind(optimizer)
+            self._check_groups(optimizer)
+            for slots in optimizer.group_slots():
+                for slot in slots:
+                    self._check_parameter(slot)
+            for value in self._values():
+                self.decode(value)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _damaged(self.directory / INDEX_NAME, f"it lacks {error}") from error
+
+    def _check_kind(self, optimizer: PagedOptimizer) -> None:
+        there, here = self.index["optimizer"], _class_name(optimizer)
+        if there != here:
+            raise self._differs("the optimizer", there, here, f"Train with {there}, or start a new run.")
+        masters = self.index["master_weights"]
+        if masters != optimizer.has_masters:
+            words = {True: "fp32 masters", False: "no masters"}
+            remedy = f"Set master_weights: {'fp32' if masters else 'null'}."
+            raise self._differs("the state", words[masters], words[optimizer.has_masters], remedy)
+
+    def _check_groups(self, optimizer: PagedOptimizer) -> None:
+        groups = optimizer.group_slots()
+        if len(groups) != len(self.groups):
+            raise self._differs("the number of parameter groups", len(self.groups), len(groups))
+        for number, (there, slots) in enumerate(zip(self.groups, groups, strict=True)):
+            names, here = there["params"], [slot.name for slot in slots]
+            if names == here:
+                continue
+            if len(names) != len(here):
+                extra = sorted(set(names) ^ set(here))[:1]
+                what = f"parameter group {number} (first difference: {', '.join(extra) or 'a repeated name'})"
+                raise self._differs(what, f"{len(names)} parameters", f"{len(here)}")
+            first = next(i for i in range(len(names)) if names[i] != here[i])
+            raise self._differs(f"parameter {first} of group {number}", names[first], here[first])
+
+    def _check_parameter(self, slot: ParamSlot) -> None:
+        there, here = self.index["parameters"][slot.name], _description(slot)
+        if there != here:
+            raise self._differs(f"parameter {slot.name}", _words(there), _words(here))
+        for key, value in self.state.get(slot.name, {}).items():
+            if not _is_paged(value):
+                continue
+            name = value["paged"]
+            shape = self.shard_of(name).get_slice(name).get_shape()
+            if shape != here["shape"]:
+                raise self._differs(f"the state {key} of {slot.name}", tuple(shape), f"shape {tuple(slot.value.shape)}")
+            dtype = self.tensor(name).dtype
+            if key == MASTER_KEY and dtype != torch.float32:
+                raise self._differs(f"the master of {slot.name}", _dtype_name(dtype), "float32")
+
+    def _values(self) -> Iterator[Any]:
+        """Everything that is not on pages."""
+        for group in self.groups:
+            yield from group["values"].values()
+        for entries in self.state.values():
+            yield from (value for value in entries.values() if not _is_paged(value))
+
+    def _differs(self, what: str, there: object, here: object, remedy: str = "") -> CheckpointError:
+        remedy = remedy or "It is of another model, or its parameters were grouped in another way."
+        return CheckpointError(
+            f"cannot load the optimizer state in {self.directory}: {what} differs: the checkpoint has {there}, this "
+            f"run has {here}. Nothing was changed. {remedy}"
+        )
+
+
+def _words(description: dict[str, Any]) -> str:
+    return f"{tuple(description['shape'])} of {description['dtype']}"

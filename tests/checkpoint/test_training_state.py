@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ptm_accel.checkpoint import training_state
+from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.errors import CheckpointError, DiskError
+from ptm_accel.optim.optimizer import PagedOptimizer, blank_state
+from tests.plain_loop import same_bits
+from tests.tiers import open_memory
+
+WIDTH = 48
+AMPLE, SCANT = 8 << 20, 640 << 10
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.unused = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(width, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x).float() * self.scale, ids)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(model), lr=1e-2, fused=True, amsgrad=True)
+
+
+MAKES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "sgd": lambda m: torch.optim.SGD(groups(m), lr=1e-2, momentum=0.9),
+    "adagrad": lambda m: torch.optim.Adagrad(groups(m), lr=1e-2, initial_accumulator_value=0.5),
+    "adafactor": lambda m: torch.optim.Adafactor(groups(m), lr=1e-2),
+    "rprop": lambda m: torch.optim.Rprop(groups(m), lr=1e-2),
+}
+
+
+class Run:
+    """A model on pages with its optimizer."""
+
+    def __init__(
+        self,
+        directory: Path,
+        make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        *,
+        kind: str = "host+disk",
+        budget: int = AMPLE,
+        dtype: torch.dtype = torch.float32,
+        masters: str | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = (model or Net()).to(dtype)
+        memory = open_memory(kind, budget, directory)
+        self.engine = Engine.attach(self.model, PTMConfig(master_weights=masters, page_size=4096), memory=memory)
+        with blank_state(self.engine.slots):
+            inner = make(self.model)
+        self.optimizer: PagedOptimizer = self.engine.bind_optimizer(inner)
+
+    def train(self, first: int, last: int) -> list[float]:
+        losses = []
+        for number in range(first, last):
+            ids = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(number))
+            loss = self.model(ids)
+            loss.backward()
+            losses.append(loss.item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def numbers(self) -> dict[str, Any]:
+        weights = {k: v.clone() for k, v in self.model.state_dict().items()}
+        return {"weights": weights, **copy.deepcopy(self.optimizer.state_dict())}
+
+    def close(self) -> None:
+        self.engine.check_integrity()
+        self.engine.close()
+
+
+def assert_equal(a: Any, b: Any, at: str = "") -> None:
+    assert type(a) is type(b), at
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), at
+        for key in a:
+            assert_equal(a[key], b[key], f"{at}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), at
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{at}/{i}")
+    else:
+        assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b, at
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(("before", "after"), [("host+disk", "mock+host+disk"), ("mock+host", "host+disk")])
+def test_resume_is_exact_under_other_budgets(tmp_path: Path, name: str, before: str, after: str) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    whole = Run(tmp_path, MAKES[name])
+    losses = whole.train(0, 4)
+
+    first = Run(tmp_path, MAKES[name], kind=before, budget=SCANT)
+    assert first.train(0, 2) == losses[:2]
+    first.optimizer.param_groups[1]["lr"] = 5e-3
+    save_optimizer_state(first.optimizer, state)
+    weights = first.numbers()["weights"]
+    first.optimizer.param_groups[1]["lr"] = 1e-2
+    kept = first.numbers()
+    first.close()
+
+    second = Run(tmp_path, MAKES[name], kind=after)
+    second.train(7, 9)
+    second.model.load_state_dict(weights)
+    load_optimizer_state(second.optimizer, state)
+    assert second.optimizer.param_groups[1]["lr"] == 5e-3
+    second.optimizer.param_groups[1]["lr"] = 1e-2
+    assert_equal(second.numbers(), kept)
+    assert second.train(2, 4) == losses[2:]
+    assert_equal(second.numbers(), whole.numbers())
+    second.close()
+    whole.close()
+
+
+def test_masters_are_kept(tmp_path: Path) -> None:
+    whole = Run(tmp_path, dtype=torch.bfloat16, masters="fp32")
+    losses = whole.train(0, 4)
+    first = Run(tmp_path, dtype=torch.bfloat16, masters="fp32", budget=SCANT)
+    first.train(0, 2)
+    state = tmp_path / "state"
+    state.mkdir()
+    save_optimizer_state(first.optimizer, state)
+    second = Run(tmp_path, dtype=torch.bfloat16, masters="fp32")
+    second.model.load_state_dict(first.numbers()["weights"])
+    load_optimizer_state(second.optimizer, state)
+    assert second.train(2, 4) == losses[2:]
+    assert_equal(second.numbers(), whole.numbers())
+    assert "embed.weight/master" in json.loads((state / "optimizer.json").read_text())["weight_map"]
+
+
+def test_pages_without_values_come_back_as_their_fill(tmp_path: Path) -> None:
+    first = Run(tmp_path, MAKES["adagrad"])
+    save_optimizer_state(first.optimizer, tmp_path)
+    second = Run(tmp_path, lambda m: torch.optim.Adagrad(groups(m), lr=1e-2, initial_accumulator_value=0.25))
+    load_optimizer_state(second.optimizer, tmp_path)
+    assert_equal(second.numbers(), first.numbers())
+    sums = second.optimizer.state_dict()["state"][0]["sum"]
+    assert torch.equal(sums, torch.full((64, WIDTH), 0.5))
+
+
+def test_state_that_the_checkpoint_lacks_is_forgotten(tmp_path: Path) -> None:
+    fresh = Run(tmp_path)
+    save_optimizer_state(fresh.optimizer, tmp_path)
+    used = Run(tmp_path)
+    used.train(0, 2)
+    load_optimizer_state(used.optimizer, tmp_path)
+    assert used.optimizer.state_dict()["state"] == {}
+    assert not used.optimizer.state
+    assert not list(used.optimizer.named_state())
+
+
+def test_the_layout_is_plain_safetensors_and_json(tmp_path: Path) -> None:
+    run = Run(tmp_path, budget=SCANT)
+    run.train(0, 1)
+    (tmp_path / "optimizer-00001-of-00099.safetensors").touch()
+    assert not has_optimizer_state(tmp_path)
+    save_optimizer_state(run.optimizer, tmp_path, max_shard_bytes=40_000)
+    assert has_optimizer_state(tmp_path)
+    files = sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("optimizer"))
+    count = len(files) - 1
+    assert count > 2
+    assert files == sorted([f"optimizer-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] + ["optimizer.json"])
+    index = json.loads((tmp_path / "optimizer.json").read_text())
+    assert (index["format"], index["version"], index["optimizer"]) == ("ptm_accel optimizer state", 1, "torch.AdamW")
+    assert index["param_groups"][0]["params"][:2] == ["embed.weight", "layers.0.weight"]
+    assert index["param_groups"][0]["values"]["betas"] == {"tuple": [0.9, 0.999]}
+    assert index["parameters"]["embed.weight"] == {"shape": [64, WIDTH], "dtype": "float32"}
+    seen: dict[str, str] = {}
+    for file in files[:-1]:
+        with safe_open(tmp_path / file, framework="pt") as shard:
+            names = list(shard.keys())
+            sizes = [shard.get_tensor(name).nbytes for name in names]
+        assert sum(sizes) <= 40_000 or len(names) == 1
+        seen.update(dict.fromkeys(names, file))
+    assert seen == index["weight_map"]
+    assert {"embed.weight/exp_avg", "embed.weight/step", "layers.3.bias/max_exp_avg_sq"} <= seen.keys()
+    assert not any(name.startswith("head") for name in seen)
+
+
+def test_hyperparameters_may_be_tensors(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups(model), lr=torch.tensor(1e-2, dtype=torch.float64), fused=True)
+
+    first = Run(tmp_path, make)
+    first.train(0, 1)
+    first.optimizer.param_groups[0]["lr"].mul_(0.3)
+    first.optimizer.param_groups[1]["note"] = {"a": [1, None, "x"], "b": (True, float("inf"))}
+    save_optimizer_state(first.optimizer, tmp_path)
+    second = Run(tmp_path, make)
+    load_optimizer_state(second.optimizer, tmp_path)
+    assert_equal(second.optimizer.state_dict()["param_groups"], first.optimizer.state_dict()["param_groups"])
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.optimizer.param_groups[0]["schedule"] = adamw
+    message = r"the optimizer's param_groups/0/schedule is a function, which cannot be saved: only numbers, text, tensors"
+    with pytest.raises(CheckpointError, match=message):
+        save_optimizer_state(run.optimizer, tmp_path)
+
+
+def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.train(0, 1)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(training_state, "save_file", fail)
+    message = r"cannot write optimizer-00001-of-00001.safetensors \(.* KiB\) of the optimizer state: No space left on device"
+    with pytest.raises(DiskError, match=message) as caught:
+        save_optimizer_state(run.optimizer, tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+
+
+# ---- what does not fit together is refused before anything is changed ------------------------------------------------
+
+
+def other_groups(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def other_order(model: nn.Module) -> torch.optim.Optimizer:
+    made = groups(model)
+    made[0]["params"][1:3] = made[0]["params"][2:0:-1]
+    return torch.optim.AdamW(made, lr=1e-2, fused=True)
+
+
+def fewer(model: nn.Module) -> torch.optim.Optimizer:
+    made = groups(model)
+    made[0]["params"] = [p for p in made[0]["params"] if p is not model.unused.weight]
+    return torch.optim.AdamW(made, lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"make": MAKES["sgd"]}, r"the optimizer differs: the checkpoint has torch.AdamW, this run has torch.SGD. Nothing"),
+        ({"make": other_groups}, r"the number of parameter groups differs: the checkpoint has 2, this run has 1. Nothing"),
+        ({"make": other_order}, r"parameter 1 of group 0 differs: the checkpoint has layers.0.weight, this run has layers.1"),
+        ({"make": fewer}, r"group 0 \(first difference: unused.weight\) differs: the checkpoint has 6 parameters, this run"),
+        ({"model": Net(64)}, r"parameter embed.weight differs: the checkpoint has \(64, 48\) of float32, this run has \(64, 64"),
+        ({"dtype": torch.bfloat16}, r"parameter embed.weight differs: the checkpoint has .* of float32, this run .* bfloat16"),
+        (
+            {"dtype": torch.bfloat16, "masters": "fp32"},
+            r"the state differs: the checkpoint has no masters, this run has fp32 masters. .* Set master_weights: null",
+        ),
+    ],
+)
+def test_another_optimizer_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    first = Run(tmp_path)
+    first.train(0, 1)
+    save_optimizer_state(first.optimizer, tmp_path)
+    second = Run(tmp_path, **changes)
+    second.train(0, 2)
+    before = second.numbers()
+    with pytest.raises(CheckpointError, match=message):
+        load_optimizer_state(second.optimizer, tmp_path)
+    assert_equal(second.numbers(), before)
+    second.close()
+
+
+def edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "optimizer.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "optimizer-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def swap_shards(directory: Path) -> None:
+    shutil.copy(directory / "optimizer-00001-of-00002.safetensors", directory / "optimizer-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"optimizer-00002-of-00002.safetensors is damaged: .* Resume from another checkpoint"),
+        (lambda d: (d / "optimizer-00002-of-00002.safetensors").unlink(), r"-00002-of-00002.safetensors, which holds .* is mi"),
+        (swap_shards, r"optimizer-00002-of-00002.safetensors is damaged: it does not hold"),
+        (lambda d: (d / "optimizer.json").unlink(), r"has no optimizer state: optimizer.json is missing. Resume from"),
+        (lambda d: (d / "optimizer.json").write_text("{"), r"optimizer.json is damaged: Expecting property name"),
+        (lambda d: (d / "optimizer.json").write_text("[]"), r"optimizer.json is damaged: it is not of the format 'ptm_accel"),
+        (lambda d: edit(d, lambda i: i.update(version=2)), r"has version 2 of its format, and this ptm_accel reads version 1"),
+        (lambda d: edit(d, lambda i: i.pop("state")), r"optimizer.json is damaged: it lacks 'state'"),
+        (lambda d: edit(d, lambda i: i["weight_map"].pop("scale/step")), r"it does not say where scale/step is"),
+        (
+            lambda d: edit(d, lambda i: i["state"]["embed.weight"].update(exp_avg={"paged": "layers.0.weight/exp_avg"})),
+            r"the state exp_avg of embed.weight differs: the checkpoint has \(48, 48\), this run has shape \(64, 48\)",
+        ),
+    ],
+)
+def test_a_damaged_state_is_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    run = Run(tmp_path)
+    run.train(0, 1)
+    save_optimizer_state(run.optimizer, tmp_path, max_shard_bytes=100_000)
+    damage(tmp_path)
+    run.train(1, 2)
+    before = run.numbers()
+    with pytest.raises(CheckpointError, match=message):
+        load_optimizer_state(run.optimizer, tmp_path)
+    assert_equal(run.numbers(), before)
+    run.close()
+
+
+def test_a_master_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, dtype=torch.bfloat16, masters="fp32")
+    run.train(0, 1)
+    run.optimizer.state_for("embed.weight").paged["exp_avg"] = run.engine.slots.by_name["embed.weight"].value
+    save_optimizer_state(run.optimizer, tmp_path)
+    edit(tmp_path, lambda i: i["state"]["embed.weight"].update(master={"paged": "embed.weight/exp_avg"}))
+    with pytest.raises(CheckpointError, match="the master of embed.weight differs: the checkpoint has bfloat16, this run"):
+        load_optimizer_state(run.optimizer, tmp_path)
+
+
+MEASURED = '''
+import json, sys, threading, time
+from pathlib import Path
+import torch
+from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+
+BUDGET, SHARD, MIB = 24 << 20, 8 << 20, 1 << 20
+
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+
+class Peak:
+    def __enter__(self):
+        self.bytes, self.over = 0, threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+    def watch(self):
+        while not self.over.wait(0.001):
+            self.bytes = max(self.bytes, anonymous())
+    def __exit__(self, *error):
+        self.over.set()
+        self.thread.join()
+
+def build():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(96)])
+    engine = Engine.attach(model, PTMConfig(host_memory=BUDGET, disk=sys.argv[1], page_size=65536))
+    return engine, engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+engine, optimizer = build()
+start = anonymous()
+for number, slot in enumerate(engine.slots):
+    state = optimizer.state_for(slot.name)
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.put_state(state, key, torch.full((512, 512), float(number)))
+    optimizer.put_state(state, "step", torch.tensor(3.0))
+    optimizer.show(state)
+out = Path(sys.argv[1]) / "state"
+out.mkdir()
+base = anonymous()
+with Peak() as saving:
+    save_optimizer_state(optimizer, out, max_shard_bytes=SHARD)
+engine.close()
+del engine, optimizer, state, slot
+engine, optimizer = build()
+base2 = anonymous()
+with Peak() as loading:
+    load_optimizer_state(optimizer, out)
+values = [float(engine.pool.snapshot(optimizer.state_for(s.name).paged["exp_avg"])[0, 0]) for s in engine.slots]
+assert values == [float(i) for i in range(96)], values
+print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loading": loading.bytes - base2}))
+'''
+
+
+def test_saving_and_loading_stay_within_the_budget_and_a_shard(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    budget, shard, slack = 24 << 20, 8 << 20, 4 << 20
+    assert measured["state"] > 7 * budget
+    assert measured["saving"] < budget + shard + slack
+    assert measured["loading"] < budget + shard + slack

@@ -1,0 +1,39 @@
+"""The tiny model, and the check after each test that what was on pages is all accounted for."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ptm_accel import engine
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    sys.modules.setdefault("tiny", _load("tiny"))
+    return sys.modules["tiny"]
+
+
+@pytest.fixture(autouse=True)
+def _accounted() -> Iterator[None]:
+    """Conservation laws of every engine that is alive after a test, and then their end."""
+    yield
+    for known in list(engine._engines.values()):
+        alive = known()
+        if alive is not None:
+            alive.check_integrity()
+    gc.collect()

@@ -1,0 +1,214 @@
+"""The Accelerator on pages, without a Trainer: a loop as accelerate's documentation writes it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import GradScalerKwargs
+from torch import nn
+
+from ptm_accel.engine import engine_of
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.integrations.accelerate import PagedGradScaler, PTMAccelerator
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """accelerate keeps its state for the whole process."""
+    yield
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+@pytest.fixture(params=["roomy", "tight"])
+def dials(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
+    return tiny.budget(request.param, tmp_path)
+
+
+def _loop(accelerator: Accelerator, tiny: ModuleType, *, by_value: float | None = None, steps: int = 6) -> Any:
+    model = tiny.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    # The optimizer first, as nothing forbids.
+    optimizer, model, schedule = accelerator.prepare(optimizer, model, schedule)
+    seen = []
+    for row in tiny.data(steps):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and by_value is None:
+                seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            elif accelerator.sync_gradients:
+                accelerator.clip_grad_value_(model.parameters(), by_value)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen, tiny.weights(accelerator.unwrap_model(model)), accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}])
+@pytest.mark.parametrize("by_value", [None, 1e-3])
+def test_a_loop_gives_the_same_numbers(
+    changes: dict[str, Any], by_value: float | None, tiny: ModuleType, dials: dict[str, Any]
+) -> None:
+    plain = _loop(Accelerator(cpu=True, **changes), tiny, by_value=by_value)
+    ours = _loop(PTMAccelerator(cpu=True, ptm_config=dials, **changes), tiny, by_value=by_value)
+    assert ours[0] == plain[0]
+    assert tiny.same(ours[1], plain[1])
+    assert tiny.same(ours[2], plain[2])
+
+
+def _scaled(scaler: Any, accelerator: Accelerator, tiny: ModuleType, fused: bool) -> Any:
+    """Six steps under loss scaling; the third loss is infinite."""
+    accelerator.scaler = scaler
+    # What fp16 is on CUDA: gradients are unscaled before they are clipped.
+    accelerator.native_amp = True
+    model = tiny.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    seen = []
+    for number, row in enumerate(tiny.data(6)):
+        loss = model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
+        accelerator.backward(loss * float("inf") if number == 2 else loss)
+        if number % 2:
+            seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        seen += [loss.item(), accelerator.scaler.get_scale(), optimizer.step_was_skipped]
+        optimizer.zero_grad()
+    return seen, tiny.weights(model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loss_scaling_skips_the_same_steps(
+    fused: bool, tiny: ModuleType, dials: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+    options = {"init_scale": 256.0, "growth_interval": 2}
+    plain = _scaled(torch.amp.GradScaler("cpu", **options), Accelerator(cpu=True), tiny, fused)
+    paged = PTMAccelerator(cpu=True, ptm_config=dials)
+    ours = _scaled(PagedGradScaler("cpu", **options), paged, tiny, fused)
+    assert ours[0] == plain[0]
+    assert (True in plain[0]) is not fused
+    assert tiny.same(ours[1], plain[1])
+
+
+def test_fp16_gradients_are_refused(tiny: ModuleType) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
+    accelerator.scaler = PagedGradScaler("cpu")
+    model = nn.Linear(64, 64, dtype=torch.float16)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 64, dtype=torch.float16)).float().mean())
+    with pytest.raises(UnsupportedError, match=r"Attempting to unscale FP16 gradients \(of shape \(64, 64\)\)"):
+        optimizer.step()
+
+
+def test_the_scaler_of_fp16_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Accelerator.__init__
+
+    def with_scaler(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    monkeypatch.setattr(Accelerator, "__init__", with_scaler)
+    monkeypatch.setattr("accelerate.Accelerator.__init__", with_scaler)
+    accelerator = PTMAccelerator(cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    assert isinstance(accelerator.scaler, PagedGradScaler)
+    assert accelerator.scaler.state_dict()["scale"] == 8.0
+
+
+def test_a_gradient_scaler_for_an_optimizer_that_is_not_on_pages() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    runs = []
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), PagedGradScaler("cpu", init_scale=4.0)):
+        param = nn.Parameter(weight.detach().clone())
+        optimizer = torch.optim.SGD([param], lr=0.5)
+        scaler.scale((param * 3).sum()).backward()
+        scaler.step(optimizer)
+        runs.append(param.tolist())
+    assert runs[0] == runs[1] == [-0.5] * 4
+
+
+def test_an_optimizer_without_its_model_is_refused(tiny: ModuleType) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
+    stray = tiny.model()
+    with pytest.raises(UnsupportedError, match=r"the optimizer SGD holds 30 parameters, and none of them is of a model"):
+        accelerator.prepare(torch.optim.SGD(stray.parameters(), lr=0.1))
+
+
+def test_an_optimizer_of_another_accelerator_is_refused(tiny: ModuleType) -> None:
+    model = tiny.model()
+    prepared = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
+    with pytest.raises(UnsupportedError, match=r"the optimizer SGD was prepared by an Accelerator without pages"):
+        accelerator.prepare(model, prepared)
+
+
+def test_clipping_a_part_is_refused_and_others_are_clipped_as_ever(tiny: ModuleType) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
+    model = tiny.model()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    row = tiny.data(1)[0]
+    accelerator.backward(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss)
+    with pytest.raises(UnsupportedError, match=r"was given 1 parameters, but 29 of 30 gradients belong to others"):
+        accelerator.clip_grad_norm_(model.lm_head.weight, 1.0)
+    foreign = nn.Parameter(torch.zeros(2))
+    foreign.grad = torch.tensor([3.0, 4.0])
+    assert accelerator.clip_grad_norm_([foreign], 1.0) == 5.0
+    accelerator.clip_grad_value_([foreign], 0.25)
+    assert foreign.grad.tolist() == [0.25, 0.25]
+
+
+def test_free_memory_drops_gradients_and_lets_go(tiny: ModuleType) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
+    model = accelerator.prepare(tiny.model())
+    row = tiny.data(1)[0]
+    accelerator.backward(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss)
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.gradients is not None
+    assert len(engine.gradients.present()) == 30
+    accelerator.free_memory()
+    assert engine.gradients.present() == []
+    gone = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"),
+    [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Mega")],
+)
+def test_other_plugins_are_refused(switch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switch, "true")
+    with pytest.raises(UnsupportedError, match=rf"{name}.* is switched on \(by the environment variable {switch}=true\)"):
+        PTMAccelerator(cpu=True)
+
+
+def test_plugins_as_arguments_are_refused() -> None:
+    plugin: Any = SimpleNamespace()
+    with pytest.raises(UnsupportedError, match=r"FSDP is switched on \(by the argument fsdp_plugin\) and so is ptm_acc"):
+        PTMAccelerator(cpu=True, fsdp_plugin=plugin)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UnsupportedError, match="was started in 4 processes; several processes are not supported yet"):
+        PTMAccelerator(cpu=True)
+
+
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "device", torch.device("mps"))
+    with pytest.raises(UnsupportedError, match=r"was given the device mps; it has pages for CUDA and for the CPU only"):
+        PTMAccelerator(cpu=True)

@@ -1,0 +1,292 @@
+"""Saving and resuming through the Trainer: bit for bit, whole directories or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.trainer_utils import get_last_checkpoint
+
+from ptm_accel.engine import engine_of
+from ptm_accel.errors import CheckpointError
+from ptm_accel.integrations.transformers import Trainer
+
+CHILD = Path(__file__).with_name("trainer_child.py")
+SIZES = {"attention_dropout": 0.1}
+CHANGES = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
+
+
+def _child(job: dict[str, Any], folder: Path) -> tuple[int, Any]:
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    job = {"sizes": SIZES, "changes": CHANGES, "result": str(result), **job}
+    done = subprocess.run(
+        [sys.executable, str(CHILD), json.dumps(job)], capture_output=True, text=True, timeout=200, check=False
+    )
+    if done.returncode not in (0, -signal.SIGKILL):
+        raise AssertionError(done.stderr[-4000:])
+    return done.returncode, json.loads(result.read_text()) if result.exists() else None
+
+
+def _build(tiny: ModuleType, cls: Any, folder: Path, dials: Any = None, given: Any = None, **changes: Any) -> Any:
+    extra = {"ptm_config": dials} if dials is not None else {}
+    model = (given or {}).pop("model", None)
+    return cls(
+        model=model or tiny.model(**SIZES),
+        args=tiny.arguments(folder, **{**CHANGES, **changes}),
+        train_dataset=tiny.data(),
+        eval_dataset=tiny.data(6),
+        **extra,
+        **(given or {}),
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Ten steps of the plain Trainer in one go."""
+    trainer = _build(tiny, transformers.Trainer, tmp_path_factory.mktemp("plain"), max_steps=10)
+    trainer.train()
+    return {"history": tiny.history(trainer), "weights": tiny.digest(trainer.model)}
+
+
+@pytest.fixture
+def tight(tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "scratch").mkdir()
+    return tiny.budget("tight", tmp_path / "scratch")
+
+
+def _steps(outcome: dict[str, Any]) -> list[Any]:
+    """The lines of the steps, without the one at the end, whose averages are over one call."""
+    return [line for line in outcome["history"] if "loss" in line]
+
+
+@pytest.mark.parametrize(("first", "second"), [("tight", "roomy"), ("roomy", "tight")])
+def test_ten_steps_are_five_and_five_in_a_new_process(
+    first: str, second: str, tiny: ModuleType, tight: dict[str, Any], uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    dials = {"tight": tight, "roomy": tiny.budget("roomy", tmp_path)}
+    run = tmp_path / "run"
+    code, outcome = _child({"folder": str(run), "dials": dials[first], "stop_at": 5}, tmp_path)
+    assert (code, len(_steps(outcome))) == (0, 5)
+    names = {path.name for path in (run / "checkpoint-5").iterdir()}
+    assert names >= {"model.safetensors", "optimizer.json", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert "optimizer.pt" not in names
+    code, outcome = _child({"folder": str(run), "dials": dials[second], "resume": True}, tmp_path)
+    assert code == 0
+    assert _steps(outcome) == _steps(uninterrupted)
+    assert outcome["weights"] == uninterrupted["weights"]
+
+
+def test_killed_in_the_middle_of_a_save(
+    tiny: ModuleType, tight: dict[str, Any], uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    code, _ = _child({"folder": str(run), "dials": tight, "save_steps": 4, "kill_at": 8}, tmp_path)
+    assert code == -signal.SIGKILL
+    left = [path.name for path in run.iterdir() if path.name != "checkpoint-4"]
+    assert len(left) == 1
+    assert left[0].startswith(".incomplete-checkpoint-8-")
+    assert get_last_checkpoint(str(run)) == str(run / "checkpoint-4")
+    trainer = _build(tiny, Trainer, run, tight, max_steps=10)
+    trainer.train(resume_from_checkpoint=True)
+    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
+    assert _steps({"history": tiny.history(trainer)}) == _steps(uninterrupted)
+    assert tiny.digest(trainer.model) == uninterrupted["weights"]
+
+
+def test_a_save_that_fails_leaves_the_one_before(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+    class Fails(Trainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            if self.state.global_step == 4:
+                raise RuntimeError("as if")
+            super()._save_rng_state(output_dir)
+
+    trainer = _build(tiny, Fails, tmp_path / "run", tight, save_strategy="steps", save_steps=2)
+    with pytest.raises(RuntimeError, match="as if"):
+        trainer.train()
+    assert os.listdir(tmp_path / "run") == ["checkpoint-2"]
+    # Later saves of the same Trainer go where they belong.
+    trainer.save_model(str(tmp_path / "run" / "whole"))
+    assert (tmp_path / "run" / "whole" / "model.safetensors").is_file()
+    assert trainer._get_output_dir(None) == str(tmp_path / "run")
+
+
+def test_best_model_rotation_and_state_as_in_the_plain_trainer(
+    tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
+) -> None:
+    runs = []
+    for cls, config in ((transformers.Trainer, None), (Trainer, tight)):
+        run = tmp_path / cls.__module__.partition(".")[0]
+        trainer = _build(
+            tiny,
+            cls,
+            run,
+            config,
+            max_steps=6,
+            learning_rate=0.02,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            save_total_limit=2,
+            load_best_model_at_end=True,
+        )
+        trainer.train()
+        states = {path.parent.name: json.loads(path.read_text()) for path in run.glob("checkpoint-*/trainer_state.json")}
+        best = {name: Path(state["best_model_checkpoint"]) for name, state in states.items()}
+        assert all(path.parent == run for path in best.values())
+        assert Path(trainer.state.best_model_checkpoint).parent == run
+        steps = {name: [tiny.history(trainer)[: len(s["log_history"])], s["best_metric"]] for name, s in states.items()}
+        runs.append(
+            (
+                sorted(os.listdir(run)),
+                {name: path.name for name, path in best.items()},
+                steps,
+                Path(trainer.state.best_model_checkpoint).name,
+                tiny.history(trainer),
+                tiny.digest(trainer.model),
+            )
+        )
+    assert len(runs[0][0]) == 2
+    assert runs[0] == runs[1]
+
+
+def test_only_complete_checkpoints_are_resumed_from(
+    tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    trainer = _build(tiny, Trainer, run, tight, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-7")
+    (run / "checkpoint-7" / "trainer_state.json").unlink()
+    again = _build(tiny, Trainer, run, tight, max_steps=4)
+    with pytest.raises(CheckpointError, match=r"checkpoint-7 is incomplete: it has \d+ files, and no trainer_state.json"):
+        again.train(resume_from_checkpoint=str(run / "checkpoint-7"))
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+    assert "checkpoint-7 is incomplete (no trainer_state.json); it is not resumed from." in caplog.text
+    shutil.rmtree(run / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="the checkpoint .*checkpoint-7 is incomplete"):
+        again.train(resume_from_checkpoint=True)
+    shutil.rmtree(run / "checkpoint-7")
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        again.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_refused(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+    _build(tiny, transformers.Trainer, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer = _build(tiny, Trainer, tmp_path, tight, max_steps=2)
+    with pytest.raises(CheckpointError, match=r"was saved without ptm_accel: its optimizer state is one pickled file"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"num_hidden_layers": 4}, "layers.3"), ({"num_hidden_layers": 2}, "layers.2"), ({"intermediate_size": 96}, "mlp")],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    changes: dict[str, Any], named: str, tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    _build(tiny, Trainer, run, tight, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer = _build(tiny, Trainer, run, tight, {"model": tiny.model(**changes)}, max_steps=2)
+    before = tiny.digest(trainer.model)
+    with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
+        trainer.train(resume_from_checkpoint=True)
+    assert tiny.digest(trainer.model) == before
+
+
+def test_save_only_model(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+    runs = []
+    for cls, config in ((transformers.Trainer, None), (Trainer, tight)):
+        run = tmp_path / cls.__module__.partition(".")[0]
+        changes = {"save_only_model": True, "save_strategy": "steps", "save_steps": 1}
+        _build(tiny, cls, run, config, max_steps=1, **changes).train()
+        trainer = _build(tiny, cls, run, config, max_steps=2, **changes)
+        trainer.train(resume_from_checkpoint=True)
+        runs.append((sorted(os.listdir(run / "checkpoint-2")), tiny.digest(trainer.model)))
+    assert runs[0] == runs[1]
+
+
+def test_uploads_begin_when_the_checkpoint_has_its_name(
+    tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed = []
+
+    def push(self: Any, folder: str) -> None:
+        pushed.append((folder, sorted(os.listdir(folder))))
+
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", push)
+    trainer = _build(tiny, Trainer, tmp_path / "run", tight, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.args.push_to_hub = True
+    monkeypatch.setattr(transformers.Trainer, "push_to_hub", lambda *args, **kwargs: None)
+    trainer.train()
+    assert [Path(folder).name for folder, _ in pushed] == ["checkpoint-1", "checkpoint-2"]
+    assert all(Path(folder).parent == tmp_path / "run" and "trainer_state.json" in names for folder, names in pushed)
+
+
+def test_fused_experts_resume_exactly(tiny: ModuleType, tmp_path: Path) -> None:
+    def mixtral() -> MixtralForCausalLM:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": tiny.VOCABULARY}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+    dials = {"host_memory": "1MiB", "page_size": 4096, "disk": str(tmp_path)}
+    plain = _build(tiny, transformers.Trainer, tmp_path / "plain", given={"model": mixtral()}, max_steps=4)
+    plain.train()
+    run = tmp_path / "run"
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    _build(tiny, Trainer, run, dials, {"model": mixtral()}, **changes).train()
+    shutil.rmtree(run / "checkpoint-4")
+    resumed = _build(tiny, Trainer, run, dials, {"model": mixtral()}, **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert engine_of(resumed.model).pool.stats.evictions > 0
+    assert tiny.digest(resumed.model) == tiny.digest(plain.model)
+
+
+def test_adapters_resume_and_load_the_best(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+    def lora() -> Any:
+        torch.manual_seed(0)
+        base = tiny.model()
+        torch.manual_seed(0)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+    changes = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    changes |= {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05}
+    plain = _build(tiny, transformers.Trainer, tmp_path / "plain", given={"model": lora()}, **changes)
+    plain.train()
+    run = tmp_path / "run"
+    first = _build(tiny, Trainer, run, tight, {"model": lora()}, **changes)
+    first.train()
+    assert tiny.digest(first.model) == tiny.digest(plain.model)
+    assert tiny.history(first) == tiny.history(plain)
+    shutil.rmtree(run / "checkpoint-4")
+    resumed = _build(tiny, Trainer, run, tight, {"model": lora()}, **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert _steps({"history": tiny.history(resumed)}) == _steps({"history": tiny.history(plain)})
+    assert tiny.digest(resumed.model) == tiny.digest(plain.model)
+
+
+def test_a_tied_model_saves_as_the_plain_trainer_does(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+    saved = []
+    for cls, config in ((transformers.Trainer, None), (Trainer, tight)):
+        folder = tmp_path / cls.__module__.partition(".")[0]
+        model = tiny.model(tie_word_embeddings=True)
+        trainer = _build(tiny, cls, folder, config, {"model": model}, max_steps=2)
+        trainer.train()
+        trainer.save_model()
+        saved.append((folder / "model.safetensors").read_bytes())
+    assert saved[0] == saved[1]
