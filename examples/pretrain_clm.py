@@ -73,10 +73,19 @@ class ScriptArguments:
     vocabulary: int = field(default=8192, metadata={"help": "Size of the tokenizer's vocabulary."})
     text_bytes: int = field(default=4_000_000, metadata={"help": "How much source text to use."})
 
-    def shrink(self) -> None:
-        """Sets the sizes that CI uses."""
-        self.sequence_length, self.hidden_size, self.layers, self.vocabulary = 64, 128, 3, 1024
-        self.text_bytes, self.host_memory, self.page_size, self.compare_steps = 300_000, "3MiB", "64KiB", 4
+
+SMALL = {
+    "max_steps": 8,
+    "compare_steps": 4,
+    "sequence_length": 64,
+    "hidden_size": 128,
+    "layers": 3,
+    "vocabulary": 1024,
+    "text_bytes": 300_000,
+    "host_memory": "3MiB",
+    "page_size": "64KiB",
+}
+"""What `--small` stands for; each can still be given."""
 
 
 class StepClock(TrainerCallback):
@@ -102,7 +111,7 @@ def parse() -> tuple[ScriptArguments, TrainingArguments]:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     parser.set_defaults(
         output_dir="outputs/pretrain_clm",
-        max_steps=36,
+        max_steps=30,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
         warmup_steps=4,
@@ -113,13 +122,9 @@ def parse() -> tuple[ScriptArguments, TrainingArguments]:
         report_to="none",
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    arguments = sys.argv[1:]
-    if "--small" in arguments:
-        arguments = ["--max_steps", "8", *arguments]
-    script, training = parser.parse_args_into_dataclasses(arguments)
-    if script.small:
-        script.shrink()
-    return script, training
+    if "--small" in sys.argv:
+        parser.set_defaults(**SMALL)
+    return parser.parse_args_into_dataclasses()
 
 
 def standard_library_files(limit_bytes: int, seed: int) -> list[str]:

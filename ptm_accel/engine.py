@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
 from ptm_accel.errors import BudgetError, ConfigError
@@ -70,7 +71,7 @@ class Engine:
         self.optimizer: PagedOptimizer | None = None
         self.gradients: Gradients | None = None
         self.metrics = Metrics(memory)
-        self._finaliser = weakref.finalize(model, memory.close)
+        self._finaliser = weakref.finalize(model, _close_unasked, memory)
 
     # ---- beginning and end -----------------------------------------------------------------------------------
 
@@ -496,6 +497,12 @@ def open_memory(
         for line in resolved.lines():
             logger.info("%s", line)
     return resolved, memory
+
+
+def _close_unasked(memory: Memory) -> None:
+    """Closes the memory of a model that was collected: at any moment, also while something is traced on fake tensors."""
+    with _disable_current_modes():
+        memory.close()
 
 
 def engine_of(model: nn.Module) -> Engine | None:

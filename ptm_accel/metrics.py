@@ -85,6 +85,6 @@ class Metrics:
                 f"{format_bytes(now.disk_written_bytes // steps)} a step"
             )
         return (
-            f"ptm_accel: {now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults a step, "
+            f"{now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults a step, "
             f"stalled {now.stall_s / steps:.3f} s a step{disk}"
         )

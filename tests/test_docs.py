@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import xml.etree.ElementTree as ElementTree
@@ -100,6 +101,27 @@ def test_every_tested_model_is_in_the_table() -> None:
     table = re.sub(r"[^a-z0-9|]", "", (DOCS / "compatibility.md").read_text(encoding="utf-8").lower())
     missing = [name for name in ENTRIES if re.sub(r"-tied$|-", "", name) not in table]
     assert not missing
+
+
+def _strings_of_the_source() -> set[str]:
+    """All texts in the package's code; of an f-string, its fixed parts."""
+    files = [*(ROOT / "ptm_accel").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    constants = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return {text for text in constants if isinstance(text, str)}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "troubleshooting.md"], ids=_name)
+def test_quoted_messages_are_those_of_the_code(page: Path) -> None:
+    """Readers find a message by its text, so a message that changed must change there as well."""
+    strings = _strings_of_the_source()
+    tables = re.findall(r"^\| message \|.*\n\|.*\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    cells = [line.split(" | ")[0] for table in tables for line in table.splitlines()]
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell)]
+    assert len(quotes) > 4
+    for quote in quotes:
+        for part in filter(None, (piece.strip() for piece in quote.split("..."))):
+            assert any(part in text for text in strings), f"{_name(page)}: `{quote}` is in no message of the code"
 
 
 def test_every_public_name_is_documented() -> None:

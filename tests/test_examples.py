@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +29,19 @@ def _run(script: str, *arguments: str, cwd: Path, fails: bool = False) -> str:
     text = done.stdout + done.stderr
     assert (done.returncode != 0) == fails, text
     return text
+
+
+def _module(name: str) -> ModuleType:
+    """An example as a module, for its parts."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return module
 
 
 def _runs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -54,12 +69,22 @@ def test_pretraining_compares_itself_with_plain(tmp_path: Path) -> None:
     assert model.num_parameters() * 16 == paged["states_bytes"]
 
 
-def test_a_plain_run_says_that_other_options_are_not_comparable(tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    _run("pretrain_clm.py", "--small", "--max_steps", "2", "--compare_steps", "0", "--output_dir", out, cwd=tmp_path)
-    arguments = ["--small", "--plain", "--max_steps", "2", "--learning_rate", "1e-4", "--output_dir", out]
-    text = _run("pretrain_clm.py", *arguments, cwd=tmp_path)
-    assert "Not compared with the earlier run: learning_rate differ" in text
+def test_only_runs_with_equal_options_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    compare = _module("pretrain_clm").compare
+    run = {
+        "settings": {"seed": "1", "data": "a"}, "losses": [3.0, 2.0], "step_s": [1.0, 2.0],
+        "rss_peak_bytes": 3 << 20, "rss_before_bytes": 1 << 20,
+    }  # fmt: skip
+    assert compare(run, {**run, "settings": {"seed": "2", "data": "a"}})
+    assert "Not compared with the earlier run: seed differ" in capsys.readouterr().out
+    assert compare(run, {**run, "step_s": [1.0, 4.0]})
+    text = capsys.readouterr().out
+    assert "losses           bit-identical" in text
+    assert "2.00 s against 4.00 s: 0.50x" in text
+    assert not compare(run, {**run, "losses": [3.0, 2.0000000000000004]})
+    text = capsys.readouterr().out
+    assert "losses           DIFFERENT" in text
+    assert "first at step 2: 2.0 on pages, 2.0000000000000004 plain" in text
 
 
 def test_a_budget_that_cannot_work_is_refused(tmp_path: Path) -> None:
@@ -109,7 +134,11 @@ def test_finetuning_a_directory_with_adapters(model_folder: Path, tmp_path: Path
     assert any("lora_B" in name and bool(value.abs().sum() > 0) for name, value in adapter.items())
 
 
-def test_finetuning_refuses_two_sources_of_text(model_folder: Path, tmp_path: Path) -> None:
-    arguments = [str(model_folder), "--text_file", "a.txt", "--dataset", "b"]
-    text = _run("finetune_clm.py", *arguments, cwd=tmp_path, fails=True)
-    assert "Give either --text_file or --dataset." in text
+def test_finetuning_refuses_two_sources_of_text() -> None:
+    with pytest.raises(SystemExit, match=r"Give either --text_file or --dataset\."):
+        _module("finetune_clm").DataArguments(text_file="a.txt", dataset="b").load()
+
+
+def test_finetuning_refuses_two_sources_of_dials() -> None:
+    with pytest.raises(SystemExit, match=r"Give --ptm_config or --host_memory, not both\."):
+        _module("finetune_clm").PagingArguments(ptm_config="dials.yaml", host_memory="1GiB").dials()

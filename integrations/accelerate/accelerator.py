@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
 from ptm_accel.config import PTMConfig
@@ -101,6 +101,8 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
         ConfigError: dials that cannot be used.
     """
 
+    scaler: torch.amp.GradScaler | None
+
     def __init__(
         self,
         *args: Any,
@@ -123,6 +125,10 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
                 f"ptm_accel was given the device {self.device}; it has pages for CUDA and for the CPU only. "
                 "Set use_cpu=True (Accelerator: cpu=True)."
             )
+        self._put_scaler_on_pages()
+
+    def _put_scaler_on_pages(self) -> None:
+        # Before any optimizer is prepared, since each keeps the scaler that is there then.
         if self.scaler is not None:
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = PagedGradScaler(self.device.type, **options)

@@ -16,9 +16,7 @@ logger = logging.getLogger(__name__)
 class PTMCallback(TrainerCallback):
     """Added by the Trainer on pages by itself; does nothing for a model that is not on pages."""
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Counts the step, for the figures per step."""
         engine = _engine(kwargs.get("model"))
         if engine is not None:

@@ -48,6 +48,16 @@ class PagedCheckpoints(_Host):
     def _attach(self) -> Engine:
         raise NotImplementedError
 
+    @property
+    def _engine(self) -> Engine | None:
+        return engine_of(self._bare_model)
+
+    @property
+    def _bare_model(self) -> nn.Module:
+        # The Trainer refuses to be built without one; it may be made anew in train().
+        assert self.model is not None
+        return self.model
+
     # ---- saving ----------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -102,13 +112,14 @@ class PagedCheckpoints(_Host):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = engine_of(self.model)
+        engine = self._engine
         if engine is None or engine.optimizer is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
         save_optimizer_state(engine.optimizer, Path(output_dir))
         with warnings.catch_warnings(record=True) as caught:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+            if self.lr_scheduler is not None:
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
         reissue_pt_warnings(caught)
 
     # ---- finding a checkpoint --------------------------------------------------------------------------------
@@ -133,10 +144,17 @@ class PagedCheckpoints(_Host):
                     "resume_from_checkpoint=True for the newest that is complete."
                 )
             return asked
-        for path in _numbered(Path(self.args.output_dir)):
+        found = _numbered(Path(self._get_output_dir(None)))
+        for path in found:
             if _whole(path):
                 return str(path)
             logger.warning("%s is incomplete (no %s); it is not resumed from.", path, TRAINER_STATE_NAME)
+        if found:
+            raise CheckpointError(
+                f"cannot resume: all {len(found)} checkpoints in {found[0].parent} are incomplete (no "
+                f"{TRAINER_STATE_NAME}), such as {found[0].name}. Set output_dir to where complete ones are, or train "
+                "without resume_from_checkpoint."
+            )
         # The Trainer says that there is none.
         return asked
 
@@ -157,13 +175,13 @@ class PagedCheckpoints(_Host):
         """Loads safetensors of a whole model onto the pages; False where there are none (adapters, older formats)."""
         if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
             return False
-        load_weights(self.model, directory)
+        load_weights(self._bare_model, directory)
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        engine = engine_of(self.model)
+        engine = self._engine
         directory = Path(checkpoint)
         if engine is None or engine.optimizer is None:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -173,7 +191,7 @@ class PagedCheckpoints(_Host):
             return
         load_optimizer_state(engine.optimizer, directory)
         scheduler = directory / SCHEDULER_NAME
-        if scheduler.is_file():
+        if scheduler.is_file() and self.lr_scheduler is not None:
             with warnings.catch_warnings(record=True) as caught:
                 self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
             reissue_pt_warnings(caught)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel, initialization
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME  # type: ignore[attr-defined]
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.engine import Engine, open_memory

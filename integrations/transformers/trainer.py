@@ -15,7 +15,7 @@ import transformers.trainer
 from torch import nn
 
 from ptm_accel.config import PTMConfig
-from ptm_accel.engine import Engine, engine_of
+from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.logs import speak
 from ptm_accel.optim.optimizer import blank_state
@@ -80,11 +80,11 @@ class PTMTrainerMixin(PagedCheckpoints):
         assert isinstance(accelerator, PTMAccelerator)
         # The model before this one (model_init makes a new one for each train()) must not be kept by the callbacks.
         self.callback_handler.model = self.model
-        return accelerator.attach(self.model)
+        return accelerator.attach(self._bare_model)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
-        return super()._prepare_for_training(*args, **kwargs)
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in the Trainer; state that an optimizer makes in its constructor takes no memory."""
@@ -123,14 +123,14 @@ class PTMTrainerMixin(PagedCheckpoints):
         try:
             yield
         except BaseException:
-            engine = engine_of(self.model)
+            engine = self._engine if self.model is not None else None
             if engine is not None:
                 engine.abort()
             raise
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in the Trainer; the lines of training get what was used and moved since the last one."""
-        engine = engine_of(self.model)
+        engine = self._engine
         if engine is not None and "loss" in logs and "learning_rate" in logs:
             logs = {**logs, **engine.metrics.since_last()}
         super().log(logs, *args, **kwargs)
@@ -139,19 +139,22 @@ class PTMTrainerMixin(PagedCheckpoints):
 @contextmanager
 def _accelerator_is(factory: Any) -> Iterator[None]:
     """While it lasts, `Accelerator(...)` in the Trainer's module calls `factory`."""
-    stock = transformers.trainer.Accelerator
-    transformers.trainer.Accelerator = factory  # type: ignore[misc]
+    names = vars(transformers.trainer)
+    stock = names["Accelerator"]
+    names["Accelerator"] = factory
     try:
         yield
     finally:
-        transformers.trainer.Accelerator = stock  # type: ignore[misc]
+        names["Accelerator"] = stock
 
 
 class Trainer(PTMTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on pages: the same arguments, and `ptm_config`."""
 
 
-@functools.cache
+_made: dict[type, type[transformers.Trainer]] = {}
+
+
 def ptm_trainer(cls: type[transformers.Trainer]) -> type[transformers.Trainer]:
     """The class that is `cls` on pages, under the same name; takes `ptm_config` as well.
 
@@ -165,5 +168,8 @@ def ptm_trainer(cls: type[transformers.Trainer]) -> type[transformers.Trainer]:
         raise UnsupportedError(f"{cls.__name__} is not a transformers.Trainer; pass a subclass of it to ptm_trainer().")
     if issubclass(cls, PTMTrainerMixin):
         return cls
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (PTMTrainerMixin, cls), names)
+    if cls not in _made:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        metaclass: Any = type(cls)
+        _made[cls] = metaclass(cls.__name__, (PTMTrainerMixin, cls), names)
+    return _made[cls]

@@ -122,8 +122,8 @@ def weight_files(directory: Path, variant: str | None = None) -> list[Path]:
 
 
 def _with_variant(name: str, variant: str | None) -> str:
-    stem, dot, rest = name.partition(".")
-    return f"{stem}.{variant}{dot}{rest}" if variant else name
+    stem, dot, extension = name.rpartition(".")
+    return f"{stem}.{variant}{dot}{extension}" if variant else name
 
 
 def read_headers(files: list[Path]) -> dict[str, torch.Tensor]:
@@ -190,7 +190,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         )
     model = getattr(model, "_orig_mod", model)
     files = weight_files(Path(directory))
-    load = _load_converted if isinstance(model, PreTrainedModel) else _load_plain
+    load: _Load = _load_converted if isinstance(model, PreTrainedModel) else _load_plain
     with engine.state_dicts.names_only():
         check = _Check(model)
         with _without_progress_bar():
@@ -281,15 +281,20 @@ class _Write(_Target):
             )
 
 
+_Load = Callable[[nn.Module, Mapping[str, Any], _Target, str], None]
+"""Hands tensors by name to a target; the last argument is the device they are made on."""
+
+
 def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """A module's parameter or buffer, without bringing it in."""
     param = dict.get(module._parameters, name)
     return param if param is not None else module._buffers.get(name)
 
 
-def _load_converted(model: PreTrainedModel, tensors: Mapping[str, Any], target: _Target, device: str) -> None:
+def _load_converted(model: Any, tensors: Mapping[str, Any], target: _Target, device: str) -> None:
     """Hands `tensors` to `target`, renamed and fused as transformers does it for this model."""
-    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
+    mapping: Any = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
 
     def redirect(original: Setter) -> Setter:
         def take(root: nn.Module, full_name: str, value: Any, info: Any, quantizer: Any) -> None:

@@ -207,8 +207,9 @@ def _apply(optimizer: PagedOptimizer, saved: _Saved) -> None:
     for group, there, slots in groups:
         for key, value in there["values"].items():
             now, made = group.get(key), saved.decode(value)
-            both = isinstance(now, torch.Tensor) and isinstance(made, torch.Tensor)
-            group[key] = made.to(now.device) if both else made
+            if isinstance(now, torch.Tensor) and isinstance(made, torch.Tensor):
+                made = made.to(now.device)
+            group[key] = made
         for slot in slots:
             state = optimizer.state_for(slot.name)
             entries = saved.state.get(slot.name, {})

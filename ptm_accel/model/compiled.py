@@ -36,6 +36,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -43,6 +46,7 @@ from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.floor import Floor
+from ptm_accel.model.saved import CALLED_BY_AUTOGRAD
 from ptm_accel.model.slots import ParamSlot
 
 if TYPE_CHECKING:
@@ -85,6 +89,35 @@ class Region:
         return sum(slot.value.slot_bytes for slot in self.slots if slot.param.requires_grad)
 
 
+class _Watch:
+    """The one hook of torch's through which every paged model hears of wrappers around its modules."""
+
+    def __init__(self) -> None:
+        self._listeners: weakref.WeakSet[CompiledRegions] = weakref.WeakSet()
+        self.handle: RemovableHandle | None = None
+
+    def add(self, regions: CompiledRegions) -> None:
+        """Begins to tell `regions`."""
+        self._listeners.add(regions)
+        if self.handle is None:
+            self.handle = register_module_module_registration_hook(self._registered)  # type: ignore[no-untyped-call]
+
+    def discard(self, regions: CompiledRegions) -> None:
+        """Ends telling `regions`."""
+        self._listeners.discard(regions)
+        if self.handle is not None and not len(self._listeners):
+            self.handle.remove()
+            self.handle = None
+
+    def _registered(self, wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+        if name == "_orig_mod" and module is not None and _is_wrapper(wrapper):
+            for regions in list(self._listeners):
+                regions.wrapped(wrapper, module)
+
+
+_watch = _Watch()
+
+
 class Bared:
     """The modules of a running region without dictionaries and hooks of ours; `restore` puts them back.
 
@@ -99,6 +132,9 @@ class Bared:
     def __init__(self, region: Region, entered: nn.Module | None, handles: Mapping[nn.Module, Handles]) -> None:
         self._dicts: list[tuple[nn.Module, FaultDict]] = []
         self._hooks: list[tuple[Any, int, Any]] = []
+        if _watch.handle is not None:
+            # Models that set modules in their forward have torch's own list of hooks traced and guarded on.
+            self._take(_watch.handle.hooks_dict_ref(), _watch.handle.id)
         for module, plain in region.modules:
             own = module.__dict__
             faulting = own["_parameters"]
@@ -149,27 +185,17 @@ class CompiledRegions:
         self._modules: list[nn.Module] = []
         self._entries: list[tuple[nn.Module, Any, Any]] = []
         self._in_place: list[Region] = []
-        self._watch: RemovableHandle | None = None
 
     def install(self, model: nn.Module) -> None:
         """Learns the model's modules and begins to watch for wrappers around them."""
         for name, module in model.named_modules():
             self._names[module] = name
             self._modules.append(module)
-        here = weakref.ref(self)
-
-        def watch(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-            regions = here()
-            if regions is not None and name == "_orig_mod" and module in regions._names and _is_wrapper(wrapper):
-                regions._expect(wrapper)
-
-        self._watch = register_module_module_registration_hook(watch)  # type: ignore[no-untyped-call]
+        _watch.add(self)
 
     def remove(self) -> None:
         """Ends watching, and gives modules compiled in place their own entry back."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        _watch.discard(self)
         for module, ours, theirs in self._entries:
             if module.__dict__.get("_compiled_call_impl") is ours:
                 module.__dict__["_compiled_call_impl"] = theirs
@@ -224,6 +250,11 @@ class CompiledRegions:
         """The module's name in the model."""
         return self._names.get(module) or "the model"
 
+    def wrapped(self, wrapper: nn.Module, module: nn.Module) -> None:
+        """`torch.compile` is making `wrapper` around `module`."""
+        if module in self._names:
+            self._expect(wrapper)
+
     def _expect(self, wrapper: nn.Module) -> None:
         """A wrapper that is being made; what it compiles with is not known before it is called."""
         self._known[wrapper] = None
@@ -258,6 +289,9 @@ class CompiledRegions:
     def _build(self, module: nn.Module, context: Any) -> Region:
         name = self.name_of(module)
         _check_context(name, context)
+        # Where a graph breaks, Dynamo looks at every function that is called next, these among them.
+        for function in CALLED_BY_AUTOGRAD:
+            set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
         slots: dict[int, ParamSlot] = {}
         modules: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         for inner in module.modules():
@@ -333,9 +367,8 @@ def refuse_oversized_region(region: Region, floor: Floor, landing_bytes: int, bu
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether `module` is what `torch.compile(module)` returns. Nothing is one before Dynamo is imported."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and isinstance(module, frames.OptimizedModule)
+    """Whether `module` is what `torch.compile(module)` returns."""
+    return isinstance(module, OptimizedModule)
 
 
 def _context(compiled: Any) -> Any:

@@ -86,6 +86,10 @@ class _Unpack:
         return unpacked
 
 
+CALLED_BY_AUTOGRAD = (_Pack.__call__, _Unpack.__call__)
+"""The functions that autograd calls in the middle of somebody's code."""
+
+
 class SavedTensors:
     """Puts the hooks on.
 

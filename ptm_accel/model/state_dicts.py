@@ -7,16 +7,19 @@ else downstream of `state_dict` works unchanged and costs no memory beyond the b
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.memory.pool import Pin, Pool
 from ptm_accel.model.residency import Residency
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slots import ParamSlot, SlotTable
 
 
 class StateDictHooks:
@@ -33,11 +36,15 @@ class StateDictHooks:
         self._slots = slots
         self._residency = residency
         self._handles: list[RemovableHandle] = []
+        self._tied: dict[int, Callable[[], torch.Tensor | None]] = {}
+        """What was given last for each parameter that has several names; no more than a memory of it."""
         self._loading: dict[int, list[Pin]] = {}
         self._filling = True
 
     def install(self, model: nn.Module) -> None:
         """Puts the hooks on every module that owns parameters."""
+        names = Counter(id(slot) for slot in self._slots.by_name.values())
+        self._tied = {number: _nothing for number, count in names.items() if count > 1}
         for module in model.modules():
             if module._parameters:
                 self._handles.append(module.register_state_dict_post_hook(self._fill()))
@@ -59,7 +66,10 @@ class StateDictHooks:
 
     @contextmanager
     def names_only(self) -> Iterator[None]:
-        """While it lasts, state dictionaries hold placeholders: for code that only wants names, shapes and dtypes."""
+        """While it lasts, state dictionaries have no values: for code that only wants names, shapes and dtypes.
+
+        They hold no views of what is resident either, which would keep it from moving away.
+        """
         before, self._filling = self._filling, False
         try:
             yield
@@ -77,11 +87,25 @@ class StateDictHooks:
             for name, param in dict.items(module._parameters):
                 key = prefix + name
                 slot = self._slots.of(param)
-                if slot is None or key not in state_dict or not self._filling:
+                if slot is None or key not in state_dict:
                     continue
-                state_dict[key] = self._pool.snapshot(slot.value)
+                if self._filling:
+                    state_dict[key] = self._snapshot(slot, state_dict)
+                else:
+                    state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")
 
         return fill
+
+    def _snapshot(self, slot: ParamSlot, state_dict: dict[str, Any]) -> torch.Tensor:
+        """The values of one parameter; under all names of a tied one, the same tensor, by which savers know it is."""
+        known = self._tied.get(id(slot))
+        given = known() if known is not None else None
+        if given is not None and any(value is given for value in state_dict.values()):
+            return given
+        values = self._pool.snapshot(slot.value)
+        if known is not None:
+            self._tied[id(slot)] = weakref.ref(values)
+        return values
 
     def _begin_load(self) -> Callable[..., None]:
         def begin(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -99,3 +123,7 @@ class StateDictHooks:
                 pin.release()
 
         return end
+
+
+def _nothing() -> None:
+    """Stands for a reference that has died."""

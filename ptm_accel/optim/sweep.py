@@ -71,6 +71,7 @@ class _Unit:
     new: bool
     windows: dict[str, Window] = field(default_factory=dict)
     extra: Reservation | None = None
+    space: Reservation | None = None
     wide_grad: torch.Tensor | None = None
 
     @property
@@ -94,6 +95,12 @@ class _Unit:
         wide = self.state.wide.dtype
         widened = self.state.master is not None and self.grad.value.dtype != wide
         return update_extra_bytes(appetite, self.stop - self.start, wide.itemsize, new=self.new, widened=widened)
+
+    def space_bytes(self, appetite: Appetite) -> int:
+        """What the windows of state that the optimizer will make take; a whole parameter's state needs none."""
+        if not self.new or self.whole:
+            return 0
+        return appetite.state_tensors * round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)
 
 
 @dataclass(slots=True)
@@ -137,6 +144,9 @@ class Sweep:
         self.appetite = appetite
         self.window_bytes = window_bytes
         self.batch_bytes = batch_bytes
+        # What must stay free for batches when something is let in for good: two of them, and never less than windows
+        # of all that an update can involve.
+        self._margin_bytes = 2 * max(batch_bytes, 8 * 4 * window_elements(window_bytes, 4))
 
     def run(self, work: Work, scale: torch.Tensor | None) -> None:
         """Updates every parameter that has a gradient, and drops the gradients.
@@ -176,7 +186,7 @@ class Sweep:
 
     def _cost(self, unit: _Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
-        total = unit.extra_bytes(self.appetite)
+        total = unit.extra_bytes(self.appetite) + unit.space_bytes(self.appetite)
         for tensor in unit.involved().values():
             if tensor.extent is not None:
                 total += tensor.extent.reservation.nbytes if not moving_only and self.pool.is_idle(tensor) else 0
@@ -184,8 +194,6 @@ class Sweep:
                 total += tensor.slot_bytes
             else:
                 total += round_up((unit.stop - unit.start) * tensor.dtype.itemsize)
-        if unit.new and not unit.whole:
-            total += self.appetite.state_tensors * round_up((unit.stop - unit.start) * unit.state.wide.dtype.itemsize)
         return total
 
     def _slim(self, unit: _Unit) -> None:
@@ -229,9 +237,9 @@ class Sweep:
         return batch
 
     def _open_unit(self, unit: _Unit) -> None:
-        extra = unit.extra_bytes(self.appetite)
-        if extra:
-            unit.extra = self.pool.room.reserve(extra, Tag.STAGING, f"the update of {unit.state.slot.name}")
+        name = f"the update of {unit.state.slot.name}"
+        unit.extra = self.pool.room.reserve(unit.extra_bytes(self.appetite), Tag.STAGING, name)
+        unit.space = self.pool.room.reserve(unit.space_bytes(self.appetite), Tag.STAGING, name)
         for key, tensor in unit.involved().items():
             if unit.whole or (unit.start == 0 and self._admit(tensor)):
                 self.pool.fault(tensor)
@@ -242,7 +250,7 @@ class Sweep:
         if tensor.place.resident or self.pool.home is None or not tensor.movable:
             return True
         return tensor.tag in (Tag.STATE, Tag.MASTER) and (
-            tensor.slot_bytes + 2 * self.batch_bytes <= self.pool.budget.free_bytes
+            tensor.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes
         )
 
     def _update(self, units: list[_Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
@@ -302,9 +310,8 @@ class Sweep:
         state = unit.state
         shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
         small: dict[str, Any] = {}
-        if unit.whole:
-            # What was held for the state becomes the charge of the state itself.
-            self._release_extra(unit)
+        # What was held for the state becomes the charge of the state itself, or of the windows it is copied to.
+        self._release(unit, extra=unit.whole)
         for key, value in after.items():
             if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != shape:
                 small[key] = value
@@ -315,14 +322,14 @@ class Sweep:
             here = self.pool.windows.ready(window)
             if here.data_ptr() != value.data_ptr():
                 here.copy_(value.reshape(-1))
-        self._release_extra(unit)
+        self._release(unit)
         if unit.last:
             state.small = small
 
-    def _release_extra(self, unit: _Unit) -> None:
-        extra, unit.extra = unit.extra, None
-        if extra is not None:
-            extra.release()
+    def _release(self, unit: _Unit, *, extra: bool = True) -> None:
+        for reservation in (unit.space, unit.extra if extra else None):
+            if reservation is not None and reservation.live:
+                reservation.release()
 
     def _first_window(self, unit: _Unit, key: str, value: torch.Tensor) -> Window:
         state, slot = unit.state, unit.state.slot
@@ -357,7 +364,7 @@ class Sweep:
     def _give_up(self, unit: _Unit, opened: list[_Unit]) -> None:
         """Ends a window without writing anything."""
         opened.remove(unit)
-        self._release_extra(unit)
+        self._release(unit)
         for key in list(unit.windows):
             # Whatever fails here is no more news: somebody is being told of a failure already, or will ask again.
             with suppress(PTMError):

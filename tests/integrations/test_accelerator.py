@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
+from ptm_accel.integrations.accelerate import PagedGradScaler, PTMAccelerator
 from torch import nn
 
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.integrations.accelerate import PagedGradScaler, PTMAccelerator
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,9 @@ def test_a_gradient_scaler_for_an_optimizer_that_is_not_on_pages() -> None:
 def test_an_optimizer_without_its_model_is_refused(tiny: ModuleType) -> None:
     accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
     stray = tiny.model()
-    with pytest.raises(UnsupportedError, match=r"the optimizer SGD holds 30 parameters, and none of them is of a model"):
+    with pytest.raises(
+        UnsupportedError, match=r"the optimizer SGD holds 30 parameters, and none of them is of a model"
+    ):
         accelerator.prepare(torch.optim.SGD(stray.parameters(), lr=0.1))
 
 
@@ -188,17 +190,25 @@ def test_free_memory_drops_gradients_and_lets_go(tiny: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("switch", "name"),
-    [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Mega")],
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_FSDP", "FSDP"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Mega"),
+    ],
 )
 def test_other_plugins_are_refused(switch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switch, "true")
-    with pytest.raises(UnsupportedError, match=rf"{name}.* is switched on \(by the environment variable {switch}=true\)"):
+    with pytest.raises(
+        UnsupportedError, match=rf"{name}.* is switched on \(by the environment variable {switch}=true\)"
+    ):
         PTMAccelerator(cpu=True)
 
 
 def test_plugins_as_arguments_are_refused() -> None:
     plugin: Any = SimpleNamespace()
-    with pytest.raises(UnsupportedError, match=r"FSDP is switched on \(by the argument fsdp_plugin\) and so is ptm_acc"):
+    with pytest.raises(
+        UnsupportedError, match=r"FSDP is switched on \(by the argument fsdp_plugin\) and so is ptm_acc"
+    ):
         PTMAccelerator(cpu=True, fsdp_plugin=plugin)
 
 

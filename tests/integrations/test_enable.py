@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import transformers
+from ptm_accel.integrations.transformers import PTMCallback, PTMTrainerMixin
 
 import ptm_accel
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import ConfigError
-from ptm_accel.integrations.transformers import PTMCallback, PTMTrainerMixin
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +75,9 @@ def test_a_trainer_that_is_on_pages_anyway_keeps_its_class(tiny: ModuleType, tmp
 def test_enabled_twice_with_other_dials(tmp_path: Path) -> None:
     ptm_accel.enable({"host_memory": "64MiB"})
     ptm_accel.enable({"host_memory": "64MiB"})
-    with pytest.raises(ConfigError, match=r"already enabled with .*64MiB.* cannot be enabled with .*32MiB.*disable\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"already enabled with .*64MiB.* cannot be enabled with .*32MiB.*disable\(\)"
+    ):
         ptm_accel.enable({"host_memory": "32MiB"})
     with pytest.raises(ConfigError, match="unknown key"):
         ptm_accel.enable({"hots_memory": "32MiB"})
-
-

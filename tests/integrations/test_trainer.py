@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ptm_accel.integrations.transformers import PTMCallback, PTMTrainerMixin, Trainer, check_version, ptm_trainer
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -24,7 +25,6 @@ from transformers import (
 import ptm_accel
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import ConfigError, PagedModelError, UnsupportedError
-from ptm_accel.integrations.transformers import PTMCallback, PTMTrainerMixin, Trainer, check_version, ptm_trainer
 
 CASES: dict[str, dict[str, Any]] = {
     "simple": {},
@@ -116,7 +116,9 @@ def test_a_second_trainer_on_the_same_model_takes_over(tiny: ModuleType, dials: 
         runs.append((tiny.history(second), tiny.weights(model)))
     assert runs[0][0] == runs[1][0]
     assert tiny.same(runs[1][1], runs[0][1])
-    with pytest.raises(UnsupportedError, match=r"state of this optimizer \(AdamW\) was given up when another optimizer"):
+    with pytest.raises(
+        UnsupportedError, match=r"state of this optimizer \(AdamW\) was given up when another optimizer"
+    ):
         first.train()
 
 
@@ -217,11 +219,13 @@ class _Stops(TrainerCallback):
 
 
 @pytest.mark.parametrize("where", ["callback", "forward", "checkpointed forward"])
-def test_save_and_train_on_after_ctrl_c(
-    where: str, tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
-) -> None:
+def test_save_and_train_on_after_ctrl_c(where: str, tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"callbacks": [_Stops()]} if where == "callback" else {}
-    changes = {"gradient_checkpointing": where == "checkpointed forward", "gradient_accumulation_steps": 2, "bf16": True}
+    changes = {
+        "gradient_checkpointing": where == "checkpointed forward",
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+    }
     trainer = _build(tiny, Trainer, tmp_path, dials, given=given, **changes)
     calls = []
 
@@ -254,7 +258,9 @@ def test_evaluate_and_predict_without_training(tiny: ModuleType, dials: dict[str
     for cls, config in ((transformers.Trainer, None), (Trainer, dials)):
         trainer = _build(tiny, cls, tmp_path, config, given={"compute_metrics": accuracy})
         metrics = trainer.evaluate()
-        runs.append((metrics["eval_loss"], metrics["eval_accuracy"], trainer.predict(tiny.data(4)).predictions.tolist()))
+        runs.append(
+            (metrics["eval_loss"], metrics["eval_accuracy"], trainer.predict(tiny.data(4)).predictions.tolist())
+        )
         trainer.train()
         runs[-1] += (trainer.evaluate()["eval_loss"],)
     assert runs[0] == runs[1]
@@ -338,9 +344,7 @@ def test_seq2seq_with_generation(budget: str, tiny: ModuleType, tmp_path: Path) 
     assert (engine.pool.stats.evictions > 0) == (budget == "tight")
 
 
-def test_logs_tell_what_was_used(
-    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logs_tell_what_was_used(tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="ptm_accel")
     trainer = _build(
         tiny, Trainer, tmp_path, tiny.budget("tight", tmp_path), max_steps=2, eval_strategy="steps", eval_steps=1

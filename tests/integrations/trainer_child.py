@@ -1,6 +1,6 @@
 """Trains the tiny model in a process of its own; prints the log and the digest of the weights as JSON.
 
-Started by tests with one argument, a JSON object: the folder, the dials, when to stop or to be killed.
+Started by tests with one argument, a JSON object: the folder, the dials, when to be killed.
 """
 
 from __future__ import annotations
@@ -14,32 +14,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from transformers import TrainerCallback
+from ptm_accel.integrations.transformers import Trainer
 
 from ptm_accel.engine import engine_of
-from ptm_accel.integrations.transformers import Trainer
 
 STEPS = 10
 
 
 def load_tiny() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-class Stops(TrainerCallback):
-    """Stops after a step, as if the run had ended there."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = True
-            control.should_training_stop = True
 
 
 class Killed(Trainer):
@@ -62,7 +50,6 @@ def main(job: dict[str, Any]) -> None:
             folder, max_steps=STEPS, save_strategy="steps", save_steps=job.get("save_steps", 100), **job["changes"]
         ),
         train_dataset=tiny.data(),
-        callbacks=[Stops(job.get("stop_at"))],
         ptm_config=job["dials"],
     )
     trainer.kill_at = job.get("kill_at")
