@@ -500,7 +500,7 @@ def open_memory(
 
 
 def _close_unasked(memory: Memory) -> None:
-    """Closes the memory of a model that was collected: at any moment, also while something is traced on fake tensors."""
+    """Closes the memory of a model that was collected, which may be while something is traced on fake tensors."""
     with _disable_current_modes():
         memory.close()
 

@@ -36,9 +36,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -57,8 +56,9 @@ Handles = tuple[RemovableHandle, RemovableHandle]
 
 _MARK = "_torchdynamo_orig_callable"
 _REMEDY = (
-    "Compile the model or its layers themselves (`torch.compile(model)`, `layer.compile()`); after `model.compile()` on "
-    "a model that is already on pages, call `engine.refresh_compiled()`. For generate(), pass disable_compile=True."
+    "Compile the model or its layers themselves (`torch.compile(model)`, `layer.compile()`); after `model.compile()` "
+    "on a model that is already on pages, call `engine.refresh_compiled()`; for one that `torch.compile(model)` was "
+    "called on before, `engine.refresh_compiled(compiled)`. For generate(), pass disable_compile=True."
 )
 
 
@@ -100,7 +100,7 @@ class _Watch:
         """Begins to tell `regions`."""
         self._listeners.add(regions)
         if self.handle is None:
-            self.handle = register_module_module_registration_hook(self._registered)  # type: ignore[no-untyped-call]
+            self.handle = register_module_module_registration_hook(self._registered)
 
     def discard(self, regions: CompiledRegions) -> None:
         """Ends telling `regions`."""
@@ -291,7 +291,7 @@ class CompiledRegions:
         _check_context(name, context)
         # Where a graph breaks, Dynamo looks at every function that is called next, these among them.
         for function in CALLED_BY_AUTOGRAD:
-            set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+            set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
         slots: dict[int, ParamSlot] = {}
         modules: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         for inner in module.modules():
@@ -319,20 +319,20 @@ def refusal(names: Callable[[nn.Module], str]) -> Callable[[nn.Module], None]:
 
     def refuse(module: nn.Module) -> NoReturn:
         raise UnsupportedError(
-            f"{names(module)} is called from code compiled by torch.compile that is not a module of the paged model, so "
-            f"its pages cannot be brought in outside the graph. {_REMEDY}"
+            f"{names(module)} is called from code compiled by torch.compile that is not a module of the paged model, "
+            f"so its pages cannot be brought in outside the graph. {_REMEDY}"
         )
 
     reason = f"a model on pages is called from a compiled function. {_REMEDY}"
-    disabled: Callable[[nn.Module], None] = torch.compiler.disable(refuse, reason=reason)  # type: ignore[no-untyped-call]
+    disabled: Callable[[nn.Module], None] = torch.compiler.disable(refuse, reason=reason)
     return disabled
 
 
 def outside_graph(read: Callable[[nn.Parameter | None], None]) -> Callable[[nn.Parameter | None], None]:
     """`read` for a compiled region that reads a parameter of a module outside itself: the graph breaks there."""
     reason = (
-        "a compiled region reads a parameter on pages of a module that is not under it. Without fullgraph=True the graph "
-        "breaks there; or compile a module that holds both."
+        "a compiled region reads a parameter on pages of a module that is not under it. Without fullgraph=True the "
+        "graph breaks there; or compile a module that holds both."
     )
     disabled: Callable[[nn.Parameter | None], None] = torch.compiler.disable(read, reason=reason)
     return disabled
@@ -361,8 +361,8 @@ def refuse_oversized_region(region: Region, floor: Floor, landing_bytes: int, bu
         remedy = "Compile per layer (`layer.compile()` for each; in accelerate, use_regional_compilation=True), or"
     raise BudgetError(
         f"{region.name} is compiled as one region, so its {region.param_bytes} bytes of parameters and "
-        f"{region.grad_bytes} bytes of gradients must be in memory at once: with the rest {need_bytes} bytes, and {dial} "
-        f"is {capacity_bytes} bytes. {remedy} set {dial} to at least {need_bytes} bytes."
+        f"{region.grad_bytes} bytes of gradients must be in memory at once: with the rest {need_bytes} bytes, and "
+        f"{dial} is {capacity_bytes} bytes. {remedy} set {dial} to at least {need_bytes} bytes."
     )
 
 
@@ -381,24 +381,24 @@ def _check_context(name: str, context: Any) -> None:
     dynamo: Any = torch._dynamo
     if getattr(dynamo.config, "compiled_autograd", False):
         raise UnsupportedError(
-            f"{name} is compiled with compiled autograd (torch._dynamo.config.compiled_autograd = True), which would trace "
-            "the pages that backward brings in into its graph. Set it to False."
+            f"{name} is compiled with compiled autograd (torch._dynamo.config.compiled_autograd = True), which would "
+            "trace the pages that backward brings in into its graph. Set it to False."
         )
     backend: Any = getattr(context, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     chosen: dict[str, Any] = getattr(backend, "config", None) or {}
     label = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", "")
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    graphs = chosen.get("triton.cudagraphs", label == "inductor" and inductor is not None and inductor.triton.cudagraphs)
+    inductor: Any = sys.modules.get("torch._inductor.config") if label == "inductor" else None
+    graphs = chosen.get("triton.cudagraphs", inductor is not None and inductor.triton.cudagraphs)
     if graphs or label == "cudagraphs":
         mode = 'mode="max-autotune"' if chosen.get("max_autotune") else 'mode="reduce-overhead"'
         what = 'backend="cudagraphs"' if label == "cudagraphs" else f"{mode} (triton.cudagraphs)"
         raise UnsupportedError(
-            f"{name} is compiled with {what}: CUDA graphs replay the addresses they were recorded with, and pages move. "
-            'Use mode="default" or "max-autotune-no-cudagraphs".'
+            f"{name} is compiled with {what}: CUDA graphs replay the addresses they were recorded with, and pages "
+            'move. Use mode="default" or "max-autotune-no-cudagraphs".'
         )
-    if chosen.get("freezing", label == "inductor" and inductor is not None and inductor.freezing):
+    if chosen.get("freezing", inductor is not None and inductor.freezing):
         raise UnsupportedError(
             f"{name} is compiled with inductor's freezing, which copies weights into the graph; on pages they would be "
             "counted nowhere and go out of date. Set freezing to False."

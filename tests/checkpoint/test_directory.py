@@ -1,3 +1,5 @@
+"""Checkpoint directories: complete or not there, whatever fails or is killed."""
+
 from __future__ import annotations
 
 import errno

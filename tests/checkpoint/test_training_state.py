@@ -1,3 +1,5 @@
+"""Optimizer state in safetensors: exact resume under any budget, refusals before any change, memory."""
+
 from __future__ import annotations
 
 import copy
@@ -199,7 +201,9 @@ def test_the_layout_is_plain_safetensors_and_json(tmp_path: Path) -> None:
     files = sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("optimizer"))
     count = len(files) - 1
     assert count > 2
-    assert files == sorted([f"optimizer-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] + ["optimizer.json"])
+    assert files == sorted(
+        [f"optimizer-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] + ["optimizer.json"]
+    )
     index = json.loads((tmp_path / "optimizer.json").read_text())
     assert (index["format"], index["version"], index["optimizer"]) == ("ptm_accel optimizer state", 1, "torch.AdamW")
     assert index["param_groups"][0]["params"][:2] == ["embed.weight", "layers.0.weight"]
@@ -234,7 +238,9 @@ def test_hyperparameters_may_be_tensors(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.optimizer.param_groups[0]["schedule"] = adamw
-    message = r"the optimizer's param_groups/0/schedule is a function, which cannot be saved: only numbers, text, tensors"
+    message = (
+        r"the optimizer's param_groups/0/schedule is a function, which cannot be saved: only numbers, text, tensors"
+    )
     with pytest.raises(CheckpointError, match=message):
         save_optimizer_state(run.optimizer, tmp_path)
 
@@ -247,10 +253,23 @@ def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.Mo
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(training_state, "save_file", fail)
-    message = r"cannot write optimizer-00001-of-00001.safetensors \(.* KiB\) of the optimizer state: No space left on device"
+    message = (
+        r"cannot write optimizer-00001-of-00001.safetensors \(.* KiB\) of the optimizer state: No space left on device"
+    )
     with pytest.raises(DiskError, match=message) as caught:
         save_optimizer_state(run.optimizer, tmp_path)
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_an_index_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+
+    def fail(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(DiskError, match=r"cannot write optimizer.json \(0 B\) of the optimizer state: Disk quota exce"):
+        save_optimizer_state(run.optimizer, tmp_path)
 
 
 # ---- what does not fit together is refused before anything is changed ------------------------------------------------
@@ -275,12 +294,30 @@ def fewer(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"make": MAKES["sgd"]}, r"the optimizer differs: the checkpoint has torch.AdamW, this run has torch.SGD. Nothing"),
-        ({"make": other_groups}, r"the number of parameter groups differs: the checkpoint has 2, this run has 1. Nothing"),
-        ({"make": other_order}, r"parameter 1 of group 0 differs: the checkpoint has layers.0.weight, this run has layers.1"),
-        ({"make": fewer}, r"group 0 \(first difference: unused.weight\) differs: the checkpoint has 6 parameters, this run"),
-        ({"model": Net(64)}, r"parameter embed.weight differs: the checkpoint has \(64, 48\) of float32, this run has \(64, 64"),
-        ({"dtype": torch.bfloat16}, r"parameter embed.weight differs: the checkpoint has .* of float32, this run .* bfloat16"),
+        (
+            {"make": MAKES["sgd"]},
+            r"the optimizer differs: the checkpoint has torch.AdamW, this run has torch.SGD. Nothing",
+        ),
+        (
+            {"make": other_groups},
+            r"the number of parameter groups differs: the checkpoint has 2, this run has 1. Nothing",
+        ),
+        (
+            {"make": other_order},
+            r"parameter 1 of group 0 differs: the checkpoint has layers.0.weight, this run has layers.1",
+        ),
+        (
+            {"make": fewer},
+            r"group 0 \(first difference: unused.weight\) differs: the checkpoint has 6 parameters, this run",
+        ),
+        (
+            {"model": Net(64)},
+            r"parameter embed.weight differs: the checkpoint has \(64, 48\) of float32, this run has \(64, 64",
+        ),
+        (
+            {"dtype": torch.bfloat16},
+            r"parameter embed.weight differs: the checkpoint has .* of float32, this run .* bfloat16",
+        ),
         (
             {"dtype": torch.bfloat16, "masters": "fp32"},
             r"the state differs: the checkpoint has no masters, this run has fp32 masters. .* Set master_weights: null",
@@ -320,16 +357,27 @@ def swap_shards(directory: Path) -> None:
     ("damage", "message"),
     [
         (truncate, r"optimizer-00002-of-00002.safetensors is damaged: .* Resume from another checkpoint"),
-        (lambda d: (d / "optimizer-00002-of-00002.safetensors").unlink(), r"-00002-of-00002.safetensors, which holds .* is mi"),
+        (
+            lambda d: (d / "optimizer-00002-of-00002.safetensors").unlink(),
+            r"-00002-of-00002.safetensors, which holds .* is mi",
+        ),
         (swap_shards, r"optimizer-00002-of-00002.safetensors is damaged: it does not hold"),
         (lambda d: (d / "optimizer.json").unlink(), r"has no optimizer state: optimizer.json is missing. Resume from"),
         (lambda d: (d / "optimizer.json").write_text("{"), r"optimizer.json is damaged: Expecting property name"),
-        (lambda d: (d / "optimizer.json").write_text("[]"), r"optimizer.json is damaged: it is not of the format 'ptm_accel"),
-        (lambda d: edit(d, lambda i: i.update(version=2)), r"has version 2 of its format, and this ptm_accel reads version 1"),
+        (
+            lambda d: (d / "optimizer.json").write_text("[]"),
+            r"optimizer.json is damaged: it is not of the format 'ptm_accel",
+        ),
+        (
+            lambda d: edit(d, lambda i: i.update(version=2)),
+            r"has version 2 of its format, and this ptm_accel reads version 1",
+        ),
         (lambda d: edit(d, lambda i: i.pop("state")), r"optimizer.json is damaged: it lacks 'state'"),
         (lambda d: edit(d, lambda i: i["weight_map"].pop("scale/step")), r"it does not say where scale/step is"),
         (
-            lambda d: edit(d, lambda i: i["state"]["embed.weight"].update(exp_avg={"paged": "layers.0.weight/exp_avg"})),
+            lambda d: edit(
+                d, lambda i: i["state"]["embed.weight"].update(exp_avg={"paged": "layers.0.weight/exp_avg"})
+            ),
             r"the state exp_avg of embed.weight differs: the checkpoint has \(48, 48\), this run has shape \(64, 48\)",
         ),
     ],
@@ -353,11 +401,13 @@ def test_a_master_of_another_dtype_is_refused(tmp_path: Path) -> None:
     run.optimizer.state_for("embed.weight").paged["exp_avg"] = run.engine.slots.by_name["embed.weight"].value
     save_optimizer_state(run.optimizer, tmp_path)
     edit(tmp_path, lambda i: i["state"]["embed.weight"].update(master={"paged": "embed.weight/exp_avg"}))
-    with pytest.raises(CheckpointError, match="the master of embed.weight differs: the checkpoint has bfloat16, this run"):
+    with pytest.raises(
+        CheckpointError, match="the master of embed.weight differs: the checkpoint has bfloat16, this run"
+    ):
         load_optimizer_state(run.optimizer, tmp_path)
 
 
-MEASURED = '''
+MEASURED = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
@@ -413,7 +463,7 @@ with Peak() as loading:
 values = [float(engine.pool.snapshot(optimizer.state_for(s.name).paged["exp_avg"])[0, 0]) for s in engine.slots]
 assert values == [float(i) for i in range(96)], values
 print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loading": loading.bytes - base2}))
-'''
+"""
 
 
 def test_saving_and_loading_stay_within_the_budget_and_a_shard(tmp_path: Path) -> None:

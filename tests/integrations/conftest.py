@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from ptm_accel import engine
+from tests.integrations.saved_models import saved as saved
 
 
 def _load(name: str) -> ModuleType:

@@ -1,3 +1,5 @@
+"""`from_pretrained` on pages against the plain call: the same model, never whole in memory; what is refused."""
+
 from __future__ import annotations
 
 import json
@@ -13,105 +15,36 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ptm_accel.integrations.transformers.loading import from_pretrained, load_weights
 from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageClassification,
     AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     core_model_loading,
-    initialization,
 )
 
-import ptm_accel
-from integrations.transformers.loading import from_config, from_pretrained, load_weights
-from integrations.transformers.weights import read_headers, weight_files
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, CheckpointError, UnsupportedError
+from tests.integrations.saved_models import (
+    ARCHITECTURES,
+    DAMAGE,
+    Save,
+    assert_same_model,
+    close,
+    dials,
+    names_of_ties,
+    truncate_a_shard,
+)
 from tests.plain_loop import same_bits
 from tests.tiers import PAGE, config, open_memory
 from tests.zoo import ENTRIES
 
-ARCHITECTURES: dict[str, Any] = {
-    "llama": AutoModelForCausalLM,
-    "llama-tied": AutoModelForCausalLM,
-    "gpt2": AutoModelForCausalLM,
-    "mixtral": AutoModelForCausalLM,
-    "qwen2-moe": AutoModelForCausalLM,
-    "t5": AutoModelForSeq2SeqLM,
-    "bert": AutoModelForMaskedLM,
-    "vit": AutoModelForImageClassification,
-    "mamba": AutoModelForCausalLM,
-}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Saves a tiny model of an architecture, in several shards, once."""
-    made: dict[tuple[str, str], Path] = {}
-
-    def save(name: str, shard: str = "60KB") -> Path:
-        if (name, shard) not in made:
-            directory = tmp_path_factory.mktemp(name)
-            model = ENTRIES[name].build(seed=3)
-            nn.init.normal_(next(p for p in model.parameters() if p.dim() == 1))
-            model.save_pretrained(directory, max_shard_size=shard)  # type: ignore[operator]
-            made[name, shard] = directory
-        return made[name, shard]
-
-    return save
-
-
-LEAST = {"mixtral": 1_090_000, "qwen2-moe": 380_000, "mamba": 470_000}
-"""Budgets a little above the floor, where it is high."""
-
-
-def dials(directory: Path, budget: int | None = None, name: str = "mixtral") -> dict[str, Any]:
-    """A budget so small that parameters must leave."""
-    return {"host_memory": budget or LEAST.get(name, 230_000), "disk": str(directory), "page_size": PAGE}
-
-
-def assert_same_model(ours: nn.Module, plain: nn.Module) -> None:
-    mine, other = ours.state_dict(), plain.state_dict()
-    assert mine.keys() == other.keys()
-    for name, value in other.items():
-        assert same_bits(mine[name], value), name
-    assert dict(ours.named_buffers()).keys() == dict(plain.named_buffers()).keys()
-    for name, buffer in plain.named_buffers():
-        assert same_bits(ours.get_buffer(name), buffer), name
-    assert names_of_ties(ours) == names_of_ties(plain)
-    assert [n for n, p in ours.named_parameters() if p.requires_grad] == [
-        n for n, p in plain.named_parameters() if p.requires_grad
-    ]
-    assert ours.training == plain.training
-    assert ours.config.to_dict() == plain.config.to_dict()  # type: ignore[union-attr,operator]
-    assert type(ours) is type(plain)
-
-
-def names_of_ties(model: nn.Module) -> set[frozenset[str]]:
-    names: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), set()).add(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}
-
-
-def close(model: nn.Module) -> None:
-    engine = engine_of(model)
-    assert engine is not None
-    engine.check_integrity()
-    engine.close()
-
-
-# ---- from_pretrained -------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_model_is_read_as_ever(
-    name: str, dtype: torch.dtype | None, saved: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_model_is_read_as_ever(name: str, dtype: torch.dtype | None, saved: Save, tmp_path: Path) -> None:
     directory = saved(name)
     assert len(list(directory.glob("*.safetensors"))) > 1
     plain = ARCHITECTURES[name].from_pretrained(directory, dtype=dtype)
@@ -131,7 +64,7 @@ def test_a_model_is_read_as_ever(
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "t5"])
-def test_a_model_that_was_read_trains_as_ever(name: str, saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_model_that_was_read_trains_as_ever(name: str, saved: Save, tmp_path: Path) -> None:
     plain = ARCHITECTURES[name].from_pretrained(saved(name))
     ours = from_pretrained(ARCHITECTURES[name], saved(name), dials(tmp_path, name=name))
     engine = engine_of(ours)
@@ -155,7 +88,7 @@ def test_a_model_that_was_read_trains_as_ever(name: str, saved: Callable[..., Pa
     close(ours)
 
 
-def test_a_model_is_read_onto_a_device(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_model_is_read_onto_a_device(saved: Save, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(saved("mixtral"))
     memory = open_memory("mock+host+disk", 1_090_000, tmp_path, host_bytes=1_600_000)
     ours = from_pretrained(AutoModelForCausalLM, saved("mixtral"), config(), memory=memory)
@@ -163,7 +96,7 @@ def test_a_model_is_read_onto_a_device(saved: Callable[..., Path], tmp_path: Pat
     close(ours)
 
 
-def test_a_saved_copy_has_the_same_bytes(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_saved_copy_has_the_same_bytes(saved: Save, tmp_path: Path) -> None:
     directory = saved("mixtral", "1GB")
     ours = from_pretrained(AutoModelForCausalLM, directory, dials(tmp_path))
     ours.save_pretrained(tmp_path / "again")
@@ -172,7 +105,7 @@ def test_a_saved_copy_has_the_same_bytes(saved: Callable[..., Path], tmp_path: P
     close(ours)
 
 
-def test_a_new_head_has_the_initial_values_of_the_plain_call(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_new_head_has_the_initial_values_of_the_plain_call(saved: Save, tmp_path: Path) -> None:
     arguments = {"num_labels": 7, "pad_token_id": 0, "output_loading_info": True}
     for name in ("llama", "bert"):
         torch.manual_seed(5)
@@ -187,7 +120,7 @@ def test_a_new_head_has_the_initial_values_of_the_plain_call(saved: Callable[...
         close(ours)
 
 
-def test_a_base_model_is_read_from_the_checkpoint_of_a_larger_one(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_base_model_is_read_from_the_checkpoint_of_a_larger_one(saved: Save, tmp_path: Path) -> None:
     plain = AutoModel.from_pretrained(saved("llama"))
     ours = from_pretrained(AutoModel, saved("llama"), dials(tmp_path))
     assert_same_model(ours, plain)
@@ -209,7 +142,7 @@ def both_names(directory: Path, to: Path, *, equal: bool, only_head: bool = Fals
 
 @pytest.mark.parametrize(("equal", "only_head"), [(True, False), (False, False), (True, True)])
 def test_a_tied_weight_that_is_saved_under_both_names(
-    equal: bool, only_head: bool, saved: Callable[..., Path], tmp_path: Path
+    equal: bool, only_head: bool, saved: Save, tmp_path: Path
 ) -> None:
     both_names(saved("llama-tied", "1GB"), tmp_path / "both", equal=equal, only_head=only_head)
     arguments = {"num_labels": 3, "pad_token_id": 0}
@@ -223,7 +156,7 @@ def test_a_tied_weight_that_is_saved_under_both_names(
         close(ours)
 
 
-def test_subfolder_and_variant(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_subfolder_and_variant(saved: Save, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved("llama"))
     model.save_pretrained(tmp_path / "repository" / "sub", variant="half", max_shard_size="60KB")
     where: dict[str, Any] = {"subfolder": "sub", "variant": "half"}
@@ -233,13 +166,13 @@ def test_subfolder_and_variant(saved: Callable[..., Path], tmp_path: Path) -> No
     close(ours)
 
 
-def test_a_model_class_will_do(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_model_class_will_do(saved: Save, tmp_path: Path) -> None:
     ours = from_pretrained(transformers.LlamaForCausalLM, str(saved("llama")), dials(tmp_path))
     assert_same_model(ours, AutoModelForCausalLM.from_pretrained(saved("llama")))
     close(ours)
 
 
-def test_the_model_outlives_its_checkpoint(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_model_outlives_its_checkpoint(saved: Save, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(saved("bert"), directory)
     plain = ENTRIES["bert"].build(seed=3).eval()
@@ -253,8 +186,11 @@ def test_the_model_outlives_its_checkpoint(saved: Callable[..., Path], tmp_path:
     close(ours)
 
 
-def test_transformers_is_as_before(saved: Callable[..., Path], tmp_path: Path) -> None:
-    setter, move = core_model_loading.set_param_for_module, transformers.PreTrainedModel._move_missing_keys_from_meta_to_device
+def test_transformers_is_as_before(saved: Save, tmp_path: Path) -> None:
+    setter, move = (
+        core_model_loading.set_param_for_module,
+        transformers.PreTrainedModel._move_missing_keys_from_meta_to_device,
+    )
     seen: list[tuple[Any, str | None]] = []
 
     class Watching(AutoModelForCausalLM):
@@ -271,7 +207,7 @@ def test_transformers_is_as_before(saved: Callable[..., Path], tmp_path: Path) -
     assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
 
 
-def test_another_thread_reads_a_plain_model_meanwhile(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_another_thread_reads_a_plain_model_meanwhile(saved: Save, tmp_path: Path) -> None:
     found: list[nn.Module] = []
 
     class Meanwhile(AutoModelForCausalLM):
@@ -289,13 +225,13 @@ def test_another_thread_reads_a_plain_model_meanwhile(saved: Callable[..., Path]
     close(ours)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"device_map": "auto"}, r"does not take device_map='auto': the budgets decide where parameters are; leave it out"),
+        (
+            {"device_map": "auto"},
+            r"does not take device_map='auto': the budgets decide where parameters are; leave it out",
+        ),
         ({"gguf_file": "a.gguf"}, r"does not take gguf_file='a.gguf': only safetensors can be read onto pages"),
         ({"load_in_8bit": True}, r"does not take load_in_8bit=True: quantised parameters cannot be put on pages"),
         ({"use_safetensors": False}, r"does not take use_safetensors=False: other formats can only be read whole"),
@@ -306,35 +242,9 @@ def test_arguments_that_contradict_pages(kwargs: dict[str, Any], message: str, t
         from_pretrained(AutoModelForCausalLM, tmp_path, **kwargs)
 
 
-def remove_a_shard(directory: Path) -> None:
-    sorted(directory.glob("model-*.safetensors"))[1].unlink()
-
-
-def truncate_a_shard(directory: Path) -> None:
-    file = sorted(directory.glob("model-*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-def break_the_index(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": []}')
-
-
-def remove_all(directory: Path) -> None:
-    for file in directory.glob("model*"):
-        file.unlink()
-
-
-DAMAGE = [
-    (remove_a_shard, r"lacks 1 of its \d+ files: model-00002-of-\d+.safetensors. Copy or download the model again"),
-    (truncate_a_shard, r"model-00002-of-\d+.safetensors \(\S+ \S+\) is damaged: .*Copy or download the model again"),
-    (break_the_index, r"model.safetensors.index.json is damaged: .*Copy or download the model again"),
-    (remove_all, r"has no model.safetensors and no model.safetensors.index.json. Only safetensors can be read onto pages"),
-]
-
-
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_a_damaged_checkpoint_is_refused(
-    damage: Callable[[Path], None], message: str, saved: Callable[..., Path], tmp_path: Path
+    damage: Callable[[Path], None], message: str, saved: Save, tmp_path: Path
 ) -> None:
     directory = tmp_path / "model"
     shutil.copytree(saved("llama"), directory)
@@ -349,31 +259,29 @@ def test_a_damaged_checkpoint_is_refused(
     close(ours)
 
 
-def test_damage_that_shows_while_reading(
-    saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_shows_while_reading(saved: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with files of the Hub's cache, which are not looked at before."""
     directory = tmp_path / "model"
     shutil.copytree(saved("llama"), directory)
     truncate_a_shard(directory)
-    monkeypatch.setattr("integrations.transformers.loading._check_directory", lambda directory, kwargs: None)
+    monkeypatch.setattr("ptm_accel.integrations.transformers.loading._check_directory", lambda directory, kwargs: None)
     memory = open_memory("host+disk", 2_000_000, tmp_path)
     with pytest.raises(CheckpointError, match=r"the weights of .* are damaged: .* Download the model again"):
         from_pretrained(AutoModelForCausalLM, directory, config(), memory=memory)
     assert memory.closed
 
 
-def test_a_budget_below_the_floor_is_refused_before_anything_is_read(
-    saved: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_budget_below_the_floor_is_refused_before_anything_is_read(saved: Save, tmp_path: Path) -> None:
     memory = open_memory("host+disk", 100_000, tmp_path)
     with pytest.raises(BudgetError, match="this model cannot train under less than"):
-        from_pretrained(AutoModelForCausalLM, saved("llama-tied"), {"host_memory": 100_000, "page_size": PAGE}, memory=memory)
+        from_pretrained(
+            AutoModelForCausalLM, saved("llama-tied"), {"host_memory": 100_000, "page_size": PAGE}, memory=memory
+        )
     assert memory.pool.stats.stored_bytes == 0
     assert memory.closed
 
 
-def test_the_floor_of_a_tied_model_counts_its_weight_once(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_floor_of_a_tied_model_counts_its_weight_once(saved: Save, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(saved("llama-tied"))
     engine = Engine.attach(plain, config(), memory=open_memory("host+disk", 8 << 20, tmp_path))
     whole = engine.floor.whole_bytes
@@ -383,262 +291,19 @@ def test_the_floor_of_a_tied_model_counts_its_weight_once(saved: Callable[..., P
     close(ours)
 
 
-def test_a_checkpoint_of_another_model_does_not_fill_the_memory(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_does_not_fill_the_memory(saved: Save, tmp_path: Path) -> None:
     other = ENTRIES["llama"].build().config  # type: ignore[union-attr]
     other.vocab_size, other.hidden_size, other.tie_word_embeddings = 20_000, 64, False
     with pytest.raises(BudgetError, match=r"cannot place .* for \d+ parameters that the checkpoint lacks"):
-        from_pretrained(
-            AutoModelForCausalLM, saved("vit"), {**dials(tmp_path), "host_memory": "8MiB"}, config=other
-        )
+        from_pretrained(AutoModelForCausalLM, saved("vit"), {**dials(tmp_path), "host_memory": "8MiB"}, config=other)
 
 
-# ---- from_config -----------------------------------------------------------------------------------------------------
-
-
-def reference(auto_cls: Any, configuration: Any) -> Any:
-    torch.manual_seed(11)
-    with initialization.no_init_weights():
-        model = auto_cls.from_config(configuration)
-    model.initialize_weights()
-    model.tie_weights()
-    return model
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_model_is_built_on_pages(name: str, saved: Callable[..., Path], tmp_path: Path) -> None:
-    configuration = transformers.AutoConfig.from_pretrained(saved(name))
-    plain = reference(ARCHITECTURES[name], configuration)
-    after = torch.rand(1)
-    torch.manual_seed(11)
-    ours = from_config(ARCHITECTURES[name], configuration, dials(tmp_path, name=name))
-    assert torch.rand(1) == after
-    assert_same_model(ours, plain)
-    assert not any(value.isnan().any() for value in ours.state_dict().values())
-    loss = ours(**ENTRIES[name].batch_at(0)).loss
-    loss.backward()
-    close(ours)
-
-
-def test_a_model_is_built_in_the_dtype_that_is_asked_for(saved: Callable[..., Path], tmp_path: Path) -> None:
-    configuration = transformers.AutoConfig.from_pretrained(saved("llama"))
-    ours = from_config(AutoModelForCausalLM, configuration, dials(tmp_path), dtype=torch.bfloat16)
-    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
-    close(ours)
-
-
-def test_a_model_class_can_be_built(saved: Callable[..., Path], tmp_path: Path) -> None:
-    configuration = transformers.AutoConfig.from_pretrained(saved("gpt2"))
-    plain = reference(AutoModelForCausalLM, configuration)
-    torch.manual_seed(11)
-    ours = from_config(transformers.GPT2LMHeadModel, configuration, dials(tmp_path))
-    assert_same_model(ours, plain)
-    close(ours)
-
-
-class Forgetful(transformers.PreTrainedModel):
-    config_class = transformers.LlamaConfig
-
-    def __init__(self, configuration: Any) -> None:
-        super().__init__(configuration)
-        self.known = nn.Linear(64, 64)
-        self.table = nn.Parameter(torch.ones(64, 64))
-        self.post_init()
-
-
-def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
-    message = r"1 parameters of Forgetful are not set by its _init_weights \(first: table\), so they have no initial"
-    with pytest.raises(UnsupportedError, match=message):
-        from_config(Forgetful, transformers.LlamaConfig(), dials(tmp_path))
-
-
-class Direct(transformers.PreTrainedModel):
-    """Initialises in ways that do not read attributes."""
-
-    config_class = transformers.LlamaConfig
-
-    def __init__(self, configuration: Any) -> None:
-        super().__init__(configuration)
-        self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 64), nn.LSTM(32, 32)
-        self.shared = nn.Linear(64, 64)
-        self.shared.weight = self.b.weight
-        self.scale = nn.Parameter(torch.ones(3))
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if module is self:
-            for name, param in self.named_parameters():
-                if name.startswith("a."):
-                    param.data.normal_(0.0, 0.5)
-                elif not name.startswith("c."):
-                    param.copy_(torch.randn(param.shape))
-        elif isinstance(module, nn.LSTM):
-            super()._init_weights(module)
-
-
-def test_any_way_to_initialise_finds_its_pages(tmp_path: Path) -> None:
-    plain = Direct(transformers.LlamaConfig())
-    torch.manual_seed(11)
-    with initialization.no_init_weights():
-        plain = Direct(transformers.LlamaConfig())
-    plain.initialize_weights()
-    torch.manual_seed(11)
-    ours = from_config(Direct, transformers.LlamaConfig(), dials(tmp_path, 230_000))
-    assert_same_model(ours, plain)
-    close(ours)
-
-
-def test_a_budget_too_small_to_build_under(saved: Callable[..., Path], tmp_path: Path) -> None:
-    configuration = transformers.AutoConfig.from_pretrained(saved("llama"))
-    with pytest.raises(BudgetError, match="this model cannot train under less than"):
-        from_config(AutoModelForCausalLM, configuration, dials(tmp_path, 100_000))
-
-
-# ---- load_weights ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("shard", ["60KB", "1GB"])
-def test_saved_weights_are_read_into_a_model_on_pages(
-    name: str, shard: str, saved: Callable[..., Path], tmp_path: Path
-) -> None:
-    plain = ARCHITECTURES[name].from_pretrained(saved(name, shard)).train()
-    ours = ENTRIES[name].build(seed=8)
-    before = list(ours.parameters())
-    engine = Engine.attach(ours, config(), memory=open_memory("host+disk", LEAST.get(name, 230_000), tmp_path))
-    assert not same_bits(next(iter(ours.state_dict().values())), next(iter(plain.state_dict().values())))
-    load_weights(ours, saved(name, shard))
-    mine = ours.state_dict()
-    for key, value in plain.state_dict().items():
-        assert same_bits(mine[key], value), key
-    assert all(a is b for a, b in zip(before, ours.parameters(), strict=True))
-    assert not hasattr(ours, "_weight_conversions")
-    ours.save_pretrained(tmp_path / "again", max_shard_size=shard)  # type: ignore[operator]
-    if shard == "1GB":
-        theirs = (saved(name, shard) / "model.safetensors").read_bytes()
-        assert (tmp_path / "again" / "model.safetensors").read_bytes() == theirs
-    else:
-        # Shards are cut by the memory under tensors, which is whole pages here.
-        again = [read_headers(weight_files(folder)) for folder in (tmp_path / "again", saved(name, shard))]
-        assert again[0].keys() == again[1].keys()
-    engine.check_integrity()
-    engine.close()
-
-
-def test_masters_follow_weights_that_are_read(saved: Callable[..., Path], tmp_path: Path) -> None:
-    ours = from_pretrained(
-        AutoModelForCausalLM, saved("llama"), {**dials(tmp_path), "master_weights": "fp32"}, dtype=torch.bfloat16
-    )
-    engine = engine_of(ours)
-    assert engine is not None
-    optimizer = engine.bind_optimizer(torch.optim.SGD(ours.parameters(), lr=0.0))
-    embedding = ours.state_dict()["model.embed_tokens.weight"].clone()
-    with ptm_accel.gathered(ours, write=True), torch.no_grad():
-        ours.model.embed_tokens.weight.zero_()
-    for _ in range(2):
-        ours(**ENTRIES["llama"].batch_at(0)).loss.backward()
-        optimizer.step()
-        load_weights(ours, saved("llama"))
-    ours(**ENTRIES["llama"].batch_at(0)).loss.backward()
-    optimizer.step()
-    assert same_bits(ours.state_dict()["model.embed_tokens.weight"], embedding)
-    close(ours)
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.c = nn.Linear(8, 8)
-        self.c.weight = self.a.weight
-
-
-def test_a_model_that_is_not_from_transformers(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    plain, ours = Small(), Small()
-    plain.b.running_mean.fill_(3.0)  # type: ignore[union-attr,operator]
-    tensors = {name: value.clone() for name, value in plain.state_dict().items() if name != "c.weight"}
-    save_file(tensors, tmp_path / "model.safetensors")
-    engine = Engine.attach(ours, config(), memory=open_memory("host+disk", 8 << 20, tmp_path))
-    load_weights(ours, tmp_path)
-    assert all(same_bits(value, plain.state_dict()[name]) for name, value in ours.state_dict().items())
-    del tensors["a.bias"]
-    save_file({**tensors, "d": torch.ones(1), "c.bias": torch.ones(9)}, tmp_path / "model.safetensors")
-    message = (
-        r"the weights in .* are not of this Small: c.bias is of shape \(9,\) there and of \(8,\) in the model, it lacks 1 "
-        r"tensors \(a.bias\), it has, and the model has not, 1 tensors \(d\). Nothing was changed. Resume from"
-    )
-    with pytest.raises(CheckpointError, match=message):
-        load_weights(ours, tmp_path)
-    assert all(same_bits(value, plain.state_dict()[name]) for name, value in ours.state_dict().items())
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "other", "message"),
-    [
-        ("llama", "gpt2", r"are not of this LlamaForCausalLM: it lacks \d+ tensors \(.* and \d+ more\), it has, and the"),
-        ("mixtral", "llama", r"are not of this MixtralForCausalLM: it lacks \d+ tensors \(model.layers.0.mlp.experts.down"),
-        ("llama", "qwen2", r"it has, and the model has not, \d+ tensors \(model.layers.0.self_attn.k_proj.bias"),
-    ],
-)
-def test_weights_of_another_model_are_refused(
-    name: str, other: str, message: str, saved: Callable[..., Path], tmp_path: Path
-) -> None:
-    ours = from_pretrained(ARCHITECTURES[name], saved(name), dials(tmp_path))
-    before = {key: value.clone() for key, value in ours.state_dict().items()}
-    with pytest.raises(CheckpointError, match=message):
-        load_weights(ours, saved(other))
-    assert all(same_bits(value, before[key]) for key, value in ours.state_dict().items())
-    close(ours)
-
-
-def test_weights_of_another_size_are_refused(saved: Callable[..., Path], tmp_path: Path) -> None:
-    configuration = transformers.AutoConfig.from_pretrained(saved("mixtral"))
-    configuration.num_local_experts = 6
-    ours = from_config(AutoModelForCausalLM, configuration, dials(tmp_path, 4 << 20))
-    message = r"experts.\w+ is of shape \(4, \d+, \d+\) there and of \(6, \d+, \d+\) in the model"
-    with pytest.raises(CheckpointError, match=message):
-        load_weights(ours, saved("mixtral"))
-    close(ours)
-
-
-def test_a_model_that_is_not_on_pages_is_refused(saved: Callable[..., Path]) -> None:
-    with pytest.raises(UnsupportedError, match=r"this Linear is not on pages. Use model.load_state_dict\(\)"):
-        load_weights(nn.Linear(2, 2), saved("llama"))
-
-
-def test_a_tensor_that_cannot_be_made_is_said(saved: Callable[..., Path], tmp_path: Path) -> None:
-    """An expert is missing: what is stacked of the others is too small."""
-    from safetensors.torch import load_file, save_file
-
-    directory = tmp_path / "model"
-    shutil.copytree(saved("mixtral", "1GB"), directory)
-    tensors = load_file(directory / "model.safetensors")
-    lost = next(name for name in tensors if "experts.1.w1" in name or "experts.1.gate_proj" in name)
-    del tensors[lost]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    ours = from_pretrained(AutoModelForCausalLM, saved("mixtral"), dials(tmp_path))
-    with pytest.raises(CheckpointError, match="are not of this MixtralForCausalLM"):
-        load_weights(ours, directory)
-    close(ours)
-
-
-def test_headers_are_read_without_values(saved: Callable[..., Path]) -> None:
-    headers = read_headers(weight_files(saved("llama")))
-    plain = AutoModelForCausalLM.from_pretrained(saved("llama")).state_dict()
-    assert {name: (t.shape, t.dtype) for name, t in headers.items()} == {n: (t.shape, t.dtype) for n, t in plain.items()}
-    assert all(tensor.device.type == "meta" for tensor in headers.values())
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-MEASURED = '''
+MEASURED = """
 import json, sys, threading
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from integrations.transformers.loading import from_config, from_pretrained, load_weights
+from ptm_accel.integrations.transformers.loading import from_config, from_pretrained, load_weights
 from ptm_accel.engine import engine_of
 
 def anonymous():
@@ -686,7 +351,7 @@ for dtype in (torch.float32, torch.float64):
     engine_of(model).close()
     del model
 print(json.dumps({"nbytes": nbytes, "largest": largest, **peaks}))
-'''
+"""
 
 
 def test_no_more_than_the_budget_and_one_tensor_is_ever_in_memory(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,18 +13,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils.other import compile_regions
-from tests.plain_loop import same_bits
-from tests.tiers import PAGE, on_pages
-from tests.zoo import ENTRIES, use_checkpointing
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.model.faults import FaultDict
+from tests.model.nets import Builder, Net, Pair, compile_layers, inputs
+from tests.plain_loop import same_bits
+from tests.tiers import PAGE, on_pages
+from tests.zoo import ENTRIES, use_checkpointing
 
 Compile = Callable[..., nn.Module]
 
@@ -136,11 +134,13 @@ def _train(
 
 def _assert_same(ours: Run, plain: Run) -> None:
     assert ours.losses == plain.losses
-    assert len(ours.grads) == len(plain.grads) and all(map(same_bits, ours.grads, plain.grads))
+    assert len(ours.grads) == len(plain.grads)
+    assert all(map(same_bits, ours.grads, plain.grads))
     assert ours.weights.keys() == plain.weights.keys()
     for name, value in plain.weights.items():
         assert same_bits(ours.weights[name], value), name
-    assert plain.graphs[0] > 0 and ours.graphs == plain.graphs
+    assert plain.graphs[0] > 0
+    assert ours.graphs == plain.graphs
 
 
 def _build(name: str, checkpointing: str) -> nn.Module:
@@ -167,8 +167,8 @@ def _tight(name: str, way: str, directory: Path) -> int:
 
 BOTH = (False, True)
 CASES = [
-    *(("llama", way, "off", False, tight) for way in WAYS if way != "model.compile()" for tight in BOTH),
-    ("llama", "model.compile()", "off", False, True),
+    *(("llama", way, "off", False, tight) for way in WAYS if way not in WHOLE for tight in BOTH),
+    *(("llama", way, "off", False, True) for way in WHOLE),
     *(("gpt2", "layer.compile()", "off", False, tight) for tight in BOTH),
     ("llama-tied", "compile_regions", "off", False, True),
     ("llama", "layer.forward", "off", True, True),
@@ -212,68 +212,33 @@ def test_on_a_device_with_late_copies(tmp_path: Path) -> None:
 # ---- small modules ---------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(64, 8)
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(x).square().mean()
-
-
-def _inputs(step: int) -> dict[str, Any]:
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-    return {"x": x.requires_grad_()}
-
-
-def _compile_net(net: nn.Module, **options: Any) -> nn.Module:
-    for layer in net.layers:  # type: ignore[union-attr]
-        layer.compile(**options)
-    return net
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_a_region_recomputes_it_on_pages(reentrant: bool, tmp_path: Path) -> None:
-    compiled = functools.partial(_compile_net, backend="aot_eager")
-    plain = _train(Net(reentrant), compiled, _inputs, tmp_path)
-    ours = _train(Net(reentrant), compiled, _inputs, tmp_path, budget=600 << 10)
+    compiled = functools.partial(compile_layers, backend="aot_eager")
+    plain = _train(Net(reentrant), compiled, inputs, tmp_path)
+    ours = _train(Net(reentrant), compiled, inputs, tmp_path, budget=600 << 10)
     _assert_same(ours, plain)
     assert ours.evictions > 0
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(tmp_path: Path) -> None:
-    plain = _train(Net(), _compile_net, _inputs, tmp_path)
-    ours = _train(Net(), _compile_net, _inputs, tmp_path, budget=600 << 10)
+    plain = _train(Net(), compile_layers, inputs, tmp_path)
+    ours = _train(Net(), compile_layers, inputs, tmp_path, budget=600 << 10)
     _assert_same(ours, plain)
     assert ours.evictions > 0
 
 
 def test_fullgraph(tmp_path: Path) -> None:
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    plain = _train(Net(), compiled, _inputs, tmp_path)
-    _assert_same(_train(Net(), compiled, _inputs, tmp_path, budget=FITS), plain)
+    plain = _train(Net(), compiled, inputs, tmp_path)
+    _assert_same(_train(Net(), compiled, inputs, tmp_path, budget=FITS), plain)
 
 
 def test_pages_leave_between_layers(tmp_path: Path) -> None:
-    net = _compile_net(Net(), backend="aot_eager")
+    net = compile_layers(Net(), backend="aot_eager")
     with on_pages(net, "host+disk", 600 << 10, tmp_path) as engine:
-        loss = net(**_inputs(0))
+        loss = net(**inputs(0))
         away = [s.name for s in engine.slots if not s.value.place.resident]
         assert "layers.0.up.weight" in away
         assert not engine.pool.pinned()
@@ -282,31 +247,21 @@ def test_pages_leave_between_layers(tmp_path: Path) -> None:
         assert engine.pool.stats.faults > faults
 
 
-class Reader(nn.Module):
-    """Reads the weight of a module that is not under it."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.own = nn.Linear(64, 64)
-        self.others = (other,)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.own(x) @ self.others[0].weight).sum()
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.other = nn.Linear(64, 64)
-        self.reader = Reader(self.other)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.reader(x)
+def test_other_paged_models_do_not_recompile_this_one(tmp_path: Path) -> None:
+    net = Builder()
+    with on_pages(net, "host+disk", FITS, tmp_path) as engine:
+        compiled = torch.compile(net, backend="eager")
+        compiled(**inputs(0))
+        graphs = counters["stats"]["unique_graphs"]
+        with on_pages(Net(), "host+disk", FITS, tmp_path):
+            compiled(**inputs(0))
+        compiled(**inputs(0))
+        assert counters["stats"]["unique_graphs"] == graphs > 0
+        assert not engine.pool.pinned()
 
 
 def test_a_parameter_from_outside_the_region_comes_in(tmp_path: Path) -> None:
-    x = _inputs(0)["x"].detach()
+    x = inputs(0)["x"].detach()
     wanted = Pair()(x)
     pair = Pair()
     with on_pages(pair, "host+disk", FITS, tmp_path) as engine:
@@ -322,19 +277,19 @@ def test_a_parameter_from_outside_the_region_comes_in(tmp_path: Path) -> None:
 
 def test_its_modules_called_eagerly_still_fault(tmp_path: Path) -> None:
     net = Net()
-    wanted = net(**_inputs(0)).item()
+    wanted = net(**inputs(0)).item()
     with on_pages(net, "host+disk", 600 << 10, tmp_path) as engine:
-        compiled = _compile_net(net, backend="eager")
-        assert compiled(**_inputs(0)).item() == wanted
+        compiled = compile_layers(net, backend="eager")
+        assert compiled(**inputs(0)).item() == wanted
         for layer in net.layers:
             assert isinstance(layer.up._parameters, FaultDict)  # type: ignore[union-attr]
-        x = net.layers[0].forward(_inputs(0)["x"])  # type: ignore[operator]
+        x = net.layers[0].forward(inputs(0)["x"])  # type: ignore[operator]
         assert not x.isnan().any()
         assert not engine.pool.pinned()
 
 
 def test_an_exception_in_a_region_leaves_nothing_behind(tmp_path: Path) -> None:
-    net = _compile_net(Net(), backend="eager")
+    net = compile_layers(Net(), backend="eager")
     with on_pages(net, "host+disk", FITS, tmp_path) as engine:
         with pytest.raises(Exception, match="64"):
             net(torch.randn(8, 63))
@@ -344,16 +299,17 @@ def test_an_exception_in_a_region_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_detach_gives_the_compiled_plain_model_back(tmp_path: Path) -> None:
     net = Net()
-    compiled = _compile_net(net, backend="eager")
-    wanted = compiled(**_inputs(0)).item()
+    compiled = compile_layers(net, backend="eager")
+    wanted = compiled(**inputs(0)).item()
     entries = [layer._compiled_call_impl for layer in net.layers]
     engine = Engine.attach(net, PTMConfig(host_memory=FITS, page_size=PAGE))
     assert net.layers[0]._compiled_call_impl is not entries[0]
-    assert net(**_inputs(0)).item() == wanted
+    assert net(**inputs(0)).item() == wanted
     engine.detach()
     assert [layer._compiled_call_impl for layer in net.layers] == entries
-    assert type(net.layers[0].up._parameters) is dict and not net.layers[0].up._forward_hooks
-    assert net(**_inputs(0)).item() == wanted
+    assert type(net.layers[0].up._parameters) is dict
+    assert not net.layers[0].up._forward_hooks
+    assert net(**inputs(0)).item() == wanted
 
 
 def test_refresh_finds_what_was_compiled_on_pages(tmp_path: Path) -> None:
@@ -365,73 +321,8 @@ def test_refresh_finds_what_was_compiled_on_pages(tmp_path: Path) -> None:
                 module.compile(backend="eager")
             engine.refresh_compiled(compiled)
             assert [region.name for region in engine.residency.regions.running()] == ["the model"]
-            (module if compiled is None else compiled)(**_inputs(0)).backward()
+            (module if compiled is None else compiled)(**inputs(0)).backward()
             engine.zero_grad()
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"mode": "reduce-overhead"}, 'mode="reduce-overhead"'),
-        ({"mode": "max-autotune"}, 'mode="max-autotune"'),
-        ({"backend": "cudagraphs"}, 'backend="cudagraphs"'),
-        ({"options": {"freezing": True}}, "inductor's freezing"),
-    ],
-)
-def test_what_bakes_addresses_or_weights_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
-    net = _compile_net(Net(), **options)
-    with pytest.raises(UnsupportedError, match=rf"^layers\.0 is compiled with {re.escape(named)}"):
-        Engine.attach(net, PTMConfig(host_memory=FITS, page_size=PAGE))
-    other = Net()
-    with on_pages(other, "host+disk", FITS, tmp_path):
-        with pytest.raises(UnsupportedError, match=rf"^the model is compiled with {re.escape(named)}"):
-            torch.compile(other, **options)(**_inputs(0))
-
-
-def test_compiled_autograd_is_refused() -> None:
-    net = _compile_net(Net(), backend="eager")
-    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(UnsupportedError, match="compiled_autograd"):
-        Engine.attach(net, PTMConfig(host_memory=FITS, page_size=PAGE))
-
-
-def test_a_compiled_function_that_calls_the_model_is_refused(tmp_path: Path) -> None:
-    net = Net()
-    with on_pages(net, "host+disk", FITS, tmp_path):
-        with pytest.raises(UnsupportedError, match=r"the model is called from code compiled .*layer\.compile\(\)"):
-            torch.compile(lambda x: net(x) * 2, backend="eager")(**_inputs(0))
-        with pytest.raises(Exception, match="reason: a model on pages is called from a compiled function"):
-            torch.compile(lambda x: net(x) * 2, backend="eager", fullgraph=True)(**_inputs(0))
-
-
-def test_a_region_reading_outside_itself_in_one_graph_is_refused(tmp_path: Path) -> None:
-    pair = Pair()
-    with on_pages(pair, "host+disk", FITS, tmp_path):
-        pair.reader = torch.compile(pair.reader, backend="eager", fullgraph=True)
-        with pytest.raises(Exception, match="reads a parameter on pages of a module that is not under it"):
-            pair(**_inputs(0))
-
-
-def test_a_region_larger_than_the_budget_is_refused_with_the_figure_that_works(tmp_path: Path) -> None:
-    net = Net()
-    with on_pages(net, "host+disk", 600 << 10, tmp_path) as engine:
-        compiled = torch.compile(net, backend="aot_eager")
-        with pytest.raises(BudgetError, match=r"Compile per layer .* host_memory to at least \d+ bytes") as refusal:
-            engine.refresh_compiled(compiled)
-        with pytest.raises(BudgetError, match="is compiled as one region"):
-            compiled(**_inputs(0))
-    figure = int(re.findall(r"at least (\d+) bytes", str(refusal.value))[0])
-    whole = functools.partial(torch.compile, backend="aot_eager")
-    plain = _train(Net(), whole, _inputs, tmp_path)
-    _assert_same(_train(Net(), whole, _inputs, tmp_path, budget=figure), plain)
-    layer = Net().layers[0]
-    with on_pages(layer, "host+disk", FITS, tmp_path) as engine:
-        enough = engine.floor.total_bytes
-    layer = _whole_in_place(Net().layers[0], backend="eager")
-    with pytest.raises(BudgetError, match="Compile smaller parts of it"):
-        Engine.attach(layer, PTMConfig(host_memory=enough, disk=str(tmp_path), page_size=PAGE))
 
 
 def test_a_model_collected_while_something_is_traced_gives_its_memory_back() -> None:

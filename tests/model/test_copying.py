@@ -1,3 +1,5 @@
+"""Ordinary copies of paged models, and what is refused instead of copying placeholders."""
+
 from __future__ import annotations
 
 import copy

@@ -1,0 +1,114 @@
+"""How a model comes onto pages: refused without harm, without values, or with values there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine, engine_of, open_memory
+from ptm_accel.errors import BudgetError, UnsupportedError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import Place
+from tests.tiers import PAGE, config
+from tests.tiers import open_memory as tiers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(128, 128)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.b = nn.Linear(128, 128, bias=False)
+        self.b.weight = self.a.weight
+        self.register_buffer("mean", torch.zeros(128))
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_refused_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = Net()
+    before, params = values(model), list(model.parameters())
+    memory = tiers("host+disk", 40 * PAGE, tmp_path)
+    with pytest.raises(BudgetError, match="this model cannot train under less than"):
+        Engine.attach(model, config(), memory=memory)
+    assert engine_of(model) is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert type(model.a._parameters) is dict
+    assert memory.closed
+
+
+def test_a_refused_model_without_values_stays_without(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(BudgetError, match="this model cannot train under less than"):
+        Engine.attach(model, config(), memory=tiers("host+disk", 40 * PAGE, tmp_path))
+    assert all(param.device.type == "meta" for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
+def test_a_model_without_values_gets_blank_pages(kind: str, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Net()
+    model.mean = torch.zeros(128)  # type: ignore[assignment]
+    model.a.bias.requires_grad_(False)
+    model.a.weight.note = "kept"  # type: ignore[attr-defined]
+    engine = Engine.attach(model, config(), memory=tiers(kind, 4 << 20, tmp_path))
+    assert model.a.weight is model.b.weight
+    assert model.a.weight.note == "kept"  # type: ignore[attr-defined]
+    assert [slot.name for slot in engine.slots] == ["scale", "a.weight", "a.bias"]
+    assert engine.slots.by_name["b.weight"] is engine.slots.by_name["a.weight"]
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False]
+    assert all(torch.equal(value, torch.zeros_like(value)) for value in model.state_dict().values())
+    (model.b(model.a(torch.ones(2, 128))).sum() * model.scale).backward()
+    engine.check_integrity()
+    engine.detach()
+    assert all(torch.equal(p, torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_a_scalar_can_be_away(tmp_path: Path) -> None:
+    model = Net()
+    engine = Engine.attach(model, config(), memory=tiers("host+disk", 4 << 20, tmp_path))
+    value = engine.slots.by_name["scale"].value
+    engine.pool.evict(value)
+    assert value.place is Place.AWAY
+    assert value.shape == torch.Size([])
+    assert torch.equal(model.state_dict()["scale"], torch.tensor(2.0))
+    assert model.scale.item() == 2.0
+    engine.detach()
+
+
+def test_values_that_are_on_pages_are_taken_over(tmp_path: Path) -> None:
+    dials = PTMConfig(host_memory="4MiB", disk=str(tmp_path), page_size=PAGE)
+    resolved, memory = open_memory(dials)
+    model = Net()
+    expected = values(model)
+    pages = {}
+    for name, param in model.named_parameters():
+        pages[param] = memory.pool.create(f"read as {name}", Tag.PARAM, param.shape, param.dtype)
+        memory.pool.fault(pages[param], write=True).copy_(param.detach())
+        param.data = torch.full((1,) * param.dim(), float("nan")).expand(param.shape)
+    memory.pool.evict(pages[model.a.weight])
+    engine = Engine.take_over(model, dials, resolved, memory, pages)
+    assert engine_of(model) is engine
+    assert pages[model.a.weight].name == "a.weight"
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.a.bias, expected["a.bias"])
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_model_that_cannot_be_taken_over_gives_the_memory_back(tmp_path: Path) -> None:
+    dials = PTMConfig(host_memory="4MiB", disk=str(tmp_path), page_size=PAGE)
+    resolved, memory = open_memory(dials)
+    model = Net()
+    model.a.weight.data = torch.zeros(128, 128).t()
+    with pytest.raises(UnsupportedError, match="parameter a.weight is not contiguous"):
+        Engine.take_over(model, dials, resolved, memory, {})
+    assert memory.closed
