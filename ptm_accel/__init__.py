@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from ptm_accel.config import PTMConfig as PTMConfig
     from ptm_accel.engine import Engine as Engine
     from ptm_accel.engine import engine_of as engine_of
-    from ptm_accel.engine import gathered as gathered
-    from ptm_accel.engine import plain_copy as plain_copy
+    from ptm_accel.outside import gathered as gathered
+    from ptm_accel.outside import plain_copy as plain_copy
 
 __version__ = "0.1.0"
 
@@ -33,8 +33,8 @@ _HOMES = {
     "PTMConfig": "ptm_accel.config",
     "Engine": "ptm_accel.engine",
     "engine_of": "ptm_accel.engine",
-    "gathered": "ptm_accel.engine",
-    "plain_copy": "ptm_accel.engine",
+    "gathered": "ptm_accel.outside",
+    "plain_copy": "ptm_accel.outside",
     "Trainer": _TRANSFORMERS,
     "enable": _TRANSFORMERS,
     "disable": _TRANSFORMERS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,25 +11,26 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
+from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.setup import Capacities, Memory, build_memory, return_freed_memory_early
+from ptm_accel.memory.setup import Memory, return_freed_memory_early
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import check_model, leave_meta, small_bytes, take_parameters
 from ptm_accel.model.compiled import Region, refuse_oversized_region
-from ptm_accel.model.copying import copy_off_pages
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, clip_coefficient, total_norm
 from ptm_accel.model.residency import Residency
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ExtentTable, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
+from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import appetite_of
+from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -165,9 +165,9 @@ class Engine:
         small = small_bytes(self.config.page_bytes)
         take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
         self.floor = self._floor(FUSED_ADAMW)
-        self._refuse_below(self.floor)
+        refuse_below(self.memory, self.floor)
         # What an optimizer will keep is not known yet; it is asked when there is one.
-        self._refuse_homeless(self._floor(NO_OPTIMIZER))
+        refuse_homeless(self.memory, self._floor(NO_OPTIMIZER))
 
     def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         pool = self.pool
@@ -194,7 +194,7 @@ class Engine:
         self.refresh_compiled()
         if isinstance(pool.compute, CudaTier):
             self._watch_tide(pool.compute)
-        self._hint_about_masters(trainable)
+        hint_about_masters(trainable, self.config)
 
     def _watch_tide(self, card: CudaTier) -> None:
         total = self.pool.budget.capacity_bytes
@@ -325,51 +325,6 @@ class Engine:
     def _all_fits(self) -> bool:
         return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
 
-    @property
-    def _dial(self) -> str:
-        return "device_memory" if self.pool.budget.tier is Tier.DEVICE else "host_memory"
-
-    def _refuse_below(self, floor: Floor) -> None:
-        capacity = self.pool.budget.capacity_bytes
-        if capacity < floor.total_bytes:
-            raise BudgetError(
-                f"{self._dial} is {format_bytes(capacity)}, but this model cannot train under less than "
-                f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
-                f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {self._dial} to at least "
-                f"{floor.total_bytes} bytes."
-            )
-
-    def _refuse_homeless(self, floor: Floor) -> None:
-        capacity = self.pool.budget.capacity_bytes
-        if capacity >= floor.whole_bytes:
-            return
-        states = format_bytes(floor.states_bytes)
-        if self.pool.home is None:
-            raise BudgetError(
-                f"{self._dial} is {format_bytes(capacity)} and the states of this model take {states}, "
-                f"{format_bytes(floor.whole_bytes)} with what a step needs beside them, with no tier below for what "
-                f"does not fit. Set disk to a directory on an SSD, or {self._dial} to at least {floor.whole_bytes} bytes."
-            )
-        below = {tier: b.capacity_bytes for tier, b in self.memory.budgets.items() if tier is not self.pool.budget.tier}
-        if sum(below.values()) < floor.states_bytes - floor.fixed_bytes:
-            named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
-            raise BudgetError(
-                f"the states of this model take {states}, more than {self._dial} ({format_bytes(capacity)}), and "
-                f"the tiers below hold too little of them ({named}). Raise "
-                f"{'the limit of disk, or add a path' if Tier.DISK in below else 'host_memory, or set disk'}."
-            )
-
-    def _hint_about_masters(self, trainable: list[ParamSlot]) -> None:
-        narrow = [s for s in trainable if s.value.dtype in (torch.bfloat16, torch.float16)]
-        if narrow and self.config.master_weights is None:
-            logger.info(
-                "%d of %d trainable parameters are %s and are updated in it, as without ptm_accel; "
-                "master_weights: fp32 keeps small updates from being rounded away.",
-                len(narrow),
-                len(trainable),
-                narrow[0].value.dtype,
-            )
-
     # ---- training --------------------------------------------------------------------------------------------
 
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
@@ -383,8 +338,8 @@ class Engine:
             return self.optimizer
         self._meet_trainable()
         floor = self._floor(appetite_of(optimizer))
-        self._refuse_below(floor)
-        self._refuse_homeless(floor)
+        refuse_below(self.memory, floor)
+        refuse_homeless(self.memory, floor)
         self.floor = floor
         if self.optimizer is not None:
             self.optimizer.close()
@@ -470,35 +425,6 @@ class Engine:
         assert not pinned, f"pinned while idle: {pinned}"
 
 
-def open_memory(
-    config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
-) -> tuple[ResolvedConfig, Memory]:
-    """Resolves the dials for this machine and opens its tiers, unless the caller brings `memory`; logs what was chosen.
-
-    Raises:
-        ConfigError: dials that this machine cannot meet.
-        DiskError: a scratch file cannot be made.
-    """
-    if device is None:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    resolved = resolve(config, device_total_bytes=total)
-    if memory is None:
-        capacities = Capacities(
-            page_bytes=resolved.page_bytes,
-            host_bytes=resolved.host_bytes,
-            device_bytes=resolved.device_bytes,
-            disk_bytes=resolved.disk_limit_bytes,
-            disk_paths=resolved.disk_paths,
-        )
-        memory = build_memory(capacities, device)
-        for line in resolved.lines():
-            logger.info("%s", line)
-    return resolved, memory
-
-
 def _close_unasked(memory: Memory) -> None:
     """Closes the memory of a model that was collected, which may be while something is traced on fake tensors."""
     with _disable_current_modes():
@@ -525,36 +451,3 @@ def engine_holding(parameters: Iterable[torch.Tensor]) -> Engine | None:
             if engine.slots.of(param) is not None:
                 return engine
     return None
-
-
-@contextmanager
-def gathered(model: nn.Module, *, grads: bool = False, write: bool = False) -> Iterator[nn.Module]:
-    """All parameters of a paged model at once, for code that looks at them as in an ordinary model.
-
-    Args:
-        model: the model; one that is not on pages is yielded as it is.
-        grads: also show the summed (and clipped) gradients as `p.grad`.
-        write: what is changed inside is kept.
-
-    Raises:
-        BudgetError: the budget does not hold them all at once.
-    """
-    engine = engine_of(model)
-    if engine is None:
-        yield model
-        return
-    with engine.gathered(grads=grads, write=write):
-        yield model
-
-
-def plain_copy(model: nn.Module) -> nn.Module:
-    """A deep copy of a model (or of a part of one) in ordinary memory, where `copy.deepcopy` refuses one on pages.
-
-    For averages of the weights (EMA, SWA), reference models, or anything that wants to own its model. The copy is
-    beside the budgets, knows nothing of ptm_accel, keeps hooks of the user's, and can be trained as any other model.
-    """
-    engine = engine_of(model) or engine_holding(model.parameters())
-    if engine is None:
-        return copy.deepcopy(model)
-    hooks = [*engine.residency.hooks, *engine.state_dicts.hooks]
-    return copy_off_pages(model, engine.slots, engine.pool, hooks)

@@ -36,11 +36,20 @@ def train(name: str, directory: Path, ptm_config: dict[str, Any] | None, **argum
     entry = zoo.ZOO[name]
     model = entry.build(0)
     options = TrainingArguments(
-        output_dir=str(directory), max_steps=STEPS, per_device_train_batch_size=1, save_strategy="no", logging_steps=1,
-        report_to=[], disable_tqdm=True, **arguments,
+        output_dir=str(directory),
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        **arguments,
     )
     common: dict[str, Any] = {
-        "model": model, "args": options, "train_dataset": Batches(entry), "data_collator": lambda rows: rows[0],
+        "model": model,
+        "args": options,
+        "train_dataset": Batches(entry),
+        "data_collator": lambda rows: rows[0],
     }
     torch.use_deterministic_algorithms(True, warn_only=True)
     trainer = Trainer(**common) if ptm_config is None else PagedTrainer(**common, ptm_config=ptm_config)

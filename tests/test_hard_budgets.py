@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests import capping
 import pytest
+
+from tests import capping
 
 CHILD = Path(__file__).with_name("budget_child.py")
 HOST_MEMORY = 112 << 20

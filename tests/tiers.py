@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig
@@ -52,15 +53,9 @@ def open_memory(kind: str, compute_bytes: int, directory: Path, *, seed: int = 0
     """
     disk = [] if kind == "mock+host" else [directory]
     if kind == "host+disk":
-        return build_memory(Capacities(page_bytes=PAGE, host_bytes=compute_bytes, disk_paths=disk), _cpu())
+        return build_memory(Capacities(page_bytes=PAGE, host_bytes=compute_bytes, disk_paths=disk), torch.device("cpu"))
     capacities = Capacities(page_bytes=PAGE, host_bytes=host_bytes, device_bytes=compute_bytes, disk_paths=disk)
     return build_memory(capacities, MockDevice(delay=jitter(seed)))
-
-
-def _cpu():  # type: ignore[no-untyped-def]
-    import torch
-
-    return torch.device("cpu")
 
 
 def config(**dials: object) -> PTMConfig:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, initialization
 from transformers.utils import ADAPTER_CONFIG_NAME  # type: ignore[attr-defined]
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
-from ptm_accel.engine import Engine, open_memory
+from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor, Place, placeholder
@@ -30,6 +30,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import create_value, small_bytes
 from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.opening import open_memory
 
 from .weights import Setter, exchanged, load_weights, one_at_a_time, owner_of, read_headers, redirected, weight_files
 

@@ -29,7 +29,7 @@ from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.saved import SavedTensors
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ExtentTable, SlotTable
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Residency:
     # ---- installing ------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module) -> None:
-        """Puts fault dictionaries on every module that owns parameters, and forward hooks on all that could read some."""
+        """Puts fault dictionaries on modules that own parameters, and forward hooks on all that could read some."""
         self.root = model
         readers = {""}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -254,7 +254,7 @@ class Residency:
         if frame.suspended is not None:
             frame.suspended.resume()
         if frame.casting is not None:
-            frame.casting.__exit__(None, None, None)
+            frame.casting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             frames.casting = False
         if frame.saved is not None:
             frame.saved.__exit__(None, None, None)
@@ -271,7 +271,7 @@ class Residency:
         device = self.pool.compute.device
         if autocast_dtype(device) is not None:
             frame.casting = Casting(self.casts, device)
-            frame.casting.__enter__()
+            frame.casting.__enter__()  # type: ignore[no-untyped-call]
             frames.casting = True
 
     def abort(self) -> None:

@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ptm_accel.errors import StaleGraphError
 from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot
 
-
 Hook = Callable[[Any], Any]
 """Packs a tensor into anything, or unpacks it again."""
 
@@ -102,9 +101,10 @@ class SavedTensors:
 
     def cover(self) -> AbstractContextManager[Any] | None:
         """A context in which saved parameters become recipes; None where they already do, or where hooks are off."""
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        autograd: Any = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled():
             return None
-        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        others = autograd._top_saved_tensors_default_hooks(True)
         if others is None:
             return saved_tensors_hooks(_Pack(self._table, None), _Unpack(None))
         pack, unpack = others

@@ -96,8 +96,8 @@ def test_a_model_that_is_not_from_transformers(tmp_path: Path) -> None:
     del tensors["a.bias"]
     save_file({**tensors, "d": torch.ones(1), "c.bias": torch.ones(9)}, tmp_path / "model.safetensors")
     message = (
-        r"the weights in .* are not of this Small: c.bias is of shape \(9,\) there and of \(8,\) in the model, it lacks "
-        r"1 tensors \(a.bias\), it has, and the model has not, 1 tensors \(d\). Nothing was changed. Resume from"
+        r"the weights in .* are not of this Small: c.bias is of shape \(9,\) there and of \(8,\) in the model, it "
+        r"lacks 1 tensors \(a.bias\), it has, and the model has not, 1 tensors \(d\). Nothing was changed. Resume from"
     )
     with pytest.raises(CheckpointError, match=message):
         load_weights(ours, tmp_path)

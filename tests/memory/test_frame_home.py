@@ -406,8 +406,9 @@ def test_a_snapshot_of_pages_in_all_states(kind: type[LateDisk]) -> None:
     assert FRAME in s.states(handle)
     used = s.host.used_bytes
     snapshot = s.home.snapshot(handle)
-    assert torch.equal(snapshot, torch.cat([torch.full((n,), v, dtype=torch.uint8) for n, v in
-                                            ((PAGE, 1), (PAGE, 2), (UNIT, 3))]))
+    assert torch.equal(
+        snapshot, torch.cat([torch.full((n,), v, dtype=torch.uint8) for n, v in ((PAGE, 1), (PAGE, 2), (UNIT, 3))])
+    )
     if kind is MappableDisk:
         assert s.host.used_bytes == used
     snapshot.fill_(0)
@@ -699,9 +700,7 @@ def test_any_use_gives_the_bytes_that_were_stored(steps: list[tuple[str, int]], 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEP, min_size=20, max_size=40), pages=st.integers(1, 5), slots=st.integers(2, 6))
-def test_any_use_over_the_real_disk(
-    tmp_path: Path, steps: list[tuple[str, int]], pages: int, slots: int
-) -> None:
+def test_any_use_over_the_real_disk(tmp_path: Path, steps: list[tuple[str, int]], pages: int, slots: int) -> None:
     budget = Budget(Tier.DISK, slots * PAGE)
     s = Setup(pages=pages, disk=DiskTier([tmp_path], budget, io_threads_per_path=1, block_bytes=PAGE))
     try:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig
-from ptm_accel.engine import Engine, engine_of, open_memory
+from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import Place
+from ptm_accel.opening import open_memory
 from tests.tiers import PAGE, config
 from tests.tiers import open_memory as tiers
 

@@ -13,9 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ptm_accel
 from ptm_accel.config import PTMConfig
-from ptm_accel.engine import Engine, plain_copy
+from ptm_accel.engine import Engine
 from ptm_accel.errors import PagedModelError
 from ptm_accel.model.faults import FaultDict
+from ptm_accel.outside import plain_copy
 
 VOCABULARY, WIDTH = 64, 32
 

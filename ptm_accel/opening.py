@@ -1,0 +1,41 @@
+"""Turns dials into tiers: resolves them for this machine and opens the memory they describe."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
+from ptm_accel.memory.setup import Capacities, Memory, build_memory
+
+logger = logging.getLogger(__name__)
+
+
+def open_memory(
+    config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
+) -> tuple[ResolvedConfig, Memory]:
+    """Resolves the dials for this machine and opens its tiers, unless the caller brings `memory`; logs what was chosen.
+
+    Raises:
+        ConfigError: dials that this machine cannot meet.
+        DiskError: a scratch file cannot be made.
+    """
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    if str(device) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    resolved = resolve(config, device_total_bytes=total)
+    if memory is None:
+        capacities = Capacities(
+            page_bytes=resolved.page_bytes,
+            host_bytes=resolved.host_bytes,
+            device_bytes=resolved.device_bytes,
+            disk_bytes=resolved.disk_limit_bytes,
+            disk_paths=resolved.disk_paths,
+        )
+        memory = build_memory(capacities, device)
+        for line in resolved.lines():
+            logger.info("%s", line)
+    return resolved, memory

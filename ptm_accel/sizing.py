@@ -1,0 +1,77 @@
+"""Says no before the first step: budgets that a model cannot train under, with the figures and the dial to set."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ptm_accel.config import ResolvedConfig
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.setup import Memory
+from ptm_accel.model.floor import Floor
+from ptm_accel.model.slots import ParamSlot
+from ptm_accel.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def dial_of(memory: Memory) -> str:
+    """The dial that sets the compute tier's budget."""
+    return "device_memory" if memory.pool.budget.tier is Tier.DEVICE else "host_memory"
+
+
+def refuse_below(memory: Memory, floor: Floor) -> None:
+    """Refuses a budget of the compute tier below the floor.
+
+    Raises:
+        BudgetError: with the figure to set and the tensor that is the reason.
+    """
+    capacity, dial = memory.pool.budget.capacity_bytes, dial_of(memory)
+    if capacity < floor.total_bytes:
+        raise BudgetError(
+            f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
+            f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
+            f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {dial} to at least "
+            f"{floor.total_bytes} bytes."
+        )
+
+
+def refuse_homeless(memory: Memory, floor: Floor) -> None:
+    """Refuses tiers that cannot hold all states of the model together.
+
+    Raises:
+        BudgetError: with the figures and the dial to set.
+    """
+    capacity, dial = memory.pool.budget.capacity_bytes, dial_of(memory)
+    if capacity >= floor.whole_bytes:
+        return
+    states = format_bytes(floor.states_bytes)
+    if memory.pool.home is None:
+        raise BudgetError(
+            f"{dial} is {format_bytes(capacity)} and the states of this model take {states}, "
+            f"{format_bytes(floor.whole_bytes)} with what a step needs beside them, with no tier below for what "
+            f"does not fit. Set disk to a directory on an SSD, or {dial} to at least {floor.whole_bytes} bytes."
+        )
+    below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
+    if sum(below.values()) < floor.states_bytes - floor.fixed_bytes:
+        named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
+        raise BudgetError(
+            f"the states of this model take {states}, more than {dial} ({format_bytes(capacity)}), and "
+            f"the tiers below hold too little of them ({named}). Raise "
+            f"{'the limit of disk, or add a path' if Tier.DISK in below else 'host_memory, or set disk'}."
+        )
+
+
+def hint_about_masters(trainable: list[ParamSlot], config: ResolvedConfig) -> None:
+    """Says, once per model, that narrow parameters are updated in their own precision unless there are masters."""
+    narrow = [s for s in trainable if s.value.dtype in (torch.bfloat16, torch.float16)]
+    if narrow and config.master_weights is None:
+        logger.info(
+            "%d of %d trainable parameters are %s and are updated in it, as without ptm_accel; "
+            "master_weights: fp32 keeps small updates from being rounded away.",
+            len(narrow),
+            len(trainable),
+            narrow[0].value.dtype,
+        )
