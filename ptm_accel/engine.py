@@ -189,6 +189,7 @@ class Engine:
         self.gradients = Gradients(trainable, pool, wide=self.config.master_weights is not None)
         self.residency.install(self.model)
         self.state_dicts.install(self.model)
+        self.state_dicts.loaded = self._weights_touched
         self.gradients.hold_landing()
         self.residency.regions.found = self._meet_region
         self.refresh_compiled()
@@ -394,6 +395,12 @@ class Engine:
             if grads:
                 stack.enter_context(self._shown_gradients(write))
             yield self.model
+        if write:
+            self._weights_touched()
+
+    def _weights_touched(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.weights_touched()
 
     @contextmanager
     def _shown_gradients(self, write: bool) -> Iterator[None]:

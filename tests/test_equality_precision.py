@@ -11,11 +11,16 @@ import torch
 from torch import nn
 
 from tests.plain_loop import Recipe, adamw, assert_same, train, train_with_masters
-from tests.tiers import BUDGETS, budget_bytes, needs, on_pages
+from tests.tiers import BUDGETS, MEMORIES, budget_bytes, needs, on_pages
 from tests.trainer_runs import Job, run_trainer
 from tests.zoo import ENTRIES, Entry
 
 KINDS = [(entry.name, kind) for entry in ENTRIES.values() for kind in entry.checkpointing]
+TWO_KINDS = [
+    (name, kind)
+    for number, (name, entry) in enumerate(ENTRIES.items())
+    for kind in dict.fromkeys(entry.checkpointing[(number + n) % len(entry.checkpointing)] for n in range(2))
+]
 _BUDGET = {"off": "floor", "non-reentrant": "30%", "reentrant": "floor"}
 
 
@@ -55,7 +60,7 @@ def check_trainer(entry: Entry, job: Job, budget: str, tmp_path: Path, memory: s
     assert_same(paged, plain)
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), KINDS)
+@pytest.mark.parametrize(("name", "checkpointing"), TWO_KINDS)
 def test_autocast(name: str, checkpointing: str, tmp_path: Path) -> None:
     """`bf16=True` on fp32 parameters."""
     job = Job(accumulation=2, checkpointing=checkpointing, bf16=True)
@@ -63,7 +68,7 @@ def test_autocast(name: str, checkpointing: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("memory", ["mock+host", "mock+host+disk"])
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(("name", "checkpointing"), KINDS)
 def test_autocast_everywhere(name: str, checkpointing: str, budget: str, memory: str, tmp_path: Path) -> None:
@@ -117,8 +122,11 @@ def single(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("make", [adamw, single])
-def test_masters_of_a_mixed_model(make: Callable[[nn.Module], torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_masters_of_a_mixed_model(
+    make: Callable[[nn.Module], torch.optim.Optimizer], accumulation: int, tmp_path: Path
+) -> None:
     """Only the narrow parameters have masters; the fp32 ones are their own."""
 
     def build() -> nn.Module:
@@ -129,7 +137,7 @@ def test_masters_of_a_mixed_model(make: Callable[[nn.Module], torch.optim.Optimi
         return model
 
     entry = dataclasses.replace(ENTRIES["qwen3"], make=build)
-    recipe = Recipe(accumulation=2, clip=0.1, autocast=torch.bfloat16, optimizer=make)
+    recipe = Recipe(accumulation=accumulation, clip=0.1, autocast=torch.bfloat16, optimizer=make)
     oracle = train_with_masters(entry.build(), entry, recipe)
     model = entry.build()
     sizes = needs(model, tmp_path, "host+disk", master_weights="fp32")

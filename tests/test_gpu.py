@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ptm_accel.integrations.transformers import Trainer as PagedTrainer
 from transformers import Trainer, TrainingArguments
 
 from ptm_accel.engine import engine_of
-from tests import zoo
+from tests.zoo import ENTRIES, Entry
 
 pytestmark = pytest.mark.gpu
 
@@ -18,10 +19,10 @@ STEPS = 3
 
 
 class Batches(torch.utils.data.Dataset[dict[str, Any]]):
-    """The zoo's batches, one row each step."""
+    """The zoo's batches, one a step."""
 
-    def __init__(self, entry: Any) -> None:
-        self.batches = [entry.batch(step) for step in range(STEPS)]
+    def __init__(self, entry: Entry) -> None:
+        self.batches = [entry.batch_at(step) for step in range(STEPS)]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -31,9 +32,7 @@ class Batches(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def train(name: str, directory: Path, ptm_config: dict[str, Any] | None, **arguments: Any) -> tuple[list[Any], Any]:
-    from ptm_accel.integrations.transformers import Trainer as PagedTrainer
-
-    entry = zoo.ZOO[name]
+    entry = ENTRIES[name]
     model = entry.build(0)
     options = TrainingArguments(
         output_dir=str(directory),
@@ -51,7 +50,6 @@ def train(name: str, directory: Path, ptm_config: dict[str, Any] | None, **argum
         "train_dataset": Batches(entry),
         "data_collator": lambda rows: rows[0],
     }
-    torch.use_deterministic_algorithms(True, warn_only=True)
     trainer = Trainer(**common) if ptm_config is None else PagedTrainer(**common, ptm_config=ptm_config)
     trainer.train()
     log = [(e["loss"], e.get("grad_norm")) for e in trainer.state.log_history if "loss" in e]
@@ -59,8 +57,8 @@ def train(name: str, directory: Path, ptm_config: dict[str, Any] | None, **argum
     engine = engine_of(model)
     if engine is not None:
         engine.check_integrity()
-        if ptm_config is not None and "device_memory" in ptm_config:
-            assert engine.pool.stats.evictions > 0
+        # Until one step has been seen, pages get the least they can work with.
+        assert engine.pool.stats.evictions > 0
     return log, weights
 
 

@@ -7,7 +7,8 @@ import sys
 
 
 def run(setup: str) -> str:
-    code = f"import logging\n{setup}\nfrom ptm_accel.logs import speak\nspeak(); speak()\nlogging.getLogger('ptm_accel.engine').info('dials')"
+    lines = ["import logging", setup, "from ptm_accel.logs import speak", "speak()", "speak()"]
+    code = "\n".join([*lines, "logging.getLogger('ptm_accel.engine').info('dials')"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stderr
 

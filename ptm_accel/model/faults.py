@@ -60,10 +60,6 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
             self._residency.read(super().__getitem__(name))
         return super().pop(name, *default)
 
-    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
-        super().__setitem__(name, param)
-        self._residency.replaced(self, name, param)
-
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
         """As `dict.items`. Called from `nn.Module._apply` it leaves out what is on pages, after a check.
 

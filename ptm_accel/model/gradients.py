@@ -209,12 +209,12 @@ def total_norm(gradients: list[GradSlot], norm_type: float, device: torch.device
     """The norm over all gradients, in the order of reduction that torch uses."""
     if not gradients:
         return torch.tensor(0.0)
-    norms = [(g.value.dtype, g.norm(norm_type)) for g in gradients if g.value is not None]
-    dtypes = {dtype for dtype, _ in norms}
-    if len(dtypes) > 1:
+    norms = [g.norm(norm_type) for g in gradients]
+    if len({norm.dtype for norm in norms}) > 1:
         # torch groups gradients by dtype before it norms them, in an order of its own; ask it, with empty stand-ins.
-        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype, _ in norms]
+        # (A norm has its gradient's dtype, or fp32 for the gradient of an fp32 master.)
+        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=norm.dtype, device=device) for norm in norms]
         grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
         norms = [norms[i] for (_, indices) in grouped.values() for i in indices]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n for _, n in norms]), norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm

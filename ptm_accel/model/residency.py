@@ -81,7 +81,6 @@ class Residency:
         self.saved = SavedTensors(table)
         self.regions = CompiledRegions(self)
         self.writing = False
-        self.replacement: Any = None
         self.root: nn.Module | None = None
         self.owner: object = None
         """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
@@ -157,7 +156,7 @@ class Residency:
 
         return leave
 
-    # ---- reads and replacements ------------------------------------------------------------------------------
+    # ---- reads -----------------------------------------------------------------------------------------------
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether `param` is on pages."""
@@ -178,11 +177,6 @@ class Residency:
             self.pool.fault(value, write=self.writing)
         elif id(slot) not in stack[-1].reads:
             stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
-
-    def replaced(self, owner: FaultDict, name: str, param: nn.Parameter | None) -> None:
-        """`module.name = param` was done on a paged model; a loader may want to put the new values on pages."""
-        if self.replacement is not None and param is not None and not self.owns(param):
-            self.replacement(owner, name, param)
 
     @contextmanager
     def written(self) -> Iterator[None]:

@@ -40,6 +40,8 @@ class StateDictHooks:
         """What was given last for each parameter that has several names; no more than a memory of it."""
         self._loading: dict[int, list[Pin]] = {}
         self._filling = True
+        self.loaded: Callable[[], None] = _nothing
+        """Called when parameters have been loaded into."""
 
     def install(self, model: nn.Module) -> None:
         """Puts the hooks on every module that owns parameters."""
@@ -119,11 +121,14 @@ class StateDictHooks:
 
     def _end_load(self) -> Callable[..., None]:
         def end(module: nn.Module, incompatible_keys: Any) -> None:
-            for pin in self._loading.pop(id(module), []):
+            pins = self._loading.pop(id(module), [])
+            for pin in pins:
                 pin.release()
+            if pins:
+                self.loaded()
 
         return end
 
 
 def _nothing() -> None:
-    """Stands for a reference that has died."""
+    """Stands for a reference that has died, and for nobody to tell."""

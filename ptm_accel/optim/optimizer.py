@@ -250,6 +250,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         for state in self._states.values():
             state.mastered = 0
 
+    def weights_touched(self) -> None:
+        """Some parameters may have been written from outside: masters follow where they no longer agree."""
+        for state in self._states.values():
+            state.rewritten = state.master is not None
+
     def show(self, state: ParamState) -> None:
         """Shows a parameter's state in `optimizer.state`, with placeholders for what is on pages."""
         if state.empty:

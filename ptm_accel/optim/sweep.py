@@ -39,6 +39,8 @@ class ParamState:
         small: all the rest (step counts, factored moments).
         master: the fp32 master of a narrower parameter, where master weights are on.
         mastered: how many elements of the master, from the start, have been taken from the parameter.
+        rewritten: the parameter may have been written from outside since the last update: where it is no longer what
+            its master rounds to, the master is taken from it anew.
     """
 
     slot: ParamSlot
@@ -46,6 +48,7 @@ class ParamState:
     small: dict[str, Any] = field(default_factory=dict)
     master: PagedTensor | None = None
     mastered: int = 0
+    rewritten: bool = False
 
     @property
     def empty(self) -> bool:
@@ -288,6 +291,9 @@ class Sweep:
         target = tensors[""]
         if master is not None:
             target = tensors["master"]
+            if unit.state.rewritten and unit.start < unit.state.mastered:
+                kept = target.to(tensors[""].dtype) == tensors[""]
+                target.copy_(torch.where(kept, target, tensors[""].float()))
             if unit.start >= unit.state.mastered:
                 target.copy_(tensors[""])
             if grad.dtype != torch.float32:
@@ -359,6 +365,7 @@ class Sweep:
             opened.remove(unit)
             if unit.last:
                 unit.grad.drop()
+                state.rewritten = False
                 state.slot.generation += 1
 
     def _give_up(self, unit: _Unit, opened: list[_Unit]) -> None:

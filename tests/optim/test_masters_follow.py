@@ -1,0 +1,59 @@
+"""fp32 masters follow what is written to their parameters from outside, and keep their precision elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.outside import gathered
+
+
+def prepared(tmp_path: Path) -> tuple[nn.Linear, Engine, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(96, 96, bias=False).to(torch.bfloat16)
+    config = PTMConfig(host_memory="4MiB", disk=str(tmp_path), page_size=4096, master_weights="fp32")
+    engine = Engine.attach(model, config)
+    optimizer = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    step(model, optimizer)
+    return model, engine, optimizer
+
+
+def step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """One step with a gradient of ones, which is what the loss below has; returns the masters after it."""
+    model(torch.ones(1, 96, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"][0]
+    return state["master"].clone()
+
+
+@pytest.mark.parametrize("way", ["gathered", "load_state_dict"])
+def test_a_write_from_outside_reaches_the_master(way: str, tmp_path: Path) -> None:
+    model, engine, optimizer = prepared(tmp_path)
+    before = optimizer.state_dict()["state"][0]["master"].clone()
+    values = model.state_dict()["weight"].clone()
+    values[0] = 2.0
+    if way == "gathered":
+        with gathered(model, write=True), torch.no_grad():
+            model.weight[0] = 2.0
+    else:
+        model.load_state_dict({"weight": values})
+    after = step(model, optimizer)
+    expected = before.clone()
+    expected[0] = 2.0
+    expected.sub_(torch.full_like(expected, 1e-3))
+    assert torch.equal(after, expected), "rows that nobody wrote keep what their bf16 values round away"
+    assert torch.equal(model.state_dict()["weight"], expected.to(torch.bfloat16))
+    engine.check_integrity()
+
+
+def test_reading_changes_no_master(tmp_path: Path) -> None:
+    model, _, optimizer = prepared(tmp_path)
+    before = optimizer.state_dict()["state"][0]["master"].clone()
+    with gathered(model):
+        assert model.weight.shape == (96, 96)
+    assert torch.equal(step(model, optimizer), before.sub(1e-3))
