@@ -90,3 +90,11 @@ def needs(model: nn.Module, directory: Path, kind: str = "mock+host", **dials: o
 def budget_bytes(budget: str, floor: int, need: int) -> int:
     """The compute tier's bytes for one of `BUDGETS`."""
     return {"fits": 2 * need + (4 << 20), "30%": max(need * 3 // 10, floor), "floor": floor}[budget]
+
+
+@contextmanager
+def at_floor(model: nn.Module, directory: Path, kind: str = "host+disk", **dials: object) -> Iterator[Engine]:
+    """The model on pages under the least budget it can train under."""
+    floor, _ = needs(model, directory, kind, **dials)
+    with on_pages(model, kind, floor, directory, **dials) as engine:
+        yield engine

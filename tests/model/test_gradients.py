@@ -1,0 +1,209 @@
+"""Gradients leave at once, keep every bit, and their norms are torch's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.engine import Engine
+from ptm_accel.errors import BudgetError, UnsupportedError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.outside import gathered
+from tests.plain_loop import same_bits
+from tests.tiers import at_floor, needs, on_pages
+
+WIDTH = 64
+
+
+def net(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    for number, layer in enumerate(layers):
+        layer.to(dtypes[number % len(dtypes)])
+    return nn.Sequential(*layers)
+
+
+def backward(model: nn.Sequential, seed: int = 0, factor: float = 1.0) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    for layer in model:
+        assert isinstance(layer, nn.Linear)
+        x = torch.tanh(layer(x.to(layer.weight.dtype)))
+    (x.float().square().mean() * factor).backward()
+
+
+def found(engine: Engine) -> dict[str, torch.Tensor]:
+    assert engine.gradients is not None
+    return {g.slot.name: engine.pool.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
+
+
+def expect(engine: Engine, plain: nn.Module) -> None:
+    grads = found(engine)
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        assert same_bits(grads[name], param.grad), name
+
+
+def test_sums_over_micro_batches(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path) as engine:
+        for seed in range(3):
+            backward(model, seed)
+            backward(plain, seed)
+            assert all(p.grad is None for p in model.parameters())
+        expect(engine, plain)
+
+
+class Signed(torch.autograd.Function):
+    """A gradient of negative zeros, which adding to zeros would lose."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, weight: torch.Tensor) -> torch.Tensor:
+        return weight.sum() * 0.0
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.full((WIDTH, WIDTH), -0.0)
+
+
+def test_the_first_gradient_keeps_its_negative_zeros(tmp_path: Path) -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    with at_floor(model, tmp_path) as engine:
+        Signed.apply(model.weight).backward()
+        assert torch.signbit(found(engine)["weight"]).all()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32)])
+def test_clipping_is_torchs(
+    dtypes: tuple[torch.dtype, ...], max_norm: float, norm_type: float, tmp_path: Path
+) -> None:
+    model, plain = net(dtypes), net(dtypes)
+    with at_floor(model, tmp_path) as engine:
+        engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=0.0, fused=True))
+        backward(model)
+        backward(plain)
+        ours = engine.clip_grad_norm_(max_norm, norm_type)
+        theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+        assert same_bits(ours, theirs)
+        assert engine.optimizer is not None
+        engine.optimizer.apply_scale()
+        expect(engine, plain)
+        # The norm of what has been clipped, and once more with what was noted as gradients left.
+        assert same_bits(engine.clip_grad_norm_(1e9, norm_type), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, norm_type))
+        expect(engine, plain)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_numbers_that_are_none_go_the_way_they_go_in_torch(factor: float, tmp_path: Path) -> None:
+    model, plain = net(), net()
+    inner = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    with at_floor(model, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        for step in range(2):
+            backward(model, step, factor if step == 0 else 1.0)
+            backward(plain, step, factor if step == 0 else 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            assert same_bits(engine.clip_grad_norm_(1.0), norm)
+            optimizer.step()
+            inner.step()
+            optimizer.zero_grad()
+            inner.zero_grad()
+        values = model.state_dict()
+        assert all(same_bits(values[name], value) for name, value in plain.state_dict().items())
+        assert any(value.isnan().any() for value in values.values())
+
+
+def test_no_gradients_have_no_norm(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        assert same_bits(engine.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(net().parameters(), 1.0))
+
+
+def test_clipping_twice_multiplies_twice(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+        inner = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
+        backward(model)
+        backward(plain)
+        for bound in (0.05, 0.01):
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), bound)
+            assert same_bits(engine.clip_grad_norm_(bound), norm)
+        optimizer.step()
+        inner.step()
+        values = model.state_dict()
+        assert all(same_bits(values[name], value) for name, value in plain.state_dict().items())
+
+
+def test_gradients_can_be_looked_at_and_changed(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    _, need = needs(model, tmp_path, "host+disk")
+    with on_pages(model, "host+disk", 2 * need, tmp_path) as engine:
+        engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+        backward(model)
+        backward(plain)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        engine.clip_grad_norm_(0.01)
+        with gathered(model, grads=True):
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert same_bits(ours.detach(), theirs.detach())
+                assert same_bits(ours.grad, theirs.grad)
+        with gathered(model, grads=True, write=True), torch.no_grad():
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad = param.grad * 2
+        for param in plain.parameters():
+            assert param.grad is not None
+            param.grad *= 2
+        assert all(p.grad is None for p in model.parameters())
+        assert same_bits(engine.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+        expect(engine, plain)
+
+
+def test_gathering_what_does_not_fit_is_refused_and_leaves_no_pins(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        with pytest.raises(BudgetError, match=r"cannot place 16384 B for \d\.weight: .* are in use .* set host_memory"):
+            with gathered(model):
+                raise AssertionError("not reached")
+        assert not engine.pool.pinned()
+
+
+def test_sparse_gradients_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(64, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+    with at_floor(model, tmp_path) as engine:
+        with pytest.raises(UnsupportedError) as caught:
+            model(torch.arange(4)).sum().backward()
+        assert str(caught.value) == (
+            "the gradient of 0.weight is torch.sparse_coo; only dense gradients can be kept on pages. "
+            "Build the module with sparse=False."
+        )
+        engine.zero_grad()
+
+
+def test_room_for_the_next_gradient_is_always_held(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        largest = WIDTH * WIDTH * 4
+        assert engine.pool.budget.used_by_tag()[Tag.GRAD] == largest
+        backward(model)
+        engine.zero_grad()
+        engine.pool.room.collect()
+        assert engine.pool.budget.used_by_tag()[Tag.GRAD] == largest
+
+
+@pytest.mark.parametrize("scale", [0.5, None])
+def test_without_an_optimizer_clipping_still_tells_the_norm(scale: float | None, tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path) as engine:
+        backward(model)
+        backward(plain)
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), scale or math.inf)
+        assert same_bits(engine.clip_grad_norm_(scale or math.inf), norm)
+        engine.zero_grad()
+        assert not found(engine)

@@ -1,0 +1,386 @@
+"""Parameters are there while a forward uses them, whoever reads them, and free to leave when it has returned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ptm_accel.engine import Engine
+from ptm_accel.memory.paged import Place
+from tests.plain_loop import same_bits
+from tests.tiers import at_floor
+from tests.zoo import ENTRIES
+
+WIDTH = 64
+
+
+def linear(bias: bool = False) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=bias)
+
+
+def inputs(seed: int = 0, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class Mixer(nn.Module):
+    """Computes with its children's parameters itself, as state-space mixers and `nn.MultiheadAttention` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.a, self.b, self.c = linear(bias=True), linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.a.weight, self.b.weight
+        x = F.linear(self.c(x) * self.scale, first, self.a.bias)
+        return F.linear(torch.tanh(x), second) + first.sum()
+
+
+class Table(nn.Module):
+    """Gives its parameter itself to whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> Any:
+        return self.rows
+
+
+class Tables(Table):
+    def forward(self) -> Any:
+        return {"rows": (self.rows, 1)[0], "other": None}
+
+
+class Caller(nn.Module):
+    """Uses what a module returned after other modules have run."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.table = table
+        self.layers = nn.ModuleList(linear() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table()
+        rows = rows["rows"] if isinstance(rows, dict) else rows
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x @ rows
+
+
+class Several(nn.Module):
+    """Calls one module several times, and ties another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other, self.tied = linear(bias=True), linear(), linear()
+        self.tied.weight = self.other.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layer(x))
+            x = self.other(x) + x
+        return self.tied(x)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(linear(bias=True) for _ in range(5)))
+        for layer in self.layers[::2]:
+            layer.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Attention(nn.Module):
+    """torch's own attention reads the weights of a projection that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x[None]
+        return self.norm(self.attention(y, y, y)[0] + y)
+
+
+class Recurrent(nn.Module):
+    """cuDNN-style modules hold their parameters in a list of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x[None])[0])
+
+
+class Computed(nn.Module):
+    """A weight computed from parameters at every use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(linear())
+        self.after = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.layer(x))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mixer": lambda: nn.Sequential(Mixer(), linear(), Mixer()),
+    "a returned parameter": lambda: Caller(Table()),
+    "a returned dictionary": lambda: Caller(Tables()),
+    "called several times": Several,
+    "frozen": Frozen,
+    "attention": Attention,
+    "lstm": Recurrent,
+    "weight norm": Computed,
+}
+
+
+def step_of(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Output, loss and gradients of one forward and backward."""
+    out = model(inputs(seed))
+    loss = out.square().mean()
+    loss.backward()
+    return {"out": out.detach(), "loss": loss.detach()}
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def paged_grads(engine: Engine) -> dict[str, torch.Tensor]:
+    """Gradients one at a time, as they do not all fit at once."""
+    assert engine.gradients is not None
+    found = {}
+    for grad in engine.gradients.present():
+        assert grad.value is not None
+        found[grad.slot.name] = engine.pool.snapshot(grad.value).clone()
+    return found
+
+
+def same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == plain.keys() and all(same_bits(ours[key], plain[key]) for key in plain)
+
+
+def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The same model twice."""
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    return plain, make()
+
+
+@pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
+@pytest.mark.parametrize("name", MODELS)
+def test_whoever_reads_a_parameter_gets_its_values(name: str, kind: str, tmp_path: Path) -> None:
+    plain, paged = twins(MODELS[name])
+    with at_floor(paged, tmp_path, kind) as engine:
+        for seed in range(2):
+            assert same(step_of(paged, seed), step_of(plain, seed))
+            assert not engine.pool.pinned()
+        assert same(paged_grads(engine), grads_of(plain))
+        assert engine.pool.stats.evictions > 0
+        assert all(p.grad is None for p in paged.parameters())
+
+
+def test_pins_last_as_long_as_the_forward_that_needs_them(tmp_path: Path) -> None:
+    model = nn.Sequential(Mixer(), linear())
+    seen: list[set[str]] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append({t.name for t in engine.pool.pinned()})
+
+    with at_floor(model, tmp_path) as engine:
+        model[0].c.register_forward_hook(look)
+        model[1].register_forward_hook(look)
+        step_of(model)
+        # Hooks that come after ours see the module's own parameters free already.
+        inside, after = seen
+        assert inside == {"0.scale", "0.a.weight", "0.b.weight"}
+        assert after == set()
+        assert not engine.pool.pinned()
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_an_exception_in_a_forward_leaves_no_pins(checkpointing: bool | None, tmp_path: Path) -> None:
+    plain, paged = twins(lambda: nn.Sequential(Mixer(), nn.Sequential(linear(), linear()), Mixer()))
+    failing = itertools.count()
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if next(failing) == 1:
+            raise RuntimeError("the user's own")
+
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        if checkpointing is None:
+            return step_of(model)
+        out = torch.utils.checkpoint.checkpoint(model, inputs().requires_grad_(), use_reentrant=checkpointing)
+        loss = out.square().mean()
+        loss.backward()
+        return {"out": out.detach(), "loss": loss.detach()}
+
+    with at_floor(paged, tmp_path) as engine:
+        paged[1][1].register_forward_pre_hook(fail)
+        if checkpointing is None:
+            run(paged)
+            engine.zero_grad()
+        with pytest.raises(RuntimeError, match="the user's own"):
+            run(paged)
+        assert not engine.pool.pinned()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        engine.zero_grad()
+        assert same(run(paged), run(plain))
+        assert same(paged_grads(engine), grads_of(plain))
+
+
+def test_forwards_cut_off_without_their_hooks_are_ended_by_abort(tmp_path: Path) -> None:
+    """As Ctrl-C in the middle of a hook can do."""
+    plain, paged = twins(lambda: nn.Sequential(linear(), linear()))
+    with at_floor(paged, tmp_path) as engine:
+        engine.residency.enter(paged)
+        engine.residency.enter(paged[0])
+        assert engine.pool.pinned()
+        engine.abort()
+        assert not engine.pool.pinned()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert same(step_of(paged), step_of(plain))
+
+
+def test_two_forwards_before_one_backward(tmp_path: Path) -> None:
+    plain, paged = twins(Several)
+
+    def run(model: nn.Module) -> torch.Tensor:
+        loss = model(inputs(1)).square().mean() - model(inputs(2)).mean()
+        loss.backward()
+        return loss.detach()
+
+    with at_floor(paged, tmp_path) as engine:
+        assert same_bits(run(paged), run(plain))
+        assert same(paged_grads(engine), grads_of(plain))
+
+
+def test_a_graph_that_is_kept_can_be_walked_again(tmp_path: Path) -> None:
+    plain, paged = twins(MODELS["mixer"])
+
+    def run(model: nn.Module) -> None:
+        loss = model(inputs()).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with at_floor(paged, tmp_path) as engine:
+        run(plain)
+        run(paged)
+        assert same(paged_grads(engine), grads_of(plain))
+
+
+def test_gradients_of_gradients(tmp_path: Path) -> None:
+    plain, paged = twins(lambda: nn.Sequential(linear(bias=True), nn.Tanh(), linear(), nn.Tanh(), linear()))
+
+    def run(model: nn.Module) -> torch.Tensor:
+        x = inputs().requires_grad_()
+        out = model(x).square().mean()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (out + slope.square().sum()).backward()
+        return slope.detach()
+
+    with at_floor(paged, tmp_path) as engine:
+        assert same_bits(run(paged), run(plain))
+        assert same(paged_grads(engine), grads_of(plain))
+
+
+def test_a_read_outside_a_forward(tmp_path: Path) -> None:
+    plain, paged = twins(lambda: nn.Sequential(*(linear() for _ in range(6))))
+    with at_floor(paged, tmp_path) as engine:
+        for ours, theirs in zip(paged, plain, strict=True):
+            assert same_bits(ours.weight.detach(), theirs.weight.detach())
+        places = [slot.value.place for slot in engine.slots]
+        assert Place.AWAY in places
+        assert not engine.pool.pinned()
+
+
+def test_counting_and_naming_bring_nothing_in(tmp_path: Path) -> None:
+    model = nn.Sequential(*(linear() for _ in range(6)))
+    with at_floor(model, tmp_path) as engine:
+        before = engine.pool.stats.faults
+        assert sum(p.numel() for p in model.parameters()) == 6 * WIDTH * WIDTH
+        assert {p.shape for p in model.parameters()} == {torch.Size([WIDTH, WIDTH])}
+        assert {p.dtype for _, p in model.named_parameters()} == {torch.float32}
+        assert engine.pool.stats.faults == before
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral", "mamba", "lora"])
+def test_evaluation_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
+    entry = ENTRIES[name]
+    plain, paged = entry.build().eval(), entry.build().eval()
+    with at_floor(paged, tmp_path) as engine, torch.no_grad():
+        before = engine.pool.stats.stored_bytes
+        for number in range(2):
+            batch = entry.batch_at(number)
+            ours, theirs = paged(**batch), plain(**batch)
+            assert same_bits(ours.logits, theirs.logits)
+            assert same_bits(ours.loss, theirs.loss)
+        assert engine.pool.stats.stored_bytes - before <= sum(s.value.slot_bytes for s in engine.slots)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "qwen2-moe"])
+def test_generation_gives_the_same_tokens(name: str, autocast: bool, tmp_path: Path) -> None:
+    entry = ENTRIES[name]
+    plain, paged = entry.build().eval(), entry.build().eval()
+
+    def tokens(model: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        ids = entry.batch_at(0)["input_ids"]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            made: torch.Tensor = model.generate(input_ids=ids, max_new_tokens=6, do_sample=True, use_cache=True)
+        return made
+
+    with at_floor(paged, tmp_path):
+        assert same_bits(tokens(paged), tokens(plain))
+
+
+def test_training_goes_on_between_evaluations(tmp_path: Path) -> None:
+    """Two forwards in a graph, one of them without gradients, and modules in another mode meanwhile."""
+    plain, paged = twins(MODELS["mixer"])
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        out = model(inputs(1))
+        model.eval()
+        with torch.no_grad():
+            seen = model(inputs(2))
+        model.train()
+        out.mean().backward()
+        return [out.detach(), seen]
+
+    with at_floor(paged, tmp_path) as engine:
+        assert all(same_bits(a, b) for a, b in zip(run(paged), run(plain), strict=True))
+        assert same(paged_grads(engine), grads_of(plain))
+
+
+def test_detaching_gives_the_plain_model_back(tmp_path: Path) -> None:
+    model = Several()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    hooks = {m: (len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()}
+    with at_floor(model, tmp_path) as engine:
+        step_of(model)
+        assert engine.detach() is model
+    assert same(dict(model.state_dict()), values)
+    assert all(param is params[name] for name, param in model.named_parameters(remove_duplicate=False))
+    assert {m: (len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()} == hooks
+    assert all(type(m._parameters) is dict for m in model.modules())
+    step_of(model)
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,208 @@
+"""Autograd saves an address, not bytes; whoever else has hooks on saved tensors keeps what is theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ptm_accel.errors import StaleGraphError
+from ptm_accel.memory.budget import Tag
+from tests.plain_loop import same_bits
+from tests.tiers import at_floor, needs, on_pages
+
+WIDTH = 64
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def net(layers: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*parts)
+
+
+def backward(model: nn.Module, out: torch.Tensor | None = None) -> None:
+    (model(inputs()) if out is None else out).square().mean().backward()
+
+
+def expect_grads(engine: Any, plain: nn.Module) -> None:
+    names = dict(plain.named_parameters())
+    assert {g.slot.name for g in engine.gradients.present()} == {n for n, p in names.items() if p.grad is not None}
+    for grad in engine.gradients.present():
+        assert same_bits(engine.pool.snapshot(grad.value), names[grad.slot.name].grad), grad.slot.name
+
+
+def test_nothing_is_held_between_forward_and_backward(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    backward(plain)
+    with at_floor(model, tmp_path) as engine:
+        out = model(inputs())
+        engine.pool.room.collect()
+        assert engine.pool.room.leaving_bytes == 0
+        for slot in engine.slots:
+            if engine.pool.is_idle(slot.value):
+                engine.pool.evict(slot.value)
+        engine.pool.room.collect()
+        assert Tag.PARAM not in engine.pool.budget.used_by_tag()
+        backward(model, out)
+        expect_grads(engine, plain)
+
+
+def test_hooks_of_others_see_the_activations_and_no_parameter(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    seen: dict[str, list[torch.Size]] = {"plain": [], "paged": []}
+
+    def run(model: nn.Module, which: str) -> None:
+        def pack(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+            seen[which].append(tensor.shape)
+            return "theirs", tensor.clone()
+
+        def unpack(packed: Any) -> torch.Tensor:
+            kind, tensor = packed
+            assert kind == "theirs"
+            kept: torch.Tensor = tensor
+            return kept
+
+        with saved_tensors_hooks(pack, unpack):
+            out = model(inputs())
+        backward(model, out)
+
+    run(plain, "plain")
+    with at_floor(model, tmp_path) as engine:
+        run(model, "paged")
+        expect_grads(engine, plain)
+    weights = torch.Size([WIDTH, WIDTH])
+    assert weights in seen["plain"]
+    assert seen["paged"] == [shape for shape in seen["plain"] if shape != weights]
+
+
+def test_activations_that_are_saved_on_the_cpu(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with save_on_cpu():
+        out = plain(inputs())
+    backward(plain, out)
+    with at_floor(model, tmp_path) as engine:
+        with save_on_cpu():
+            out = model(inputs())
+        backward(model, out)
+        expect_grads(engine, plain)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_checkpoint_holds_no_parameters_of_the_layer_it_recomputes(early_stop: bool, tmp_path: Path) -> None:
+    """All of a layer's weights would not fit: the floor has room for little more than one."""
+
+    def run(model: nn.Module) -> None:
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+            out = checkpoint(model, inputs(), use_reentrant=False)
+        backward(model, out)
+
+    model, plain = net(12), net(12)
+    run(plain)
+    floor, _ = needs(model, tmp_path, "host+disk")
+    assert floor < 8 * WIDTH * WIDTH * 4
+    with on_pages(model, "host+disk", floor, tmp_path) as engine:
+        run(model)
+        expect_grads(engine, plain)
+
+
+def test_checkpoints_within_checkpoints(tmp_path: Path) -> None:
+    def run(model: nn.Sequential) -> None:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(model[2:6], x, use_reentrant=False)
+            return y
+
+        def outer(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = model[6:](inner(model[:2](x)))
+            return y
+
+        backward(model, checkpoint(outer, inputs(), use_reentrant=False))
+
+    model, plain = net(), net()
+    run(plain)
+    with at_floor(model, tmp_path) as engine:
+        run(model)
+        expect_grads(engine, plain)
+
+
+def test_where_hooks_are_forbidden_tensors_are_saved_as_ever(tmp_path: Path) -> None:
+    model, plain = net(2), net(2)
+    with disable_saved_tensors_hooks("not here"):
+        backward(plain)
+    _, need = needs(model, tmp_path, "host+disk")
+    with on_pages(model, "host+disk", need, tmp_path) as engine:
+        with disable_saved_tensors_hooks("not here"):
+            backward(model)
+        expect_grads(engine, plain)
+
+
+def test_two_paged_models_in_one_graph(tmp_path: Path) -> None:
+    """A student and its teacher: each knows its own parameters."""
+    models, plain = [net(), net(3)], [net(), net(3)]
+    backward(plain[1], plain[1](plain[0](inputs())))
+    floors = [needs(m, tmp_path, "host+disk")[0] for m in models]
+    with (
+        on_pages(models[0], "host+disk", floors[0], tmp_path) as first,
+        on_pages(models[1], "host+disk", floors[1], tmp_path) as second,
+    ):
+        backward(models[1], models[1](models[0](inputs())))
+        expect_grads(first, plain[0])
+        expect_grads(second, plain[1])
+
+
+def test_a_model_inside_a_forward_of_another(tmp_path: Path) -> None:
+    class Teacher(nn.Module):
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+            self.others = (other,)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.others[0](self.own(x)))
+
+    def build() -> tuple[nn.Module, Teacher]:
+        other = net(3)
+        return other, Teacher(other)
+
+    plain_other, plain = build()
+    backward(plain)
+    other, model = build()
+    floors = [needs(m, tmp_path, "host+disk")[0] for m in (other, model)]
+    with (
+        on_pages(other, "host+disk", floors[0], tmp_path) as inside,
+        on_pages(model, "host+disk", floors[1], tmp_path) as outside,
+    ):
+        backward(model)
+        expect_grads(inside, plain_other)
+        expect_grads(outside, plain)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_backward_through_older_values_is_an_error(autocast: bool, tmp_path: Path) -> None:
+    model = net(2)
+    with at_floor(model, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            older = model(inputs())
+            for _ in range(2):
+                backward(model, model(inputs()).float())
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(StaleGraphError) as caught:
+            backward(model, older.float())
+        assert str(caught.value) == (
+            "parameter 2.weight was updated 2 time(s) between a forward and its backward, so the gradient would be "
+            "wrong. Call backward before optimizer.step()."
+        )
+        assert not engine.pool.pinned()
+        engine.zero_grad()
