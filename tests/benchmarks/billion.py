@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, Tra
 
 CAP_BYTES = 2 << 30
 MAPPED_SCRIPT_S = 39.0
-"""Step time of a script over memory-mapped weights and state, same model and cap, on such a machine."""
+"""Step time of a script over memory-mapped weights and state, same model and cap, measured apart on a like machine."""
 
 
 class Clock(TrainerCallback):
