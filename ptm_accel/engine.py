@@ -375,15 +375,19 @@ class Engine:
             self.optimizer.apply_scale()
         present = self.gradients.present()
         norm = total_norm(present, float(norm_type), self.pool.compute.device)
-        if present and self.optimizer is not None:
-            self.optimizer.scale_gradients(clip_coefficient(norm, float(max_norm)))
+        if present:
+            coefficient = clip_coefficient(norm, float(max_norm))
+            if self.optimizer is not None:
+                self.optimizer.scale_gradients(coefficient)
+            else:
+                self.gradients.multiply(coefficient)
         return norm
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        elif self.gradients is not None:
+        if self.gradients is not None:
             self.gradients.drop()
 
     @contextmanager

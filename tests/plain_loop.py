@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +180,4 @@ def same_bits(a: Any, b: Any) -> bool:
             return False
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
         return torch.equal(*raw)
-    if isinstance(a, Iterable) and not isinstance(a, (str, torch.Tensor)):
-        return type(a) is type(b) and a == b
-    return bool(torch.as_tensor(a).eq(torch.as_tensor(b)).all()) if type(a) is type(b) else False
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))

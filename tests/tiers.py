@@ -60,7 +60,7 @@ def open_memory(kind: str, compute_bytes: int, directory: Path, *, seed: int = 0
 
 def config(**dials: object) -> PTMConfig:
     """Dials for tiny models: pages so small that they page."""
-    return PTMConfig(page_size=PAGE, **dials)  # type: ignore[arg-type]
+    return PTMConfig(**{"page_size": PAGE, **dials})  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -78,10 +78,19 @@ def on_pages(
         memory.close()
 
 
-def needs(model: nn.Module, directory: Path, kind: str = "mock+host", **dials: object) -> tuple[int, int]:
-    """The floor and the need of a model, in bytes. The model is plain again afterwards."""
+def needs(
+    model: nn.Module,
+    directory: Path,
+    kind: str = "mock+host",
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    **dials: object,
+) -> tuple[int, int]:
+    """The floor and the need of a model (under an optimizer), in bytes. The model is plain again afterwards."""
     memory = open_memory(kind, AMPLE, directory)
     engine = Engine.attach(model, config(**dials), memory=memory)
+    if optimizer is not None:
+        engine.bind_optimizer(optimizer(model))
     floor, need = engine.floor.total_bytes, engine.floor.whole_bytes
     engine.detach()
     return floor, need

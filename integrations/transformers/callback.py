@@ -17,10 +17,14 @@ class PTMCallback(TrainerCallback):
     """Added by the Trainer on pages by itself; does nothing for a model that is not on pages."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Counts the step, for the figures per step."""
+        """Counts the step, for the figures per step; and drops what is left of the gradients.
+
+        The Trainer has just called `model.zero_grad()`, which looks at `p.grad`, and that is empty.
+        """
         engine = _engine(kwargs.get("model"))
         if engine is not None:
             engine.metrics.steps += 1
+            engine.zero_grad()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -184,17 +184,22 @@ def _largest(params: Iterable[ParamSlot]) -> str:
 def _recomputation(model: nn.Module, slots: SlotTable) -> _Moment:
     """The most that a layer's recomputation holds: its own forward, and the parameters of the operation that wants it.
 
-    A layer is whatever stands in a list of modules: activation checkpointing works on those.
+    A layer is whatever stands in a list of modules and has modules itself: activation checkpointing works on those.
+    The waiting parameter counts beside the layer's even where it is one of them: it may have been moved away while its
+    view was held, and then be brought in once more.
     """
     best = _Moment(0, "the model")
     for name, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         for index, layer in container.named_children():
-            again = _forward(layer, slots, f"{name}.{index}")
+            path = f"{name}.{index}" if name else index
+            if not any(True for _ in layer.children()):
+                continue
+            again = _forward(layer, slots, path)
             asking = max((_held(_own(m, slots).values()) for m in layer.modules()), default=0)
             if again.nbytes + asking > best.nbytes:
-                best = _Moment(again.nbytes + asking, f"{again.reason}, while {name}.{index} is recomputed")
+                best = _Moment(again.nbytes + asking, f"{again.reason}, while {path} is recomputed")
     return best
 
 

@@ -7,7 +7,7 @@ away: the last time the whole of it is in one place for free.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -152,6 +152,15 @@ class Gradients:
     def present(self) -> list[GradSlot]:
         """The gradients that there are, in the order of the model's parameters."""
         return [g for g in self._by_param.values() if g.value is not None]
+
+    @torch.no_grad()
+    def multiply(self, coefficient: torch.Tensor, gradients: Iterable[GradSlot] | None = None) -> None:
+        """Multiplies `gradients` (by default all), one at a time."""
+        for grad in self.present() if gradients is None else gradients:
+            assert grad.value is not None
+            with self._pool.pin(grad.value, write=True) as total:
+                total.mul_(coefficient)
+            grad.changed()
 
     def drop(self) -> None:
         """Forgets all gradients (`zero_grad`)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -92,7 +92,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     grad = self._gradients.of(slot)
                     if grad.value is not None:
                         work.append((index, self._state_of(slot), grad))
-        scale, self._scale = self._scale, None
+        scale = self.apply_scale(but_its_own=True)
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         self._sweep.run(work, scale)
@@ -103,9 +103,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._pool.room.shrink()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
-        self._gradients.drop()
-        self._scale = None
+        """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch."""
+        self.apply_scale(but_its_own=True)
+        for param in self._params():
+            slot = self._slot(param)
+            if slot.param.requires_grad:
+                self._gradients.of(slot).drop()
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
         """Multiplies every gradient by `coefficient`, at the latest when it is used."""
@@ -116,17 +119,20 @@ class PagedOptimizer(torch.optim.Optimizer):
             return
         self._scale = coefficient
 
-    @torch.no_grad()
-    def apply_scale(self) -> None:
-        """Carries out a pending `scale_gradients` now, because somebody wants to look at the gradients."""
+    def apply_scale(self, *, but_its_own: bool = False) -> torch.Tensor | None:
+        """Carries out a pending `scale_gradients` now, because somebody wants to look at the gradients.
+
+        Args:
+            but_its_own: leave out the parameters that this optimizer holds.
+
+        Returns:
+            what was pending.
+        """
         scale, self._scale = self._scale, None
-        if scale is None:
-            return
-        for grad in self._gradients.present():
-            assert grad.value is not None
-            with self._pool.pin(grad.value, write=True) as total:
-                total.mul_(scale)
-            grad.changed()
+        if scale is not None:
+            own = {id(param) for param in self._params()} if but_its_own else set()
+            self._gradients.multiply(scale, [g for g in self._gradients.present() if id(g.slot.param) not in own])
+        return scale
 
     @torch.no_grad()
     def change_gradients(self, change: Callable[[torch.Tensor], object]) -> None:
@@ -326,11 +332,21 @@ class PagedOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for number, param in enumerate(self._params()):
             state = self._state_of(self._slot(param))
-            for key, value in state_dict["state"].get(number, {}).items():
+            given_state = state_dict["state"].get(number, {})
+            self._forget_all_but(state, given_state.keys())
+            for key, value in given_state.items():
                 self.put_state(
                     state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
                 )
             self.show(state)
+
+    def _forget_all_but(self, state: ParamState, keys: Collection[str]) -> None:
+        for key in state.paged.keys() - keys:
+            self._pool.forget(state.paged.pop(key))
+        for key in state.small.keys() - keys:
+            del state.small[key]
+        if MASTER_KEY not in keys:
+            state.mastered = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`."""

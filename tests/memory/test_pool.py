@@ -1,0 +1,496 @@
+"""The pool: any order of accesses gives the right bytes, under any budget, and everything is accounted for."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor, Place, is_intact, placeholder
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.memory.windows import WINDOW_ALIGN
+from tests.tiers import PAGE, open_memory
+
+KINDS = ("host+disk", "mock+host", "mock+host+disk")
+
+
+@contextmanager
+def pool_of(pages: int, directory: Path, kind: str = "host+disk", host_bytes: int = 1 << 22) -> Iterator[Pool]:
+    """A pool with room for `pages` pages beside what its tiers hold."""
+    probe = open_memory(kind, 1 << 20, directory, host_bytes=host_bytes)
+    held = probe.pool.budget.used_bytes
+    probe.close()
+    memory = open_memory(kind, pages * PAGE + held, directory, host_bytes=host_bytes)
+    try:
+        yield memory.pool
+        memory.check_integrity()
+    finally:
+        memory.close()
+    assert sum(memory.pool.budget.used_by_tag().values()) == 0
+
+
+def made(pool: Pool, name: str, elements: int = 1024, fill: float = 0.0, **options: Any) -> PagedTensor:
+    return pool.create(name, Tag.PARAM, torch.Size([elements]), torch.float32, fill=fill, **options)
+
+
+class Told:
+    """Keeps what an occupant is told."""
+
+    def __init__(self) -> None:
+        self.news: list[tuple[str, float]] = []
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        self.news.append(("arrived", float(tensor[0])))
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        self.news.append(("leaving", float(tensor[0])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_life_of_a_tensor(kind: str, tmp_path: Path) -> None:
+    with pool_of(1, tmp_path, kind) as pool:
+        tensor, other = made(pool, "a", fill=3.0), made(pool, "b")
+        tensor.occupant = told = Told()
+        assert tensor.place is Place.BLANK
+        assert (pool.fault(tensor) == 3.0).all()
+        assert tensor.place is Place.DIRTY
+        pool.fault(tensor, write=True).fill_(5.0)
+        pool.fault(other)
+        assert tensor.place is Place.AWAY
+        assert (pool.fault(tensor) == 5.0).all()
+        assert tensor.place is Place.CLEAN
+        stored = pool.stats.stored_bytes
+        pool.fault(other)
+        assert pool.stats.stored_bytes == stored  # both were clean
+        pool.fault(tensor, write=True)
+        assert tensor.place is Place.DIRTY
+        assert told.news == [("arrived", 3.0), ("leaving", 5.0), ("arrived", 5.0), ("leaving", 5.0), ("arrived", 5.0)]
+        pool.drop(tensor)
+        assert tensor.place is Place.BLANK
+        assert (pool.fault(tensor) == 3.0).all()
+        pool.forget(tensor)
+        assert tensor not in pool.tensors()
+
+
+def test_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
+    with pool_of(3, tmp_path) as pool:
+        a, b, c, d = (made(pool, name) for name in "abcd")
+        for tensor in (a, b, c):
+            pool.fault(tensor)
+        pool.fault(a)
+        pool.fault(d)
+        assert [t.name for t in (a, b, c, d) if t.place.resident] == ["a", "c", "d"]
+        with pool.pin(c):
+            pool.fault(b)
+            pool.fault(a)
+            pool.fault(d)
+        assert c.place.resident
+        pool.fault(b)
+        assert c.place.resident, "its pin made it the most recently used"
+
+
+def test_pins_nest_and_end_once(tmp_path: Path) -> None:
+    with pool_of(1, tmp_path) as pool:
+        tensor, other = made(pool, "a"), made(pool, "b")
+        first, second = pool.pin(tensor), pool.pin(tensor)
+        assert pool.pinned() == [tensor]
+        assert first.tensor.data_ptr() == second.tensor.data_ptr()
+        first.release()
+        first.release()
+        with pytest.raises(AssertionError, match="pin used after its end"):
+            _ = first.tensor
+        with pytest.raises(BudgetError):
+            pool.fault(other)
+        with pytest.raises(AssertionError, match="is pinned"):
+            pool.drop(tensor)
+        second.release()
+        pool.fault(other)
+        assert not pool.pinned()
+
+
+def test_a_refusal_names_the_largest_holders(tmp_path: Path) -> None:
+    with pool_of(4, tmp_path) as pool:
+        pinned, viewed = made(pool, "layer.weight", 2048), made(pool, "layer.bias")
+        view = pool.fault(viewed)
+        pin = pool.pin(pinned)
+        with pytest.raises(BudgetError) as caught:
+            pool.fault(made(pool, "head.weight", 2048))
+        text = str(caught.value)
+        assert text.startswith("host budget: cannot place 8192 B for head.weight: ")
+        assert text.endswith(
+            "and none of it can be moved away now; set host_memory higher. Largest holders: layer.weight (8192 B, "
+            "pinned), layer.bias (4096 B, a view is alive)."
+        )
+        del view
+        pool.fault(viewed)
+        pin.release()
+
+
+def test_without_a_home_nothing_leaves() -> None:
+    memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=2 * PAGE), torch.device("cpu"))
+    pool = memory.pool
+    a, b, c = (made(pool, name) for name in "abc")
+    pool.fault(a)
+    pool.fault(b)
+    with pytest.raises(BudgetError, match="There is no tier below: set disk to a directory on an SSD"):
+        pool.fault(c)
+    pool.drop(a)
+    pool.fault(c)
+    assert pool.idle_bytes == 0
+    memory.check_integrity()
+    memory.close()
+
+
+def test_a_device_that_is_full_says_so(tmp_path: Path) -> None:
+    refused = pytest.raises(DeviceBudgetError, match="the device is out of memory")
+    with pool_of(1, tmp_path, "mock+host") as pool, pool.pin(made(pool, "a")), refused:
+        pool.fault(made(pool, "b"))
+
+
+def test_what_is_not_movable_stays(tmp_path: Path) -> None:
+    with pool_of(2, tmp_path) as pool:
+        fixed = made(pool, "a", movable=False)
+        pool.fault(fixed)
+        for name in "bcd":
+            pool.fault(made(pool, name))
+        assert fixed.place.resident
+        assert not pool.is_idle(fixed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_that_outlives_its_extent_is_charged_and_keeps_its_values(kind: str, tmp_path: Path) -> None:
+    with pool_of(2, tmp_path, kind) as pool:
+        tensor, other, third = (made(pool, name) for name in "abc")
+        view = pool.fault(tensor, write=True)[10:20]
+        view.fill_(7.0)
+        pool.evict(tensor)
+        pool.fault(other, write=True).fill_(1.0)
+        assert pool.room.leaving_bytes == PAGE
+        with pool.pin(other), pytest.raises(BudgetError, match="a view is alive"):
+            pool.fault(third)
+        assert (view == 7.0).all()
+        del view
+        pool.fault(third)
+        assert (pool.fault(tensor)[10:20] == 7.0).all()
+
+
+def test_memory_of_others_is_adopted_without_a_copy(tmp_path: Path) -> None:
+    with pool_of(2, tmp_path) as pool:
+        data = torch.arange(700.0)
+        tensor = made(pool, "a", 700)
+        pool.adopt(tensor, data)
+        assert pool.fault(tensor).data_ptr() == data.data_ptr()
+        assert pool.budget.used_by_tag()[Tag.PARAM] == 2800
+        del data
+        pool.evict(tensor)
+        assert torch.equal(pool.fault(tensor), torch.arange(700.0))
+
+
+@pytest.mark.parametrize("data", [torch.arange(1400.0)[::2], torch.arange(1400.0)[:700], torch.zeros(1).expand(700)])
+def test_memory_that_is_shared_is_copied(data: torch.Tensor, tmp_path: Path) -> None:
+    with pool_of(2, tmp_path) as pool:
+        tensor = made(pool, "a", 700)
+        pool.adopt(tensor, data)
+        assert pool.fault(tensor).data_ptr() != data.data_ptr()
+        assert torch.equal(pool.fault(tensor), data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", Place)
+def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: Path) -> None:
+    with pool_of(2, tmp_path, kind) as pool:
+        tensor = made(pool, "a", fill=2.0)
+        if place is not Place.BLANK:
+            pool.fault(tensor, write=True).copy_(torch.arange(1024.0))
+        if place in (Place.AWAY, Place.CLEAN):
+            pool.evict(tensor)
+        if place is Place.CLEAN:
+            pool.fault(tensor)
+        assert tensor.place is place
+        pool.room.collect()
+        used = pool.budget.used_bytes
+        snapshot = pool.snapshot(tensor)
+        expected = torch.full((1024,), 2.0) if place is Place.BLANK else torch.arange(1024.0)
+        assert torch.equal(snapshot, expected)
+        pool.room.collect()
+        assert pool.budget.used_bytes == used
+        del snapshot
+
+
+def test_flushing_leaves_a_tensor_where_it_is(tmp_path: Path) -> None:
+    with pool_of(2, tmp_path) as pool:
+        tensor = made(pool, "a")
+        pool.fault(tensor, write=True).fill_(4.0)
+        pool.flush(tensor)
+        assert tensor.place is Place.CLEAN
+        stored = pool.stats.stored_bytes
+        pool.flush(tensor)
+        pool.evict(tensor)
+        assert pool.stats.stored_bytes == stored
+        assert (pool.fault(tensor) == 4.0).all()
+
+
+def test_a_load_that_fails_leaves_the_tensor_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(2, tmp_path) as pool:
+        tensor = made(pool, "a")
+        pool.fault(tensor, write=True).fill_(4.0)
+        pool.evict(tensor)
+        assert pool.home is not None
+
+        def broken(*args: Any) -> Any:
+            raise DiskError(errno.EIO, "broken")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pool.home, "load", broken)
+            with pytest.raises(DiskError, match="broken"):
+                pool.fault(tensor)
+        assert tensor.place is Place.AWAY
+        pool.room.collect()
+        assert Tag.PARAM not in pool.budget.used_by_tag()
+        assert (pool.fault(tensor) == 4.0).all()
+
+
+def test_a_store_that_fails_leaves_the_tensor_unharmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(1, tmp_path) as pool:
+        tensor = made(pool, "a")
+        pool.fault(tensor, write=True).fill_(4.0)
+        assert pool.home is not None
+
+        def full(*args: Any) -> Any:
+            raise DiskError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pool.home, "store", full)
+            with pytest.raises(DiskError, match="full"):
+                pool.fault(made(pool, "b"))
+        assert tensor.place is Place.DIRTY
+        assert (pool.fault(tensor) == 4.0).all()
+
+
+def test_charges_for_memory_of_torchs_last_as_long_as_the_memory(tmp_path: Path) -> None:
+    with pool_of(2, tmp_path) as pool:
+        with pool.room.charged(100, Tag.CAST, "a") as keep:
+            kept = torch.zeros(25)
+            keep(kept)
+        view = kept[3:]
+        del kept
+        pool.room.collect()
+        assert pool.budget.used_by_tag()[Tag.CAST] == 100
+        del view
+        pool.room.collect()
+        assert Tag.CAST not in pool.budget.used_by_tag()
+        with pytest.raises(ZeroDivisionError), pool.room.charged(100, Tag.CAST, "a"):
+            raise ZeroDivisionError
+        assert Tag.CAST not in pool.budget.used_by_tag()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_write_what_they_show(kind: str, tmp_path: Path) -> None:
+    elements = 2 * WINDOW_ALIGN + 100
+    bounds = [(0, WINDOW_ALIGN), (WINDOW_ALIGN, 2 * WINDOW_ALIGN), (2 * WINDOW_ALIGN, elements)]
+    with pool_of(12, tmp_path, kind) as pool:
+        tensor = made(pool, "a", elements, fill=1.0)
+        for sweep in range(2):
+            for start, stop in bounds:
+                window = pool.windows.open(tensor, start, stop)
+                assert (pool.windows.ready(window) == 1.0 + 2 * sweep).all()
+                pool.windows.ready(window).add_(2.0)
+                pool.windows.close(window, wrote=True)
+            assert tensor.place is Place.AWAY
+        assert (pool.fault(tensor) == 5.0).all()
+        window = pool.windows.open(tensor, *bounds[1])
+        pool.windows.ready(window).fill_(9.0)
+        pool.windows.close(window, wrote=True)
+        expected = torch.full((elements,), 5.0)
+        expected[slice(*bounds[1])] = 9.0
+        pool.evict(tensor)
+        assert torch.equal(pool.fault(tensor), expected)
+
+
+def test_a_tensor_that_comes_in_under_a_window_gets_what_is_written(tmp_path: Path) -> None:
+    elements = WINDOW_ALIGN + 100
+    with pool_of(20, tmp_path) as pool:
+        tensor = made(pool, "a", elements, fill=1.0)
+        window = pool.windows.open(tensor, 0, WINDOW_ALIGN)
+        pool.windows.ready(window).fill_(2.0)
+        assert (pool.fault(tensor) == 1.0).all()
+        pool.windows.close(window, wrote=True)
+        expected = torch.full((elements,), 1.0)
+        expected[:WINDOW_ALIGN] = 2.0
+        assert torch.equal(pool.fault(tensor), expected)
+
+
+def test_a_window_whose_load_fails_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(4, tmp_path) as pool:
+        tensor = made(pool, "a")
+        pool.fault(tensor, write=True).fill_(4.0)
+        pool.evict(tensor)
+        assert pool.home is not None
+
+        class Broken:
+            def done(self) -> bool:
+                return True
+
+            def wait(self) -> None:
+                raise DiskError(errno.EIO, "broken")
+
+            order = wait
+
+        monkeypatch.setattr(pool.home, "load", lambda *args: Broken())
+        window = pool.windows.open(tensor, 0, 1024)
+        with pytest.raises(DiskError, match="broken"):
+            pool.windows.close(window, wrote=False)
+        pool.room.collect()
+        assert pool.budget.used_by_tag() == {Tag.STAGING: pool.budget.used_bytes}
+
+
+def test_what_could_be_had(tmp_path: Path) -> None:
+    with pool_of(4, tmp_path) as pool:
+        a, b = made(pool, "a"), made(pool, "b")
+        whole = pool.room.available_bytes()
+        assert whole == 4 * PAGE
+        pool.fault(a)
+        with pool.pin(b):
+            assert pool.idle_bytes == PAGE
+            assert (pool.is_idle(a), pool.is_idle(b)) == (True, False)
+            assert pool.room.available_bytes() == 3 * PAGE
+        view = pool.fault(a)
+        pool.evict(a)
+        assert pool.room.available_bytes() == 3 * PAGE
+        del view
+        assert pool.room.available_bytes() == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(3, 4), (), (0, 2)])
+def test_placeholders(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    stand_in = placeholder(torch.Size(shape), dtype, torch.device("cpu"))
+    assert (stand_in.shape, stand_in.dtype) == (torch.Size(shape), dtype)
+    assert stand_in.untyped_storage().nbytes() == dtype.itemsize
+    assert is_intact(stand_in)
+    stand_in.zero_()
+    assert is_intact(stand_in) == (stand_in.numel() == 0 or dtype is torch.bool)
+
+
+Step = tuple[str, int, int]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["read", "write", "pin", "unpin", "view", "unview", "drop", "window", "snapshot", "flush"]),
+        st.integers(0, 5),
+        st.integers(0, 1 << 30),
+    ),
+    max_size=60,
+)
+
+
+class Twin:
+    """The pool beside plain tensors that hold what it should hold."""
+
+    def __init__(self, pool: Pool) -> None:
+        sizes = [100, 1024, WINDOW_ALIGN, WINDOW_ALIGN + 7, 2 * WINDOW_ALIGN, 3]
+        self.pool = pool
+        self.tensors = [made(pool, f"t{n}", size, fill=float(n)) for n, size in enumerate(sizes)]
+        self.truth = [torch.full((size,), float(n)) for n, size in enumerate(sizes)]
+        self.pins: list[Any] = []
+        self.views: list[torch.Tensor] = []
+        self.count = itertools.count(100)
+
+    def step(self, what: str, which: int, number: int) -> None:
+        tensor, truth = self.tensors[which], self.truth[which]
+        if what == "unpin" and self.pins:
+            self.pins.pop(number % len(self.pins)).release()
+        elif what == "unview" and self.views:
+            self.views.pop(number % len(self.views))
+        elif what == "drop" and not tensor.pins:
+            self.pool.drop(tensor)
+            truth.fill_(float(which))
+        elif what in ("read", "write", "pin", "view", "window", "snapshot", "flush"):
+            getattr(self, what)(tensor, truth, number)
+
+    def read(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        assert torch.equal(self.pool.fault(tensor), truth)
+
+    def write(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        values = self.pool.fault(tensor, write=True)
+        values[number % len(values)] = truth[number % len(truth)] = float(next(self.count))
+
+    def pin(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        self.pins.append(self.pool.pin(tensor))
+
+    def view(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        self.views.append(self.pool.fault(tensor)[: 1 + number % 50])
+
+    def window(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        start = 0
+        while start < tensor.numel:
+            stop = min(start + WINDOW_ALIGN, tensor.numel)
+            window = self.pool.windows.open(tensor, start, stop)
+            values = self.pool.windows.ready(window)
+            assert torch.equal(values, truth[start:stop])
+            wrote = number % 3 > 0
+            if wrote:
+                values += 1.0
+                truth[start:stop] += 1.0
+            self.pool.windows.close(window, wrote=wrote)
+            start = stop
+
+    def snapshot(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        assert torch.equal(self.pool.snapshot(tensor), truth)
+
+    def flush(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        if tensor.place.resident:
+            self.pool.flush(tensor)
+
+    def end(self) -> None:
+        for pin in self.pins:
+            pin.release()
+        self.pins.clear()
+        self.views.clear()
+        for tensor, truth in zip(self.tensors, self.truth, strict=True):
+            assert torch.equal(self.pool.fault(tensor), truth)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(steps=STEPS, pages=st.integers(10, 40))
+def test_any_order_of_accesses(
+    kind: str, steps: list[Step], pages: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pool_of(pages, tmp_path_factory.mktemp("pool"), kind) as pool:
+        twin = Twin(pool)
+        for what, which, number in steps:
+            try:
+                twin.step(what, which, number)
+            except BudgetError:
+                # Pins and views may hold everything; then a refusal is right, and nothing may have changed.
+                assert twin.pins or twin.views
+            pool.check_integrity()
+        twin.end()
+
+
+def test_many_tensors_in_random_order(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with pool_of(8, tmp_path, "mock+host+disk", host_bytes=1 << 17) as pool:
+        tensors = [made(pool, f"t{n}", rng.choice([64, 1024, 3000])) for n in range(20)]
+        truth = [torch.zeros(t.numel) for t in tensors]
+        for step in range(400):
+            which = rng.randrange(20)
+            values = pool.fault(tensors[which], write=step % 3 == 0)
+            assert torch.equal(values, truth[which])
+            if step % 3 == 0:
+                values.fill_(step)
+                truth[which].fill_(step)
+            del values
+        assert pool.stats.evictions > 100

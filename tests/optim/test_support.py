@@ -1,0 +1,126 @@
+"""Which optimizers run on pages, how finely, and with what appetite; the others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.model.floor import Appetite
+from ptm_accel.optim.support import Grain, appetite_of, grain_of
+from tests.tiers import at_floor
+
+HELP = (
+    " Use optim='adamw_torch_fused', 'sgd', 'adagrad', 'adafactor', or any torch.optim optimizer that updates each "
+    "tensor by itself."
+)
+
+
+def params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(8, 8))]
+
+
+class Better(torch.optim.AdamW):
+    """A subclass may do more than its base, so it gets whole tensors."""
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        return closure()
+
+
+class LOMO(torch.optim.Optimizer):
+    """Named as the one that updates inside backward."""
+
+
+class Derived(LOMO):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "grain", "appetite"),
+    [
+        (lambda p: torch.optim.AdamW(p, fused=True), Grain.ELEMENTS, Appetite(2, 0)),
+        (lambda p: torch.optim.AdamW(p, foreach=True), Grain.ELEMENTS, Appetite(2, 3)),
+        (lambda p: torch.optim.Adam(p, amsgrad=True, fused=True), Grain.ELEMENTS, Appetite(3, 0)),
+        (lambda p: torch.optim.SGD(p, fused=True), Grain.ELEMENTS, Appetite(0, 0)),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), Grain.ELEMENTS, Appetite(1, 3)),
+        (lambda p: torch.optim.Adagrad(p, fused=True), Grain.ELEMENTS, Appetite(1, 0)),
+        (lambda p: torch.optim.RMSprop(p), Grain.TENSOR, Appetite(1, 3, whole=True)),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), Grain.TENSOR, Appetite(3, 3, whole=True)),
+        (lambda p: torch.optim.Muon(p), Grain.TENSOR, Appetite(1, 3, whole=True)),
+        (lambda p: torch.optim.Adafactor(p), Grain.TENSOR, Appetite(0, 3, whole=True)),
+        (lambda p: transformers.Adafactor(p, beta1=0.9), Grain.TENSOR, Appetite(1, 3, whole=True)),
+        (lambda p: torch.optim.NAdam(p), Grain.TENSOR, Appetite(2, 3, whole=True)),
+        (lambda p: Better(p, fused=True), Grain.TENSOR, Appetite(2, 3, whole=True)),
+    ],
+)
+def test_what_is_supported(make: Callable[[Any], torch.optim.Optimizer], grain: Grain, appetite: Appetite) -> None:
+    optimizer = make(params())
+    assert grain_of(optimizer) is grain
+    assert appetite_of(optimizer) == appetite
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda p: torch.optim.LBFGS(p),
+            "the optimizer LBFGS cannot run on pages: it needs a closure and couples all tensors in one line search.",
+        ),
+        (
+            lambda p: torch.optim.SparseAdam(p),
+            "the optimizer SparseAdam cannot run on pages: it needs sparse gradients.",
+        ),
+        (
+            lambda p: LOMO(p, {}),
+            "the optimizer LOMO cannot run on pages: it updates inside backward through hooks of its own.",
+        ),
+        (
+            lambda p: Derived(p, {}),
+            "the optimizer Derived cannot run on pages: it updates inside backward through hooks of its own.",
+        ),
+        (lambda p: NeedsClosure(p), "the optimizer NeedsClosure cannot run on pages: its step needs a closure."),
+    ],
+)
+def test_what_is_refused(make: Callable[[Any], torch.optim.Optimizer], text: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        grain_of(make(params()))
+    assert str(caught.value) == text + HELP
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "schedulefree", "apollo_torch"])
+def test_libraries_with_state_of_their_own_are_refused(library: str) -> None:
+    cls = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": f"{library}.optim.adamw"})
+    with pytest.raises(UnsupportedError) as caught:
+        grain_of(cls(params()))
+    assert str(caught.value) == (
+        f"the optimizer AdamW8bit of {library} cannot run on pages: it keeps state or parameters of its own outside "
+        f"torch.optim's.{HELP}"
+    )
+
+
+def test_a_refused_optimizer_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with at_floor(model, tmp_path) as engine:
+        kept = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        with pytest.raises(UnsupportedError):
+            engine.bind_optimizer(torch.optim.LBFGS(model.parameters()))
+        assert engine.optimizer is kept
+
+
+def test_a_parameter_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, other = nn.Linear(64, 64), nn.Linear(64, 32)
+    with at_floor(model, tmp_path) as engine:
+        with pytest.raises(UnsupportedError) as caught:
+            engine.bind_optimizer(torch.optim.AdamW([*model.parameters(), other.weight], fused=True))
+        assert str(caught.value) == (
+            "the optimizer holds a parameter of shape (32, 64) that is not one of the model's. "
+            "Make the optimizer from model.parameters() after the model is complete."
+        )
