@@ -119,6 +119,20 @@ def test_killed_in_the_middle_of_a_save(
     assert tiny.digest(trainer.model) == uninterrupted["weights"]
 
 
+def test_killed_in_the_middle_of_a_step(
+    tiny: ModuleType, tight: dict[str, Any], uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    code, _ = _child({"folder": str(run), "dials": tight, "save_steps": 4, "kill_in_step": 6}, tmp_path)
+    assert code == -signal.SIGKILL
+    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
+    assert list((tmp_path / "scratch").iterdir()) == [], "a scratch file was left"
+    trainer = _build(tiny, Trainer, run, tight, max_steps=10)
+    trainer.train(resume_from_checkpoint=True)
+    assert _steps({"history": tiny.history(trainer)}) == _steps(uninterrupted)
+    assert tiny.digest(trainer.model) == uninterrupted["weights"]
+
+
 def test_a_save_that_fails_leaves_the_one_before(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
     class Fails(Trainer):
         def _save_rng_state(self, output_dir: str) -> None:

@@ -31,9 +31,16 @@ def load_tiny() -> ModuleType:
 
 
 class Killed(Trainer):
-    """Is killed while it saves: model and optimizer are written, the rest is not."""
+    """Is killed while it saves (model and optimizer are written, the rest is not), or between forward and backward."""
 
     kill_at: int | None = None
+    kill_in_step: int | None = None
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.state.global_step == self.kill_in_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.state.global_step == self.kill_at:
@@ -53,6 +60,7 @@ def main(job: dict[str, Any]) -> None:
         ptm_config=job["dials"],
     )
     trainer.kill_at = job.get("kill_at")
+    trainer.kill_in_step = job.get("kill_in_step")
     trainer.train(resume_from_checkpoint=job.get("resume", False))
     engine_of(trainer.model).check_integrity()
     result = {"history": tiny.history(trainer), "weights": tiny.digest(trainer.model)}
