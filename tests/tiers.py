@@ -19,6 +19,8 @@ from ptm_accel.memory.setup import Capacities, Memory, build_memory
 
 PAGE = 4096
 AMPLE = 64 << 20
+LITTLE = 128 << 10
+"""Host memory between a device and a disk: little enough that most pages go on to the disk."""
 
 MEMORIES = ("mock+host", "host+disk", "mock+host+disk")
 """RAM only (a device tier over host frames), RAM and disk without a device, and all three tiers."""
@@ -41,7 +43,9 @@ def jitter(seed: int = 0, longest_s: float = 3e-4) -> Callable[[MockCopy], None]
     return delay
 
 
-def open_memory(kind: str, compute_bytes: int, directory: Path, *, seed: int = 0, host_bytes: int = AMPLE) -> Memory:
+def open_memory(
+    kind: str, compute_bytes: int, directory: Path, *, seed: int = 0, host_bytes: int | None = None
+) -> Memory:
     """Tiers of one kind.
 
     Args:
@@ -49,11 +53,13 @@ def open_memory(kind: str, compute_bytes: int, directory: Path, *, seed: int = 0
         compute_bytes: the budget of the tier that computes.
         directory: where scratch files go.
         seed: of the mock device's latencies.
-        host_bytes: host memory under a device.
+        host_bytes: host memory under a device; by default little if there is a disk below it.
     """
     disk = [] if kind == "mock+host" else [directory]
     if kind == "host+disk":
         return build_memory(Capacities(page_bytes=PAGE, host_bytes=compute_bytes, disk_paths=disk), torch.device("cpu"))
+    if host_bytes is None:
+        host_bytes = LITTLE if disk else AMPLE
     capacities = Capacities(page_bytes=PAGE, host_bytes=host_bytes, device_bytes=compute_bytes, disk_paths=disk)
     return build_memory(capacities, MockDevice(delay=jitter(seed)))
 
@@ -65,7 +71,7 @@ def config(**dials: object) -> PTMConfig:
 
 @contextmanager
 def on_pages(
-    model: nn.Module, kind: str, compute_bytes: int, directory: Path, *, host_bytes: int = AMPLE, **dials: object
+    model: nn.Module, kind: str, compute_bytes: int, directory: Path, *, host_bytes: int | None = None, **dials: object
 ) -> Iterator[Engine]:
     """The model on pages; at the end the conservation laws are checked and all memory is given back."""
     memory = open_memory(kind, compute_bytes, directory, host_bytes=host_bytes)

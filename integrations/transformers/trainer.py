@@ -23,6 +23,7 @@ from ptm_accel.optim.optimizer import blank_state
 from ..accelerate import PTMAccelerator
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
+from .optimizers import refuse_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class PTMTrainerMixin(PagedCheckpoints):
 
     Raises:
         ConfigError: dials that cannot be used.
-        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, or there are several processes.
+        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, there are several processes, or
+            `optim` names an optimizer that cannot run on pages.
     """
 
     ptm_config: PTMConfig | None = None
@@ -55,6 +57,8 @@ class PTMTrainerMixin(PagedCheckpoints):
             self.ptm_config = PTMConfig.load(ptm_config)
         speak()
         super().__init__(*args, **kwargs)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            refuse_optimizer(self.args)
         if not any(isinstance(callback, PTMCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(PTMCallback)
 

@@ -141,7 +141,8 @@ class FrameHome:
     def snapshot(self, handle: FrameHandle) -> torch.Tensor:
         """The bytes as a private mapping of frames and, where the disk can say where they lie, of its files.
 
-        While it is alive the pages stay where they are: snapshots that are kept leave fewer frames to work with.
+        While it is alive the pages stay where they are. Snapshots that are kept would leave fewer and fewer frames to
+        work with, so once they hold many, pages go to the disk before they are mapped, if it can be mapped.
 
         Raises:
             BudgetError: pages on a disk that cannot be mapped do not fit into frames.
@@ -151,6 +152,10 @@ class FrameHome:
             assert handle in self._handles, f"snapshot of the freed handle of {handle.name}"
             disk: object = None if self._swap is None else self._swap.disk
             pieces: list[FilePiece] = []
+            framed = [page for page in handle.pages if page.frame is not None and not page.mapped()]
+            if isinstance(disk, PieceHome) and self._mapped_bytes(framed) > self._frames.budget.capacity_bytes // 2:
+                with contextlib.suppress(BudgetError):
+                    self._spill(framed, admitting=True)
             for page in handle.pages:
                 if page.state is PageState.CLEAN and settle(page.writes) is not None:
                     self._to_disk(page)
@@ -164,7 +169,14 @@ class FrameHome:
                 pieces.append(page.frame.piece)
             run = private_run(merged(pieces))
             handle.snapshots.append(weakref.ref(run))
+            for page in handle.pages:
+                if page.frame is not None:
+                    page.mappings.append(weakref.ref(run))
             return run.tensor()
+
+    def _mapped_bytes(self, more: Sequence[Page] = ()) -> int:
+        """Bytes of frames that living snapshots map, and of those that one more would."""
+        return sum(page.nbytes for page in (*more, *(page for page in self._framed if page.mapped())))
 
     def make_room(self, nbytes: int) -> int:
         """Spills pages until the host budget has `nbytes` free, for others to charge; returns what is free then.
@@ -298,7 +310,11 @@ class FrameHome:
                 failure = error
                 self._swap.free(slot)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # A name for what is raised would make a cycle with its traceback, which holds the callers' snapshots.
+                del failure
 
     def _leave(self, page: Page, admitting: bool) -> tuple[Any, Transfer] | None:
         """Lets a page leave its frame; returns the slot and the write that must end first, if there is one."""
@@ -374,11 +390,8 @@ class FrameHome:
         # Free bytes may lie in runs that are too short: then one more page, at least, has to go.
         missing = max(nbytes - self._frames.budget.free_bytes, 1)
         victims: list[Page] = []
-        held: dict[FrameHandle, bool] = {}
         for page in self._framed:
-            if page.handle not in held:
-                held[page.handle] = page.handle is keep or page.handle.held()
-            if not held[page.handle]:
+            if page.handle is not keep and not page.mapped():
                 victims.append(page)
                 missing -= page.nbytes
                 if missing <= 0:
@@ -412,7 +425,7 @@ class FrameHome:
 
     def _no_room(self, nbytes: int, name: str, refusal: BudgetError) -> BudgetError:
         budget = self._frames.budget
-        held = sum(page.nbytes for page in self._framed if page.handle.held())
+        held = self._mapped_bytes()
         disk = "there is no disk tier" if self._swap is None else "nothing more can be moved to the disk"
         return BudgetError(
             f"host frames: cannot place {format_bytes(nbytes)} for {name}: {format_bytes(budget.used_bytes)} of "

@@ -57,9 +57,10 @@ class Page:
         slot: the handle of the disk, if the state is CLEAN or DISK.
         writes: transfers into the frame that were not yet seen to have ended well.
         reads: device copies from the frame, likewise.
+        mappings: snapshots that map the frame and may still be alive.
     """
 
-    __slots__ = ("frame", "handle", "nbytes", "reads", "slot", "state", "writes")
+    __slots__ = ("frame", "handle", "mappings", "nbytes", "reads", "slot", "state", "writes")
 
     def __init__(self, handle: FrameHandle, nbytes: int, frame: Frame) -> None:
         self.handle = handle
@@ -69,6 +70,13 @@ class Page:
         self.slot: Any = None
         self.writes: list[Transfer] = []
         self.reads: list[Transfer] = []
+        self.mappings: list[weakref.ref[MappedRun]] = []
+
+    def mapped(self) -> bool:
+        """Whether a snapshot of the frame is alive, so that the page must keep it."""
+        if self.mappings:
+            self.mappings = [ref for ref in self.mappings if ref() is not None]
+        return bool(self.mappings)
 
     def check(self) -> None:
         """Raises `AssertionError` if the state and the places differ."""
@@ -101,7 +109,7 @@ class FrameHandle:
         self.snapshots: list[weakref.ref[MappedRun]] = []
 
     def held(self) -> bool:
-        """Whether a snapshot is alive, so that frames and slots must stay what they are."""
+        """Whether a snapshot is alive, so that slots must stay what they are (for frames, see `Page.mapped`)."""
         self.snapshots = [ref for ref in self.snapshots if ref() is not None]
         return bool(self.snapshots)
 

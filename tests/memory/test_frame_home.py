@@ -416,8 +416,23 @@ def test_a_snapshot_of_pages_in_all_states(kind: type[LateDisk]) -> None:
     s.close()
 
 
+def test_snapshots_that_are_kept_leave_frames_to_work_with() -> None:
+    s = Setup(pages=4)
+    handles = [s.new(1, name) for name in "abcdefgh"]
+    for number, handle in enumerate(handles):
+        s.store(handle, number)
+    snapshots = [s.home.snapshot(handle) for handle in handles]
+    assert sum(s.states(handle) == [DISK] for handle in handles) >= 6
+    s.store(s.new(2, "more"), 9)
+    for number, (handle, snapshot) in enumerate(zip(handles, snapshots, strict=True)):
+        assert (snapshot == number).all()
+        assert (s.load(handle) == number).all()
+    del snapshot, snapshots
+    s.close()
+
+
 def test_a_living_snapshot_keeps_its_pages_where_they_are() -> None:
-    s = Setup(pages=2)
+    s = Setup(pages=2, disk=LateDisk(10 * PAGE))
     a, b = s.new(1, "a"), s.new(1, "b")
     s.store(a, 1)
     s.store(b, 2)

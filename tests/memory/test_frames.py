@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import warnings
@@ -62,6 +63,8 @@ class Setup:
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
+    # What earlier tests have left for the garbage collector must not go in between.
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before
