@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +36,8 @@ from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
+
 _LARGEST_BATCH_BYTES = 256 << 20
 """The most that an optimizer step holds at a time."""
 
@@ -55,7 +58,11 @@ class Engine:
         gradients: their gradients.
         optimizer: the optimizer bound to it, if any.
         floor: the least budget it can train under.
+        run_ahead: what is known of its passes, and moves pages before they are needed.
     """
+
+    planned = True
+    """Whether passes are planned from their traces. Without plans the pool pages on demand: slower, same numbers."""
 
     def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
         self.model = model
@@ -67,6 +74,8 @@ class Engine:
         self.table = ExtentTable()
         self.residency = Residency(self.pool, self.slots, self.table)
         self.residency.owner = self
+        self.run_ahead = self.residency.run_ahead
+        self.run_ahead.adds_up = _asking(self, Engine._has_gradients, False)
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.optimizer: PagedOptimizer | None = None
         self.gradients: Gradients | None = None
@@ -177,6 +186,7 @@ class Engine:
         self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         if not self._all_fits():
             return_freed_memory_early()
+        self._decide_to_plan()
         for slot in self.slots:
             if slot.param in blank or slot.param in values:
                 slot.show(pool.compute.device)
@@ -252,6 +262,10 @@ class Engine:
         """
         if check:
             self._refuse_oversized_model()
+            self.settle()
+        if isinstance(self.pool.compute, CudaTier):
+            # Whether the card has room was asked above; the budget need not.
+            self.pool.compute.limit(None)
         self.abort()
         if self.optimizer is not None:
             self.optimizer.close()
@@ -269,7 +283,7 @@ class Engine:
             if slot.value.place.resident:
                 values = self.pool.fault(slot.value).detach().clone()
             else:
-                values = self.pool.snapshot(slot.value).to(self.pool.compute.device).clone()
+                values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
             self.table.remove(slot.param.data)
             slot.param.data = values
             self.pool.forget(slot.value)
@@ -323,6 +337,17 @@ class Engine:
             held_bytes=self.pool.budget.used_by_tag().get(Tag.STAGING, 0),
         )
 
+    def _decide_to_plan(self) -> None:
+        self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()
+
+    def _has_gradients(self) -> bool:
+        return self.gradients is not None and self.gradients.any()
+
+    def _may_overlap(self) -> bool:
+        """Whether an update may run beside a forward: there is something to move, and room for the worst of both."""
+        least = self.floor.total_bytes + self.floor.moving_bytes
+        return self.run_ahead.enabled and not self._all_fits() and least <= self.pool.budget.capacity_bytes
+
     def _all_fits(self) -> bool:
         return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
 
@@ -342,6 +367,9 @@ class Engine:
         refuse_below(self.memory, floor)
         refuse_homeless(self.memory, floor)
         self.floor = floor
+        if self.pool.room.tide is not None:
+            self.pool.room.tide.need(floor.total_bytes * 5 // 4)
+        self._decide_to_plan()
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None
@@ -353,7 +381,9 @@ class Engine:
             self.pool,
             master_weights=self.config.master_weights is not None,
             window_bytes=self.window_bytes,
-            batch_bytes=self._batch_bytes(),
+            batch_bytes=_asking(self, lambda engine: engine._batch_bytes(), 0),
+            run_ahead=self.run_ahead,
+            overlap=_asking(self, lambda engine: engine._may_overlap(), False),
         )
         return self.optimizer
 
@@ -383,6 +413,17 @@ class Engine:
                 self.gradients.multiply(coefficient)
         return norm
 
+    def settle(self) -> None:
+        """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
+
+        Nobody has to call this: whoever looks at a parameter or at its state waits for its update.
+
+        Raises:
+            DiskError: a transfer failed.
+        """
+        if self.optimizer is not None:
+            self.optimizer.settle()
+
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         if self.optimizer is not None:
@@ -393,6 +434,8 @@ class Engine:
     @contextmanager
     def gathered(self, *, grads: bool = False, write: bool = False) -> Iterator[nn.Module]:
         """See `ptm_accel.gathered`."""
+        # Pins leave little room to work in.
+        self.settle()
         with ExitStack() as stack:
             for slot in self.slots:
                 stack.callback(self.pool.pin(slot.value, write=write).release)
@@ -431,9 +474,21 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
+        self.settle()
         self.memory.check_integrity()
         pinned = self.pool.pinned()
         assert not pinned, f"pinned while idle: {pinned}"
+
+
+def _asking(engine: Engine, ask: Callable[[Engine], _Answer], otherwise: _Answer) -> Callable[[], _Answer]:
+    """A question to the engine that does not keep it alive: the memory may hold this, and outlives the model."""
+    known = weakref.ref(engine)
+
+    def answer() -> _Answer:
+        alive = known()
+        return otherwise if alive is None else ask(alive)
+
+    return answer
 
 
 def _close_unasked(memory: Memory) -> None:

@@ -49,3 +49,7 @@ class PlaceholderError(PTMError, RuntimeError):
 
 class CheckpointError(PTMError, ValueError):
     """A checkpoint that is incomplete, damaged, or of another model or optimizer."""
+
+
+class ScheduleError(PTMError, ValueError):
+    """A plan, or what a plan is made from, that cannot be."""

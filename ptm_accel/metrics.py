@@ -17,6 +17,7 @@ class Reading:
 
     steps: int
     faults: int
+    hits: int
     evictions: int
     loaded_bytes: int
     stored_bytes: int
@@ -43,6 +44,7 @@ class Metrics:
         return Reading(
             steps=getattr(self, "steps", 0),
             faults=stats.faults,
+            hits=stats.hits,
             evictions=stats.evictions,
             loaded_bytes=stats.loaded_bytes,
             stored_bytes=stats.stored_bytes,
@@ -62,6 +64,7 @@ class Metrics:
         steps = max(now.steps - before.steps, 1)
         keys: dict[str, float] = {f"ptm_peak_{t.value}_gib": round(n / _GIB, 4) for t, n in self.peaks().items()}
         keys["ptm_faults"] = round((now.faults - before.faults) / steps, 2)
+        keys["ptm_hits"] = round((now.hits - before.hits) / steps, 2)
         keys["ptm_loaded_gib"] = round((now.loaded_bytes - before.loaded_bytes) / steps / _GIB, 4)
         keys["ptm_stored_gib"] = round((now.stored_bytes - before.stored_bytes) / steps / _GIB, 4)
         if self._memory.disk is not None:
@@ -85,6 +88,6 @@ class Metrics:
                 f"{format_bytes(now.disk_written_bytes // steps)} a step"
             )
         return (
-            f"{now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults a step, "
-            f"stalled {now.stall_s / steps:.3f} s a step{disk}"
+            f"{now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults and {now.hits / steps:.1f} hits a "
+            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}"
         )

@@ -28,7 +28,7 @@ def refuse_below(memory: Memory, floor: Floor) -> None:
     Raises:
         BudgetError: with the figure to set and the tensor that is the reason.
     """
-    capacity, dial = memory.pool.budget.capacity_bytes, dial_of(memory)
+    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
     if capacity < floor.total_bytes:
         raise BudgetError(
             f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
@@ -44,7 +44,7 @@ def refuse_homeless(memory: Memory, floor: Floor) -> None:
     Raises:
         BudgetError: with the figures and the dial to set.
     """
-    capacity, dial = memory.pool.budget.capacity_bytes, dial_of(memory)
+    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
     if capacity >= floor.whole_bytes:
         return
     states = format_bytes(floor.states_bytes)

@@ -29,10 +29,14 @@ class PTMCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Logs the summary; gradients that were not used up are dropped (optimizer state stays, for a next train())."""
+        """Ends the last step and logs the summary.
+
+        Gradients that were not used up are dropped; optimizer state stays, for a next train().
+        """
         engine = _engine(kwargs.get("model"))
         if engine is not None:
             engine.zero_grad()
+            engine.settle()
             logger.info("%s", engine.metrics.summary())
 
 

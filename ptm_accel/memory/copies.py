@@ -1,9 +1,11 @@
-"""Transfers made of others: several as one, and one that starts when others have ended."""
+"""Transfers made of others: several as one, one that keeps its source, and one that starts when others have ended."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+
+import torch
 
 from ptm_accel.memory.transfer import Transfer
 
@@ -46,6 +48,39 @@ class _Joined:
     def order(self) -> None:
         for part in self._parts:
             part.order()
+
+
+class Keeping:
+    """A transfer that keeps the tensor it reads, which nobody else has a use for.
+
+    Args:
+        transfer: the transfer.
+        source: what it reads.
+    """
+
+    __slots__ = ("_source", "_transfer")
+
+    def __init__(self, transfer: Transfer, source: torch.Tensor) -> None:
+        self._transfer = transfer
+        self._source: torch.Tensor | None = source
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        ended = self._transfer.done()
+        if ended:
+            self._source = None
+        return ended
+
+    def wait(self) -> None:
+        """Blocks until it has ended; raises its error."""
+        try:
+            self._transfer.wait()
+        finally:
+            self._source = None
+
+    def order(self) -> None:
+        """As `Transfer.order`."""
+        self._transfer.order()
 
 
 class Chained:

@@ -16,9 +16,10 @@ class Place(enum.Enum):
     """Where the authoritative bytes of a paged tensor are.
 
     ```
-    BLANK --fault (fill)--> DIRTY <--mark-- CLEAN <--fault (load)-- AWAY
-                              |               |                      ^
-                              +--store--------+--drop the extent-----+        any --drop--> BLANK
+    BLANK --fault (fill)--> DIRTY <--mark-- CLEAN <--fault (load)-------------- AWAY
+                              |               |  ^                             |   ^
+                              |               |  +--fault-- ARRIVING <-prefetch+   |
+                              +--store--------+--drop the extent------------------+        any --drop--> BLANK
     ```
     """
 
@@ -26,6 +27,8 @@ class Place(enum.Enum):
     """Nowhere: every element is the fill value."""
     AWAY = "away"
     """In the home only (what was never stored there is still the fill value)."""
+    ARRIVING = "arriving"
+    """In the home, and on their way into an extent, which nobody has seen yet."""
     CLEAN = "clean"
     """In an extent of the compute tier, and the same bytes in the home."""
     DIRTY = "dirty"
@@ -33,7 +36,7 @@ class Place(enum.Enum):
 
     @property
     def resident(self) -> bool:
-        """Whether there is an extent."""
+        """Whether there is an extent that can be used now."""
         return self in (Place.CLEAN, Place.DIRTY)
 
 
@@ -83,6 +86,7 @@ class PagedTensor:
     Attributes:
         place: where the bytes are.
         extent: the contiguous copy in the compute tier, if any.
+        arrival: the transfer that fills the extent of one that is arriving.
         handle: the home's name for its bytes, once it has been there.
         stored_bytes: how many of the home's bytes, from the start, have been written; the rest is the fill value.
         pins: how many pins are held.
@@ -92,6 +96,7 @@ class PagedTensor:
     """
 
     __slots__ = (
+        "arrival",
         "dtype",
         "extent",
         "fill",
@@ -121,6 +126,7 @@ class PagedTensor:
         self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
         self.place = Place.BLANK
         self.extent: Extent | None = None
+        self.arrival: Transfer | None = None
         self.handle: Any = None
         self.stored_bytes = 0
         self.pins = 0
@@ -136,11 +142,15 @@ class PagedTensor:
         held = {
             Place.BLANK: self.extent is None and self.stored_bytes == 0,
             Place.AWAY: self.extent is None and self.handle is not None,
+            Place.ARRIVING: self.extent is not None and self.handle is not None,
             Place.CLEAN: self.extent is not None and self.handle is not None,
             Place.DIRTY: self.extent is not None,
         }[self.place]
-        if not held or self.pins < 0 or (self.pins and not self.place.resident):
-            raise AssertionError(f"{self!r}: extent {self.extent}, handle {self.handle}, pins {self.pins}")
+        arriving = (self.arrival is not None) == (self.place is Place.ARRIVING)
+        if not (held and arriving) or self.pins < 0 or (self.pins and not self.place.resident):
+            raise AssertionError(
+                f"{self!r}: extent {self.extent}, handle {self.handle}, arrival {self.arrival}, pins {self.pins}"
+            )
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,24 +1,62 @@
 """The pool: brings paged tensors into the compute tier on demand, and moves others away to make room.
 
-It owns the tensors' places and the order of eviction (least recently used; only tensors that nobody pins).
-It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges, `Traffic` moves bytes to and from
-the home, `Windows` gives parts of tensors.
+It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
+tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
+`Traffic` moves bytes to and from the home, `Windows` gives parts of tensors.
+
+What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
+(`prefetch`) and moved away (`evict_behind`) beside compute; neither changes what an access returns.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from ptm_accel.memory.budget import Budget, Tag, Tier
+from ptm_accel.memory.copies import joined, settle
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.traffic import PoolStats, Traffic
-from ptm_accel.memory.transfer import ComputeTier, Home
+from ptm_accel.memory.transfer import ComputeTier, Home, Transfer
 from ptm_accel.memory.windows import Windows
+
+
+class Adviser(Protocol):
+    """Who follows the accesses, and knows which tensor can best be spared. Called with the pool's lock held."""
+
+    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+        """The tensor is about to be used; it may not be there yet."""
+        ...
+
+    def created(self, tensor: PagedTensor) -> None:
+        """The tensor has come into being, with bytes of somebody else's."""
+        ...
+
+    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
+        """Which of `idle` (least recently used first) to move away; None if it has no opinion."""
+        ...
+
+
+class Owed(Protocol):
+    """Work on tensors that has been promised and not been done yet. Called with the pool's lock held."""
+
+    def before_use(self, tensor: PagedTensor) -> None:
+        """Somebody is about to look at the tensor: what is owed to it comes first."""
+        ...
+
+    def finish(self) -> None:
+        """Does all of it now."""
+        ...
+
+    def give_up(self) -> None:
+        """The pool is about to close: lets go of everything."""
+        ...
 
 
 class Pin:
@@ -67,6 +105,9 @@ class Pool:
         self.traffic = Traffic(home, self.stats)
         self.room = Room(compute, budget, self.traffic, self, self.lock)
         self.windows = Windows(self)
+        self.adviser: Adviser | None = None
+        self.owed: Owed | None = None
+        self._silent = False
         self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
         self._idle_bytes = 0
         self._tensors: dict[int, PagedTensor] = {}
@@ -93,6 +134,12 @@ class Pool:
         """
         assert not tensor.place.resident and data.shape == tensor.shape and data.dtype == tensor.dtype, tensor
         with self.lock:
+            if self.owed is not None:
+                self.owed.before_use(tensor)
+            if tensor.place is Place.ARRIVING:
+                self._turn_back(tensor)
+            if self.adviser is not None and not self._silent:
+                self.adviser.created(tensor)
             alone = data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device.type != self.compute.device.type:
                 self._make_extent(tensor).tensor.copy_(data)
@@ -105,11 +152,17 @@ class Pool:
     def drop(self, tensor: PagedTensor) -> None:
         """Lets go of all bytes of `tensor`: it is blank again."""
         with self.lock:
+            if self.owed is not None:
+                self.owed.before_use(tensor)
             assert tensor.pins == 0, f"{tensor!r} is pinned"
-            if tensor.place.resident:
+            if tensor.place is Place.ARRIVING:
+                self._turn_back(tensor)
+            elif tensor.place.resident:
                 self._let_go(tensor)
             if tensor.handle is not None:
-                self.traffic.settle(tensor)
+                # Whether bytes that nobody wants any more could be stored is no news.
+                stores, tensor.stores = tensor.stores, []
+                settle(stores)
                 assert self.home is not None
                 self.home.free(tensor.handle)
                 tensor.handle = None
@@ -136,9 +189,15 @@ class Pool:
             DiskError: the transfer failed.
         """
         with self.lock:
+            if self.owed is not None:
+                self.owed.before_use(tensor)
+            if self.adviser is not None and not self._silent:
+                self.adviser.accessed(tensor, write=write)
             if tensor.place is Place.CLEAN or tensor.place is Place.DIRTY:
                 if not tensor.pins:
                     self._touch(tensor)
+            elif tensor.place is Place.ARRIVING:
+                self._receive(tensor)
             else:
                 self._bring(tensor)
             if write:
@@ -182,6 +241,10 @@ class Pool:
         """Bytes that could be moved away now."""
         return self._idle_bytes
 
+    def idle(self) -> list[PagedTensor]:
+        """What could be moved away now, least recently used first."""
+        return list(self._idle)
+
     def is_idle(self, tensor: PagedTensor) -> bool:
         """Whether `tensor` is resident and could be moved away now."""
         return tensor in self._idle
@@ -201,6 +264,15 @@ class Pool:
         tensor.extent = Extent(typed, block.buffer, block, reservation)
         return tensor.extent
 
+    @contextmanager
+    def unadvised(self) -> Iterator[None]:
+        """While it lasts the adviser is told of no access: they follow an order of their own (an update)."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
     def _bring(self, tensor: PagedTensor) -> None:
         self.stats.faults += 1
         away = tensor.place is Place.AWAY
@@ -219,12 +291,97 @@ class Pool:
         whole = tensor.stored_bytes >= tensor.slot_bytes
         self._settle_in(tensor, Place.CLEAN if away and whole else Place.DIRTY)
 
+    def prefetch(self, tensor: PagedTensor) -> bool:
+        """Sends for a tensor that is away, if that can be done without waiting and without moving anything.
+
+        Returns:
+            whether the tensor is there or on its way now.
+
+        Raises:
+            DiskError: an earlier store of it failed.
+        """
+        with self.lock:
+            if tensor.place is not Place.AWAY:
+                return tensor.place is not Place.BLANK
+            if tensor.slot_bytes > self.budget.free_bytes:
+                self.room.collect()
+            if tensor.slot_bytes > self.budget.free_bytes:
+                return False
+            extent = self._make_extent(tensor)
+            try:
+                load = self.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
+            except BaseException:
+                tensor.extent = None
+                self.room.leave(extent.octets, extent.block, extent.reservation)
+                raise
+            if load is None:
+                self._settle_in(tensor, Place.DIRTY)
+                return True
+            tensor.arrival, tensor.place = load, Place.ARRIVING
+            self._touch(tensor)
+            return True
+
+    def keep_arriving(self, tensor: PagedTensor, *, kept: bool) -> None:
+        """Whether a tensor that was sent for is not to be moved away again before it has been used."""
+        assert tensor.place is Place.ARRIVING, tensor
+        if kept:
+            self._busy(tensor)
+        else:
+            self._touch(tensor)
+
+    def _receive(self, tensor: PagedTensor) -> None:
+        """Waits for a tensor that was sent for: ARRIVING -> CLEAN."""
+        load, extent = tensor.arrival, tensor.extent
+        assert load is not None and extent is not None
+        try:
+            self.traffic.order(load)
+        except BaseException:
+            self._turn_back(tensor)
+            raise
+        self.stats.hits += 1
+        tensor.arrival = None
+        whole = tensor.stored_bytes >= tensor.slot_bytes
+        self._settle_in(tensor, Place.CLEAN if whole else Place.DIRTY)
+
+    def _turn_back(self, tensor: PagedTensor) -> None:
+        """Gives up a tensor that was sent for: ARRIVING -> AWAY. Its memory is free once the transfer has ended."""
+        load, extent = tensor.arrival, tensor.extent
+        assert load is not None and extent is not None
+        self._busy(tensor)
+        tensor.arrival = tensor.extent = None
+        tensor.place = Place.AWAY
+        octets, block, reservation = extent.octets, extent.block, extent.reservation
+        del extent
+        self.room.leave(octets, block, reservation, load)
+
     def evict_one(self) -> bool:
-        """Moves the least recently used idle tensor away; False if there is none."""
-        victim = next(iter(self._idle), None)
+        """Moves an idle tensor away, the adviser's choice or the least recently used; False if there is none."""
+        victim = self._victim()
         if victim is not None:
             self.evict(victim)
         return victim is not None
+
+    def _victim(self) -> PagedTensor | None:
+        victim = self.adviser.victim(self._idle) if self.adviser is not None else None
+        return victim if victim is not None else next(iter(self._idle), None)
+
+    def make_way(self, nbytes: int) -> bool:
+        """Has idle tensors leave so that there will be room, without waiting.
+
+        Returns:
+            whether the room is there already; if not, it comes free as the stores end.
+
+        Raises:
+            BudgetError: the home has no room for them.
+            DiskError: an earlier store failed.
+        """
+        with self.lock:
+            if nbytes > self.budget.free_bytes:
+                self.room.collect()
+            while nbytes > self.budget.free_bytes + self.room.ending_bytes and (victim := self._victim()) is not None:
+                self.evict_behind(victim)
+                self.room.collect()
+            return nbytes <= self.budget.free_bytes
 
     def evict(self, tensor: PagedTensor) -> None:
         """Moves an idle resident tensor away, storing it first if it is dirty.
@@ -234,11 +391,33 @@ class Pool:
             DiskError: the store failed; the tensor is then still resident and unharmed.
         """
         with self.lock:
-            assert tensor.place.resident and not tensor.pins and self.home is not None, tensor
+            assert tensor.extent is not None and not tensor.pins and self.home is not None, tensor
             self.stats.evictions += 1
+            if tensor.place is Place.ARRIVING:
+                self._turn_back(tensor)
+                return
             if tensor.place is Place.DIRTY:
                 self.traffic.store_whole(tensor)
             self._let_go(tensor)
+            tensor.place = Place.AWAY
+
+    def evict_behind(self, tensor: PagedTensor) -> None:
+        """As `evict`, without waiting: the store runs beside compute, and the memory is free once it has ended.
+
+        A store that fails is raised by the next access to the tensor, or to its home.
+
+        Raises:
+            BudgetError: the home has no room; nothing has changed.
+            DiskError: an earlier store failed.
+        """
+        with self.lock:
+            if tensor.place is not Place.DIRTY:
+                self.evict(tensor)
+                return
+            assert not tensor.pins and self.home is not None, tensor
+            self.stats.evictions += 1
+            self.traffic.start_store_whole(tensor)
+            self._let_go(tensor, joined(tensor.stores))
             tensor.place = Place.AWAY
 
     def flush(self, tensor: PagedTensor) -> None:
@@ -248,8 +427,8 @@ class Pool:
                 self.traffic.store_whole(tensor)
                 tensor.place = Place.CLEAN
 
-    def _let_go(self, tensor: PagedTensor) -> None:
-        """Takes the extent from `tensor`; its memory is free once nobody views it."""
+    def _let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
+        """Takes the extent from `tensor`; its memory is free once nobody views it and `transfer` has ended."""
         extent = tensor.extent
         assert extent is not None
         if tensor.occupant is not None:
@@ -258,7 +437,7 @@ class Pool:
         tensor.extent = None
         octets, block, reservation = extent.octets, extent.block, extent.reservation
         del extent
-        self.room.leave(octets, block, reservation)
+        self.room.leave(octets, block, reservation, transfer)
 
     # ---- looking from outside ----------------------------------------------------------------------------------
 
@@ -269,8 +448,13 @@ class Pool:
         the home, as a private mapping. Valid until the next step.
         """
         with self.lock:
+            if self.owed is not None:
+                # Snapshots are taken of many, and those that are kept leave little room to work in.
+                self.owed.finish()
             if tensor.place is Place.BLANK:
                 return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
+            if tensor.place is Place.ARRIVING:
+                self._receive(tensor)
             if tensor.extent is not None and tensor.extent.tensor.device.type == "cpu" and not self._is_device():
                 return tensor.extent.tensor.detach()
             if tensor.extent is not None:
@@ -293,6 +477,8 @@ class Pool:
     def close(self) -> None:
         """Drops every tensor and gives all memory back. Idempotent; pins must have ended."""
         with self.lock:
+            if self.owed is not None:
+                self.owed.give_up()
             for tensor in list(self._tensors.values()):
                 self.drop(tensor)
             self._tensors.clear()

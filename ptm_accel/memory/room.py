@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
+from ptm_accel.memory.copies import settle
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.tide import Tide
 from ptm_accel.memory.traffic import Traffic
@@ -44,12 +45,21 @@ class Evictor(Protocol):
 
 @dataclass(slots=True)
 class _Leaver:
-    """Memory that we let go of and that somebody may still use: a view, or a transfer."""
+    """Memory that we let go of and that somebody may still use: a view, or a transfer.
+
+    Attributes:
+        storage: dies with the last view.
+        block: what the tier takes back then; None for memory of torch's.
+        reservation: the charge.
+        transfer: reads or writes the memory.
+        kept: memory of torch's that only the transfer still needs.
+    """
 
     storage: StorageWeakRef
     block: Block | None
     reservation: Reservation
     transfer: Transfer | None
+    kept: torch.Tensor | None = None
 
 
 class Room:
@@ -73,6 +83,11 @@ class Room:
         self._evictor = evictor
         self._leavers: list[_Leaver] = []
         self._lock = lock
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the tier was given: its capacity, and on a device what other memory takes of it at present."""
+        return self.budget.capacity_bytes if self.tide is None else self.tide.total_bytes
 
     def reserve(self, nbytes: int, tag: Tag, name: str) -> Reservation:
         """Charges `nbytes` of the compute tier, moving idle tensors away if need be.
@@ -126,7 +141,8 @@ class Room:
         if block is not None:
             block.buffer = None
         with self._lock:
-            self._leavers.append(_Leaver(storage, block, reservation, transfer))
+            kept = octets if block is None and transfer is not None else None
+            self._leavers.append(_Leaver(storage, block, reservation, transfer, kept))
 
     def collect(self) -> None:
         """Takes back the memory of leavers that nobody uses any more."""
@@ -134,6 +150,8 @@ class Room:
             still: list[_Leaver] = []
             for leaver in self._leavers:
                 running = leaver.transfer is not None and not leaver.transfer.done()
+                if not running:
+                    leaver.kept = None
                 if running or not leaver.storage.expired():
                     still.append(leaver)
                     continue
@@ -150,19 +168,21 @@ class Room:
                 self.collect()
 
     def settle(self) -> None:
-        """Waits for all transfers that still use leaving memory."""
+        """Waits for all transfers that still use leaving memory; their errors are for those whose bytes they move."""
         with self._lock:
-            for leaver in self._leavers:
-                if leaver.transfer is not None:
-                    leaver.transfer.wait()
+            settle([leaver.transfer for leaver in self._leavers if leaver.transfer is not None])
             self.collect()
 
     def available_bytes(self) -> int:
         """What could be charged now if everything idle were moved away and every running transfer had ended."""
         with self._lock:
             self.collect()
-            ending = sum(x.reservation.nbytes for x in self._leavers if x.transfer is not None)
-            return self.budget.free_bytes + ending + self._evictor.idle_bytes
+            return self.budget.free_bytes + self.ending_bytes + self._evictor.idle_bytes
+
+    @property
+    def ending_bytes(self) -> int:
+        """Charged bytes that come free as running transfers end."""
+        return sum(leaver.reservation.nbytes for leaver in self._leavers if leaver.transfer is not None)
 
     @property
     def leaving_bytes(self) -> int:

@@ -1,10 +1,10 @@
 """The tide: device memory that is not ours rises and falls through a step, and pages take what it leaves.
 
 Activations and workspaces come from the same allocator as our blocks, and nobody announces them. So the peak of what
-is not charged to us is read at every reservation, when what is charged is known exactly; the most it came to in this
-step and the one before is kept free from then on. Until one step has been seen, pages get the least they can work
-with, which leaves all other room to the first step's activations (PatrickStar's warm-up, arXiv 2108.05818, does the
-same with a fixed share).
+is not charged to us is read before each charge and before each release: in between what is charged stays the same, so
+that the difference is theirs. The most it came to in this step and the one before is kept free from then on. Until one
+step has been seen, pages get the least they can work with, which leaves all other room to the first step's activations
+(PatrickStar's warm-up, arXiv 2108.05818, does the same with a fixed share).
 """
 
 from __future__ import annotations
@@ -31,12 +31,19 @@ class Tide:
 
     def __init__(self, budget: Budget, total_bytes: int, least_bytes: int, peak_bytes: Callable[[], int]) -> None:
         self._budget = budget
-        self._total_bytes = total_bytes
+        self.total_bytes = total_bytes
         self._least_bytes = least_bytes
         self._peak_bytes = peak_bytes
         self._this_step = 0
         self._last_step: int | None = None
+        self._rising = False
         budget.capacity_bytes = min(total_bytes, least_bytes)
+        budget.before_release = self._note
+
+    def need(self, least_bytes: int) -> None:
+        """Pages need more than was known: an optimizer has been chosen."""
+        self._least_bytes = min(self.total_bytes, least_bytes)
+        self._budget.capacity_bytes = max(self._budget.capacity_bytes, self._least_bytes)
 
     @property
     def high_water_bytes(self) -> int:
@@ -44,12 +51,20 @@ class Tide:
         return max(self._this_step, self._last_step or 0)
 
     def sample(self) -> None:
-        """Called before every reservation: notes how high the tide was since the last one."""
+        """Called before every reservation: notes how high the tide was since the last charge or release.
+
+        Raises:
+            DeviceBudgetError: other memory leaves less than the least that pages can work with.
+        """
+        self._note()
+        if self._last_step is not None and self._this_step > self._last_step and self._rising:
+            self._set_capacity()
+
+    def _note(self) -> None:
         foreign = self._peak_bytes() - self._budget.used_bytes
         if foreign > self._this_step:
             self._this_step = foreign
-            if self._last_step is not None and foreign > self._last_step:
-                self._set_capacity()
+            self._rising = True
 
     def end_step(self) -> None:
         """Called after every optimizer step.
@@ -62,11 +77,12 @@ class Tide:
         self._set_capacity()
 
     def _set_capacity(self) -> None:
-        left = self._total_bytes - int(self.high_water_bytes * _MARGIN)
+        self._rising = False
+        left = self.total_bytes - int(self.high_water_bytes * _MARGIN)
         if left < self._least_bytes:
             raise DeviceBudgetError(
                 f"ptm_accel: the device is out of memory. activations and workspaces took "
-                f"{format_bytes(self.high_water_bytes)} of {format_bytes(self._total_bytes)}, which leaves "
+                f"{format_bytes(self.high_water_bytes)} of {format_bytes(self.total_bytes)}, which leaves "
                 f"{format_bytes(max(left, 0))} for pages, and they need {format_bytes(self._least_bytes)}; set "
                 "device_memory higher, turn activation checkpointing on, or use a smaller batch."
             )

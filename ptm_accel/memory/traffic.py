@@ -9,15 +9,26 @@ from dataclasses import dataclass
 
 import torch
 
+from ptm_accel.memory.copies import Keeping
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """What the pool has done since it was made. Bytes are those between the compute tier and the home."""
+    """What the pool has done since it was made. Bytes are those between the compute tier and the home.
+
+    Attributes:
+        faults: accesses to something that was not there, nor on its way.
+        hits: accesses to something that had been sent for in time to be there, or on its way.
+        evictions: tensors moved away.
+        loaded_bytes: from the home.
+        stored_bytes: to the home.
+        stall_s: how long the accessing thread has waited.
+    """
 
     faults: int = 0
+    hits: int = 0
     evictions: int = 0
     loaded_bytes: int = 0
     stored_bytes: int = 0
@@ -64,9 +75,16 @@ class Traffic:
             offset: first byte.
             into: the target as octets, a multiple of `ALIGN_BYTES`.
             typed: the same memory as elements of the tensor.
+
+        Raises:
+            DiskError: an earlier store of it failed.
         """
         assert self.home is not None
-        self.settle(tensor)
+        # The home itself has loads wait for stores of the same bytes; here only errors are looked for.
+        ended = [store for store in tensor.stores if store.done()]
+        tensor.stores = [store for store in tensor.stores if store not in ended]
+        for store in ended:
+            store.wait()
         there = max(0, min(into.numel(), tensor.stored_bytes - offset))
         filled = there // tensor.dtype.itemsize
         if filled < typed.numel():
@@ -104,23 +122,35 @@ class Traffic:
         self.stats.stored_bytes += octets.numel()
         return transfer
 
-    def store_whole(self, tensor: PagedTensor) -> None:
-        """Stores a resident tensor and waits until that is done."""
+    def start_store_whole(self, tensor: PagedTensor) -> None:
+        """Starts storing a resident tensor; later loads of it wait for that.
+
+        Raises:
+            BudgetError: the home has no room; nothing was started.
+            DiskError: an earlier store of it failed.
+        """
         assert self.home is not None and tensor.extent is not None
         handle = self.handle_of(tensor)
         self.settle(tensor)
         octets = tensor.extent.octets
         aligned = octets.numel() // ALIGN_BYTES * ALIGN_BYTES
-        transfers = []
         if aligned:
-            transfers.append(self.home.store(handle, 0, octets[:aligned]))
+            tensor.stores.append(self.home.store(handle, 0, octets[:aligned]))
         if aligned < octets.numel():
             # Adopted memory ends where its tensor ends; the last, short unit goes through a padded copy.
             tail = torch.zeros(ALIGN_BYTES, dtype=torch.uint8, device=octets.device)
             tail[: octets.numel() - aligned] = octets[aligned:]
-            transfers.append(self.home.store(handle, aligned, tail))
-        with self.stalled():
-            for transfer in transfers:
-                transfer.wait()
+            tensor.stores.append(Keeping(self.home.store(handle, aligned, tail), tail))
         self.stats.stored_bytes += tensor.slot_bytes
         tensor.stored_bytes = tensor.slot_bytes
+
+    def store_whole(self, tensor: PagedTensor) -> None:
+        """Stores a resident tensor and waits until that is done."""
+        before = tensor.stored_bytes, self.stats.stored_bytes
+        self.start_store_whole(tensor)
+        try:
+            self.settle(tensor)
+        except BaseException:
+            # What the home holds now is not known; the extent is still good.
+            tensor.stored_bytes, self.stats.stored_bytes = before
+            raise

@@ -28,6 +28,7 @@ class Window:
     Attributes:
         source: the paged tensor.
         start: first element.
+        stop: one past the last.
         tensor: the elements, 1-D; there after `Windows.ready`, until `Windows.close`.
         pin: what keeps the extent, if the tensor is resident.
         block: the staged copy's memory, if it is not.
@@ -35,16 +36,22 @@ class Window:
         load: the transfer that fills the block.
     """
 
-    __slots__ = ("block", "load", "pin", "reservation", "source", "start", "tensor")
+    __slots__ = ("block", "load", "pin", "reservation", "source", "start", "stop", "tensor")
 
-    def __init__(self, source: PagedTensor, start: int, tensor: torch.Tensor) -> None:
+    def __init__(self, source: PagedTensor, start: int, stop: int, tensor: torch.Tensor | None = None) -> None:
         self.source = source
         self.start = start
-        self.tensor: torch.Tensor | None = tensor
+        self.stop = stop
+        self.tensor = tensor
         self.pin: Pin | None = None
         self.block: Block | None = None
         self.reservation: Reservation | None = None
         self.load: Transfer | None = None
+
+    def arrived(self) -> bool:
+        """Whether `Windows.ready` would not have to wait."""
+        awaited = self.load if self.tensor is not None else self.source.arrival
+        return awaited is None or awaited.done()
 
 
 class Windows:
@@ -60,7 +67,8 @@ class Windows:
     def open(self, tensor: PagedTensor, start: int, stop: int) -> Window:
         """Elements [start, stop) for reading and writing.
 
-        A resident tensor gives a view of its extent. One that is away is staged: the load is started here.
+        A resident tensor gives a view of its extent, and so does one that arrives, once it is there. One that is away
+        is staged: the load is started here.
 
         Args:
             tensor: which one.
@@ -72,10 +80,14 @@ class Windows:
         """
         pool = self._pool
         with pool.lock:
+            if pool.owed is not None:
+                pool.owed.before_use(tensor)
+            if tensor.place is Place.ARRIVING:
+                pool.keep_arriving(tensor, kept=True)
+                return Window(tensor, start, stop)
             if tensor.place.resident:
-                pin = pool.pin(tensor)
-                window = Window(tensor, start, pin.tensor.view(-1)[start:stop])
-                window.pin = pin
+                window = Window(tensor, start, stop)
+                self._view(window)
                 return window
             offset = start * tensor.dtype.itemsize
             assert offset % ALIGN_BYTES == 0, (tensor, start)
@@ -83,7 +95,7 @@ class Windows:
             reservation, block = pool.room.take_block(nbytes, Tag.STAGING, tensor.name)
             assert block.buffer is not None
             typed = block.buffer[:nbytes].view(tensor.dtype)
-            window = Window(tensor, start, typed)
+            window = Window(tensor, start, stop, typed)
             window.block, window.reservation = block, reservation
             if tensor.place is Place.AWAY:
                 window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed)
@@ -100,8 +112,15 @@ class Windows:
         load, window.load = window.load, None
         if load is not None:
             self._pool.traffic.order(load)
-        assert window.tensor is not None, "window used after its end"
+        if window.tensor is None:
+            self._view(window)
+        assert window.tensor is not None
         return window.tensor
+
+    def _view(self, window: Window) -> None:
+        assert window.block is None, "window used after its end"
+        window.pin = self._pool.pin(window.source)
+        window.tensor = window.pin.tensor.view(-1)[window.start : window.stop]
 
     def close(self, window: Window, *, wrote: bool) -> None:
         """Ends a window; what was written is on its way home (or in the extent) afterwards.
@@ -118,12 +137,19 @@ class Windows:
                 window.pin.release()
                 return
             block, reservation = window.block, window.reservation
-            assert block is not None and reservation is not None and block.buffer is not None
+            if block is None:
+                # It was never ready.
+                if tensor.place is Place.ARRIVING:
+                    pool.keep_arriving(tensor, kept=False)
+                return
+            assert reservation is not None and block.buffer is not None
             octets = block.buffer
             transfer: Transfer | None = None
             try:
                 if window.load is not None:
                     window.load.wait()
+                if wrote and tensor.place is Place.ARRIVING:
+                    pool.fault(tensor)
                 if wrote and tensor.extent is not None:
                     # Somebody has brought the tensor in meanwhile; its extent lacks what was written here.
                     self._write_through(window, octets)

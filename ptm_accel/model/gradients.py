@@ -84,6 +84,16 @@ class GradSlot:
         """The sum was changed from outside (scaled, or written by the user)."""
         self._norm = None
 
+    def hand_over(self) -> GradSlot:
+        """Gives the sum to another slot, which is not this parameter's any more: the next gradient is the first."""
+        other = GradSlot(self.slot, self._pool, self._wide)
+        other.value, self.value = self.value, None
+        self._norm = None
+        if other.value is not None:
+            # Nobody asks for its norm any more.
+            other.value.occupant = None
+        return other
+
     def drop(self) -> None:
         """Forgets the sum."""
         self._norm = None
@@ -152,6 +162,10 @@ class Gradients:
     def present(self) -> list[GradSlot]:
         """The gradients that there are, in the order of the model's parameters."""
         return [g for g in self._by_param.values() if g.value is not None]
+
+    def any(self) -> bool:
+        """Whether there is a gradient."""
+        return any(g.value is not None for g in self._by_param.values())
 
     @torch.no_grad()
     def multiply(self, coefficient: torch.Tensor, gradients: Iterable[GradSlot] | None = None) -> None:

@@ -28,6 +28,7 @@ from ptm_accel.memory.pool import Pin, Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
 from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, SlotTable
 
@@ -57,6 +58,11 @@ class _Frame:
     suspended: Suspended | None = None
 
 
+def shapes_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors among a forward's arguments."""
+    return tuple(tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+
+
 class _Frames(threading.local):
     """The forwards that are running in one thread."""
 
@@ -80,6 +86,7 @@ class Residency:
         self.casts = CastCache(pool, slots, table)
         self.saved = SavedTensors(table)
         self.regions = CompiledRegions(self)
+        self.run_ahead = RunAhead(pool)
         self.writing = False
         self.root: nn.Module | None = None
         self.owner: object = None
@@ -113,7 +120,10 @@ class Residency:
         """Puts the forward hooks on a module that has none of them yet."""
         if module in self._hooked:
             return
-        before = module.register_forward_pre_hook(self._enter_hook(), prepend=True)
+        if module is self.root:
+            before = module.register_forward_pre_hook(self._enter_root_hook(), prepend=True, with_kwargs=True)
+        else:
+            before = module.register_forward_pre_hook(self._enter_hook(), prepend=True)
         after = module.register_forward_hook(self._leave_hook(), always_call=True)
         self._hooked[module] = before, after
         self._handles += [before, after]
@@ -149,6 +159,18 @@ class Residency:
 
         return enter
 
+    def _enter_root_hook(self) -> Any:
+        refuse = self._refuse
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                refuse(module)
+            if not self._frames.stack and torch._C._current_graph_task_id() == -1:
+                self.run_ahead.begin((module.training, torch.is_grad_enabled(), shapes_of(args, kwargs)))
+            self.enter(module)
+
+        return enter
+
     def _leave_hook(self) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_dynamo_compiling():
@@ -171,6 +193,9 @@ class Residency:
         stack = self._frames.stack
         if stack:
             self._meet_autocast(self._frames, stack[-1])
+        if value.movable and self.pool.owed is not None:
+            # A pin may be that of the update which is still owed to it.
+            self.pool.owed.before_use(value)
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
             return
         if not stack:
@@ -270,5 +295,6 @@ class Residency:
 
     def abort(self) -> None:
         """Ends forwards that an exception has torn down without their hooks being called (Ctrl-C)."""
+        self.run_ahead.give_up()
         while self._frames.stack:
             self._pop(self._frames)

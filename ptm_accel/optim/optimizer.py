@@ -15,9 +15,11 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.gradients import Gradients
+from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import ParamSlot, SlotTable
-from ptm_accel.optim.support import appetite_of
-from ptm_accel.optim.sweep import ParamState, Sweep
+from ptm_accel.optim.chase import Chase, ordered
+from ptm_accel.optim.support import Grain, appetite_of, grain_of
+from ptm_accel.optim.sweep import ParamState, Sweep, Work
 
 MASTER_KEY = "master"
 """Name of the fp32 master among the state of a parameter, in checkpoints."""
@@ -37,6 +39,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         master_weights: keep an fp32 master of every narrower parameter, and update that.
         window_bytes: see `Sweep`.
         batch_bytes: see `Sweep`.
+        run_ahead: is told when a pass has ended and its update begins.
+        overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
 
     Raises:
         UnsupportedError: the optimizer cannot run on pages, or holds a parameter that the model does not have.
@@ -51,7 +55,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         *,
         master_weights: bool,
         window_bytes: int,
-        batch_bytes: int,
+        batch_bytes: Callable[[], int],
+        run_ahead: RunAhead,
+        overlap: Callable[[], bool],
     ) -> None:
         # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
         self.__dict__.update(inner.__dict__)
@@ -59,12 +65,18 @@ class PagedOptimizer(torch.optim.Optimizer):
         # a fused optimizer says about loss scaling (in its kernel) is not true of us.
         self.__dict__.pop("step", None)
         self.__dict__.pop("_step_supports_amp_scaling", None)
+        # Looked at through a property, which lets an update that is under way end first.
+        self.__dict__.pop("state", None)
         self._patch_step_function()
         self.inner = inner
         self.appetite = appetite_of(inner)
         self._slots = slots
         self._gradients = gradients
         self._pool = pool
+        self._run_ahead = run_ahead
+        self._overlap = overlap
+        self._elementwise = grain_of(inner) is Grain.ELEMENTS
+        self._chase: Chase | None = None
         self._master_weights = master_weights
         self._scale: torch.Tensor | None = None
         self._states: dict[int, ParamState] = {}
@@ -84,7 +96,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UnsupportedError("optimizer.step(closure) is not possible on pages; call backward first, then step()")
-        work = []
+        self._run_ahead.end()
+        self.settle()
+        work: Work = []
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 slot = self._slot(param)
@@ -95,12 +109,48 @@ class PagedOptimizer(torch.optim.Optimizer):
         scale = self.apply_scale(but_its_own=True)
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
+        # Only of those that are known to be element-wise is it known that their order does not matter.
+        order = self._run_ahead.reading_order() if self._elementwise and self._overlap() else None
+        later: Work = []
+        if order is not None:
+            # What stays in the compute tier is read without anybody being asked, and has nothing to wait for.
+            later = [entry for entry in work if entry[1].slot.value.movable and not entry[1].empty]
+            work = [entry for entry in work if not entry[1].slot.value.movable or entry[1].empty]
         self._sweep.run(work, scale)
-        for _, state, _ in work:
-            self.show(state)
+        self._updated(work)
+        if order is not None and later:
+            self._begin_chase(ordered([(group, state, grad.hand_over()) for group, state, grad in later], order), scale)
         if self._pool.room.tide is not None:
             self._pool.room.tide.end_step()
             self._pool.room.shrink()
+
+    def _begin_chase(self, work: Work, scale: torch.Tensor | None) -> None:
+        def ended() -> None:
+            self._chase = self._run_ahead.beside = None
+            self._updated(work)
+
+        chase = Chase(self._sweep, work, scale, spent=self._run_ahead.exclude, ended=ended)
+        self._chase = self._run_ahead.beside = chase
+        chase.pump()
+
+    def _updated(self, work: Work) -> None:
+        for _, state, _ in work:
+            self.show(state)
+
+    def settle(self) -> None:
+        """Carries out what is left of the last step.
+
+        Raises:
+            DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
+        """
+        if self._chase is not None:
+            self._chase.finish()
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's, with placeholders for what is on pages."""
+        self.settle()
+        return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch."""
@@ -209,6 +259,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: the master has another shape than the parameter.
         """
+        self.settle()
         slot = state.slot
         if key == MASTER_KEY and state.master is not None:
             if value.shape != slot.value.shape:
@@ -244,6 +295,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             state: what the optimizer keeps for the parameter.
             keep: full-size entries that will be put, with their dtypes; such pages are kept, to be written over.
         """
+        self.settle()
         for key, tensor in list(state.paged.items()):
             if keep.get(key) != tensor.dtype:
                 self._pool.forget(state.paged.pop(key))
@@ -253,11 +305,13 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def weights_changed(self) -> None:
         """The parameters were written from outside: masters are taken from them anew."""
+        self.settle()
         for state in self._states.values():
             state.mastered = 0
 
     def weights_touched(self) -> None:
         """Some parameters may have been written from outside: masters follow where they no longer agree."""
+        self.settle()
         for state in self._states.values():
             state.rewritten = state.master is not None
 
@@ -271,6 +325,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def named_state(self) -> Iterator[tuple[str, str, PagedTensor | Any]]:
         """Every entry of the state as (parameter name, key, paged tensor or other value), masters included."""
+        self.settle()
         for param in self._params():
             state = self._state_of(self._slot(param))
             for key, value in state.small.items():
@@ -298,6 +353,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         What is away is mapped from its home, so this costs no memory beyond the budgets. Valid until the next step.
         """
+        self.settle()
         states: dict[int, dict[str, Any]] = {}
         groups = []
         index = 0
@@ -353,7 +409,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def close(self) -> None:
-        """Ends the life of all state on pages."""
+        """Ends the life of all state on pages; what is left of a step is not done any more."""
+        if self._chase is not None:
+            self._chase.give_up()
         for state in self._states.values():
             for tensor in state.paged.values():
                 self._pool.forget(tensor)
@@ -365,6 +423,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def states(self) -> Iterator[ParamState]:
         """The state of every parameter that the optimizer has met."""
+        self.settle()
         return iter(self._states.values())
 
     def __repr__(self) -> str:

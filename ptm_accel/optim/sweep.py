@@ -8,6 +8,7 @@ run meanwhile; where there is no room for that it waits. So a step needs room fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,11 @@ class ParamState:
         """Whether the optimizer has not met this parameter yet."""
         return not self.paged and not self.small
 
+    def tensors(self) -> list[PagedTensor]:
+        """The parameter and what is kept for it on pages."""
+        masters = [self.master] if self.master is not None else []
+        return [self.slot.value, *masters, *self.paged.values()]
+
     @property
     def wide(self) -> PagedTensor:
         """What the optimizer updates: the master if there is one, else the parameter."""
@@ -62,7 +68,7 @@ class ParamState:
 
 
 @dataclass(slots=True)
-class _Unit:
+class Unit:
     """A window of one parameter with everything its update reads and writes."""
 
     group: int
@@ -72,10 +78,15 @@ class _Unit:
     stop: int
     last: bool
     new: bool
+    stays: bool = False
     windows: dict[str, Window] = field(default_factory=dict)
     extra: Reservation | None = None
     space: Reservation | None = None
     wide_grad: torch.Tensor | None = None
+
+    def arrived(self) -> bool:
+        """Whether nothing would have to be waited for to update it."""
+        return all(window.arrived() for window in self.windows.values())
 
     @property
     def whole(self) -> bool:
@@ -107,7 +118,7 @@ class _Unit:
 
 
 @dataclass(slots=True)
-class _Cursor:
+class Cursor:
     """How far a sweep has come.
 
     Attributes:
@@ -115,14 +126,17 @@ class _Cursor:
         index: the parameter it is at.
         start: the first of its elements that is in no window yet.
         new: whether the optimizer has not met the parameter before this step; of use once part of it has been met.
+        stays: whether parameters are read right after their update, so that they are brought in whole if they can be;
+            then nothing is waited for to open a window, unless it must be open now.
     """
 
     work: Work
     index: int = 0
     start: int = 0
     new: bool = False
+    stays: bool = False
 
-    def advance(self, unit: _Unit) -> None:
+    def advance(self, unit: Unit) -> None:
         """Goes on behind `unit`."""
         self.new = unit.new
         self.index, self.start = (self.index + 1, 0) if unit.last else (self.index, unit.stop)
@@ -136,20 +150,30 @@ class Sweep:
         pool: where everything lives.
         appetite: what its update needs, and whether it may be cut.
         window_bytes: size of a window, in bytes of the tensor that is updated.
-        batch_bytes: how much is held at a time, over all tensors.
+        batch_bytes: tells how much may be held at a time, over all tensors.
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, pool: Pool, appetite: Appetite, window_bytes: int, batch_bytes: int
+        self,
+        inner: torch.optim.Optimizer,
+        pool: Pool,
+        appetite: Appetite,
+        window_bytes: int,
+        batch_bytes: Callable[[], int],
     ) -> None:
         self.inner = inner
         self.pool = pool
         self.appetite = appetite
         self.window_bytes = window_bytes
         self.batch_bytes = batch_bytes
-        # What must stay free for batches when something is let in for good: two of them, and never less than windows
-        # of all that an update can involve.
-        self._margin_bytes = 2 * max(batch_bytes, 8 * 4 * window_elements(window_bytes, 4))
+
+    @property
+    def _margin_bytes(self) -> int:
+        """What must stay free for batches when something is let in for good.
+
+        Two of them, and never less than windows of all that an update can involve.
+        """
+        return 2 * max(self.batch_bytes(), 8 * 4 * window_elements(self.window_bytes, 4))
 
     def run(self, work: Work, scale: torch.Tensor | None) -> None:
         """Updates every parameter that has a gradient, and drops the gradients.
@@ -158,27 +182,60 @@ class Sweep:
             work: what to update.
             scale: what gradients are multiplied by first (clipping), if anything.
         """
-        cursor = _Cursor(work)
-        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
+        cursor = Cursor(work)
+        hyper = self.hyperparameters()
         with ExitStack() as cleanup:
-            opened: list[_Unit] = []
-            cleanup.callback(lambda: self._abandon(opened))
-            current = self._open(cursor, opened, insist=True)
+            opened: list[Unit] = []
+            cleanup.callback(lambda: self.abandon(opened))
+            current = self.open(cursor, opened, insist=True)
             while current:
-                following = self._open(cursor, opened, insist=False)
-                self._update(current, scale, hyper)
-                self._close(current, opened)
-                current = following or self._open(cursor, opened, insist=True)
+                following = self.open(cursor, opened, insist=False)
+                self.carry_out(current, opened, scale, hyper)
+                current = following or self.open(cursor, opened, insist=True)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of each group, as they are now."""
+        return [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.inner.param_groups
+        ]
+
+    def carry_out(
+        self,
+        batch: list[Unit],
+        opened: list[Unit],
+        scale: torch.Tensor | None,
+        hyper: list[dict[str, Any]],
+        *,
+        afterwards: bool = False,
+    ) -> None:
+        """Updates the windows of a batch, once they have arrived, and sends them home.
+
+        Args:
+            batch: which ones.
+            opened: all that are open; these are taken off.
+            scale: what gradients are multiplied by first, if anything.
+            hyper: the hyperparameters of each group.
+            afterwards: those of the groups may be the next step's by now; they are left as they are.
+        """
+        now = self.hyperparameters() if afterwards else []
+        try:
+            self._update(batch, scale, hyper)
+        finally:
+            for group, values in zip(self.inner.param_groups, now, strict=False):
+                group.update(values)
+        self._close(batch, opened)
 
     # ---- cutting ---------------------------------------------------------------------------------------------
 
-    def _next(self, cursor: _Cursor, *, cut: bool = False) -> _Unit | None:
+    def _next(self, cursor: Cursor, *, cut: bool = False) -> Unit | None:
         """The next window: the whole parameter if that costs no moving or if it may not be cut, unless `cut`."""
         if cursor.index == len(cursor.work):
             return None
         group, state, grad = cursor.work[cursor.index]
         numel, start = state.slot.value.numel, cursor.start
-        unit = _Unit(group, state, grad, start, numel, last=True, new=cursor.new if start else state.empty)
+        new = cursor.new if start else state.empty
+        unit = Unit(group, state, grad, start, numel, last=True, new=new, stays=cursor.stays)
         step = window_elements(self.window_bytes, state.wide.dtype.itemsize)
         if self.appetite.whole or numel - start <= step:
             return unit
@@ -187,19 +244,19 @@ class Sweep:
         unit.stop, unit.last = start + step, False
         return unit
 
-    def _cost(self, unit: _Unit, *, moving_only: bool = False) -> int:
+    def _cost(self, unit: Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
         total = unit.extra_bytes(self.appetite) + unit.space_bytes(self.appetite)
         for tensor in unit.involved().values():
             if tensor.extent is not None:
                 total += tensor.extent.reservation.nbytes if not moving_only and self.pool.is_idle(tensor) else 0
-            elif unit.whole or (unit.start == 0 and self._admit(tensor)):
+            elif unit.whole or (unit.start == 0 and self._admit(tensor, unit)):
                 total += tensor.slot_bytes
             else:
                 total += round_up((unit.stop - unit.start) * tensor.dtype.itemsize)
         return total
 
-    def _slim(self, unit: _Unit) -> None:
+    def _slim(self, unit: Unit) -> None:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
         for tensor in unit.involved().values():
             if self.pool.is_idle(tensor) and tensor.numel > unit.stop - unit.start:
@@ -207,18 +264,20 @@ class Sweep:
 
     # ---- one batch -------------------------------------------------------------------------------------------
 
-    def _open(self, cursor: _Cursor, opened: list[_Unit], *, insist: bool) -> list[_Unit]:
+    def open(self, cursor: Cursor, opened: list[Unit], *, insist: bool) -> list[Unit]:
         """Opens as many windows as a batch may hold; with `insist` at least one, else none if there is no room.
 
         Raises:
             BudgetError: there is no room for the one.
         """
-        batch: list[_Unit] = []
+        batch: list[Unit] = []
         cost = 0
         while (unit := self._next(cursor)) is not None:
             needed = self._cost(unit)
             must = insist and not batch
-            if batch and cost + needed > self.batch_bytes:
+            if cursor.stays and not must and not self.pool.make_way(needed):
+                break
+            if batch and cost + needed > self.batch_bytes():
                 break
             if needed > self.pool.budget.free_bytes and needed > self.pool.room.available_bytes():
                 if not must:
@@ -239,29 +298,28 @@ class Sweep:
             cursor.advance(unit)
         return batch
 
-    def _open_unit(self, unit: _Unit) -> None:
+    def _open_unit(self, unit: Unit) -> None:
         name = f"the update of {unit.state.slot.name}"
         unit.extra = self.pool.room.reserve(unit.extra_bytes(self.appetite), Tag.STAGING, name)
         unit.space = self.pool.room.reserve(unit.space_bytes(self.appetite), Tag.STAGING, name)
         for key, tensor in unit.involved().items():
-            if unit.whole or (unit.start == 0 and self._admit(tensor)):
+            if (unit.whole or (unit.start == 0 and self._admit(tensor, unit))) and not self.pool.prefetch(tensor):
                 self.pool.fault(tensor)
             unit.windows[key] = self.pool.windows.open(tensor, unit.start, unit.stop)
 
-    def _admit(self, tensor: PagedTensor) -> bool:
+    def _admit(self, tensor: PagedTensor, unit: Unit) -> bool:
         """Whether a tensor that is away may come in whole: without a home it must, else if room is to spare."""
         if tensor.place.resident or self.pool.home is None or not tensor.movable:
             return True
-        return tensor.tag in (Tag.STATE, Tag.MASTER) and (
-            tensor.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes
-        )
+        kept = tensor.tag in (Tag.STATE, Tag.MASTER) or (unit.stays and tensor.tag is Tag.PARAM)
+        return kept and (tensor.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes)
 
-    def _update(self, units: list[_Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
+    def _update(self, units: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
         inner = self.inner
         groups = inner.param_groups
         saved = [group["params"] for group in groups]
         pseudo: list[list[nn.Parameter]] = [[] for _ in groups]
-        made: list[tuple[_Unit, nn.Parameter]] = []
+        made: list[tuple[Unit, nn.Parameter]] = []
         try:
             for unit in units:
                 param = self._pseudo_parameter(unit, scale)
@@ -283,7 +341,7 @@ class Sweep:
             for _, param in made:
                 inner.state.pop(param, None)
 
-    def _pseudo_parameter(self, unit: _Unit, scale: torch.Tensor | None) -> nn.Parameter:
+    def _pseudo_parameter(self, unit: Unit, scale: torch.Tensor | None) -> nn.Parameter:
         tensors = {key: self.pool.windows.ready(window) for key, window in unit.windows.items()}
         slot, master = unit.state.slot, unit.state.master
         shape = slot.value.shape if unit.start == 0 and unit.last else torch.Size([unit.stop - unit.start])
@@ -311,7 +369,7 @@ class Sweep:
             self.inner.state[param] = {**small, **paged}
         return param
 
-    def _harvest(self, unit: _Unit, after: dict[str, Any]) -> None:
+    def _harvest(self, unit: Unit, after: dict[str, Any]) -> None:
         """Takes what the optimizer left in its state: new full-size tensors go on pages, the rest is kept as it is."""
         state = unit.state
         shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
@@ -332,12 +390,12 @@ class Sweep:
         if unit.last:
             state.small = small
 
-    def _release(self, unit: _Unit, *, extra: bool = True) -> None:
+    def _release(self, unit: Unit, *, extra: bool = True) -> None:
         for reservation in (unit.space, unit.extra if extra else None):
             if reservation is not None and reservation.live:
                 reservation.release()
 
-    def _first_window(self, unit: _Unit, key: str, value: torch.Tensor) -> Window:
+    def _first_window(self, unit: Unit, key: str, value: torch.Tensor) -> Window:
         state, slot = unit.state, unit.state.slot
         tensor = state.paged.get(key)
         if tensor is None:
@@ -346,12 +404,12 @@ class Sweep:
             state.paged[key] = tensor
             if unit.start == 0 and unit.last and value.is_contiguous():
                 self.pool.adopt(tensor, value.view(slot.value.shape))
-        if unit.start == 0 and (unit.last or self._admit(tensor)):
+        if unit.start == 0 and (unit.last or self._admit(tensor, unit)):
             self.pool.fault(tensor)
         window = unit.windows[f"state.{key}"] = self.pool.windows.open(tensor, unit.start, unit.stop)
         return window
 
-    def _close(self, units: list[_Unit], opened: list[_Unit]) -> None:
+    def _close(self, units: list[Unit], opened: list[Unit]) -> None:
         for unit in units:
             state = unit.state
             if state.master is not None:
@@ -368,7 +426,7 @@ class Sweep:
                 state.rewritten = False
                 state.slot.generation += 1
 
-    def _give_up(self, unit: _Unit, opened: list[_Unit]) -> None:
+    def _give_up(self, unit: Unit, opened: list[Unit]) -> None:
         """Ends a window without writing anything."""
         opened.remove(unit)
         self._release(unit)
@@ -377,7 +435,7 @@ class Sweep:
             with suppress(PTMError):
                 self.pool.windows.close(unit.windows.pop(key), wrote=False)
 
-    def _abandon(self, opened: list[_Unit]) -> None:
+    def abandon(self, opened: list[Unit]) -> None:
         """After a failure in the middle: ends the windows that are still open."""
         for unit in list(opened):
             self._give_up(unit, opened)

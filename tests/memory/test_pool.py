@@ -214,10 +214,12 @@ def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: 
         tensor = made(pool, "a", fill=2.0)
         if place is not Place.BLANK:
             pool.fault(tensor, write=True).copy_(torch.arange(1024.0))
-        if place in (Place.AWAY, Place.CLEAN):
+        if place in (Place.AWAY, Place.CLEAN, Place.ARRIVING):
             pool.evict(tensor)
         if place is Place.CLEAN:
             pool.fault(tensor)
+        if place is Place.ARRIVING:
+            assert pool.prefetch(tensor)
         assert tensor.place is place
         pool.room.collect()
         used = pool.budget.used_bytes
@@ -385,9 +387,12 @@ def test_placeholders(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 Step = tuple[str, int, int]
+KINDS_OF_STEP = (
+    "read", "write", "pin", "unpin", "view", "unview", "drop", "window", "snapshot", "flush", "prefetch", "behind",
+)  # fmt: skip
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["read", "write", "pin", "unpin", "view", "unview", "drop", "window", "snapshot", "flush"]),
+        st.sampled_from(KINDS_OF_STEP),
         st.integers(0, 5),
         st.integers(0, 1 << 30),
     ),
@@ -416,7 +421,7 @@ class Twin:
         elif what == "drop" and not tensor.pins:
             self.pool.drop(tensor)
             truth.fill_(float(which))
-        elif what in ("read", "write", "pin", "view", "window", "snapshot", "flush"):
+        elif what in ("read", "write", "pin", "view", "window", "snapshot", "flush", "prefetch", "behind"):
             getattr(self, what)(tensor, truth, number)
 
     def read(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
@@ -452,6 +457,15 @@ class Twin:
     def flush(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
         if tensor.place.resident:
             self.pool.flush(tensor)
+
+    def prefetch(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        there = self.pool.prefetch(tensor)
+        assert there == (tensor.place in (Place.ARRIVING, Place.CLEAN, Place.DIRTY))
+
+    def behind(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+        if self.pool.is_idle(tensor):
+            self.pool.evict_behind(tensor)
+            assert tensor.place is Place.AWAY
 
     def end(self) -> None:
         for pin in self.pins:

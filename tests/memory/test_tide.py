@@ -61,3 +61,24 @@ def test_a_tide_that_leaves_too_little_is_an_error_with_numbers() -> None:
     card.peak = 900 * MIB
     with pytest.raises(DeviceBudgetError, match=r" out of memory\..*took 900.00 MiB of 1000.00 MiB.*need 100.00 MiB"):
         tide.end_step()
+
+
+def test_what_we_release_is_not_taken_for_the_tide() -> None:
+    tide, budget, card = make()
+    ours = budget.reserve(90 * MIB, Tag.PARAM, "w")
+    card.peak = 90 * MIB + 10 * MIB
+    ours.release()
+    card.peak = 10 * MIB
+    tide.sample()
+    assert tide.high_water_bytes == 10 * MIB
+
+
+def test_pages_that_need_more_get_it() -> None:
+    tide, budget, card = make()
+    tide.need(300 * MIB)
+    assert budget.capacity_bytes == 300 * MIB
+    card.peak = 750 * MIB
+    with pytest.raises(DeviceBudgetError, match=r"need 300\.00 MiB"):
+        tide.end_step()
+    tide.need(5000 * MIB)
+    assert budget.capacity_bytes == 1000 * MIB

@@ -208,7 +208,7 @@ def test_the_next_batch_is_opened_before_the_present_one_is_computed(
 ) -> None:
     """So that its transfers run meanwhile; where there is no room it waits."""
     order: list[str] = []
-    open_batch, update = Sweep._open, Sweep._update
+    open_batch, update = Sweep.open, Sweep._update
 
     def watched_open(self: Sweep, *args: Any, **kwargs: Any) -> Any:
         units = open_batch(self, *args, **kwargs)
@@ -220,7 +220,7 @@ def test_the_next_batch_is_opened_before_the_present_one_is_computed(
         order.append("update")
         update(self, *args)
 
-    monkeypatch.setattr(Sweep, "_open", watched_open)
+    monkeypatch.setattr(Sweep, "open", watched_open)
     monkeypatch.setattr(Sweep, "_update", watched_update)
     floor, need = needs(net(), tmp_path, "host+disk")
     for capacity, ahead in ((need // 2, True), (floor, False)):

@@ -1,0 +1,187 @@
+"""Exact overlapped updating: an optimizer step that is carried out while the next forward runs.
+
+Clipping by the global norm lets no update begin before the last gradient is in, so others wait for the whole update at
+`optimizer.step()` or speculate. Here `step()` fixes what is to be done (gradients, clip coefficient, learning rates)
+and returns; the updates follow in the order in which the next forward reads the parameters. Their transfers run beside
+its compute, and an access waits for the update of that tensor alone. Nothing is stale: whoever looks at a parameter, at
+its state or at a checkpoint sees what a blocking step would have left (`Pool.owed`).
+
+There is no thread behind it. The arithmetic of an update runs between two operations of the forward, in the thread
+that computes: on a CPU it needs the same cores, and on a device it is queued like all other work.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.optim.sweep import Cursor, Sweep, Unit, Work
+
+_AT_ONCE = 2
+"""How many batches may be open: one whose transfers run while the other is updated."""
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Puts off Ctrl-C until the end, so that an update is done or not done. A second one is not put off."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append((number, frame))
+        if len(pressed) > 1:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if len(pressed) == 1:
+        before(*pressed[0])
+
+
+class Chase:
+    """One optimizer step under way.
+
+    Args:
+        sweep: carries out its parts.
+        work: what is to be updated, in the order in which it will be needed; the gradients are its own.
+        scale: what gradients are multiplied by first, if anything.
+        spent: is told the seconds of the calling thread that updates have taken, waiting for memory left out.
+        ended: called when the last update is done, or the rest was given up.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        work: Work,
+        scale: torch.Tensor | None,
+        *,
+        spent: Callable[[float], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._sweep = sweep
+        self._scale = scale
+        self._spent = spent
+        self._ended = ended
+        self._hyper = sweep.hyperparameters()
+        self._cursor = Cursor(work, stays=True)
+        self._opened: list[Unit] = []
+        self._batches: deque[list[Unit]] = deque()
+        self._working = False
+        # Which tensors may not be looked at before which parameter has been updated.
+        self._owed: dict[PagedTensor, int] = {}
+        for index, (_, state, _) in enumerate(work):
+            self._owed |= dict.fromkeys(state.tensors(), index)
+        self._done = 0
+        sweep.pool.owed = self
+
+    @property
+    def running(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._owed)
+
+    def pump(self) -> None:
+        """Updates what has arrived and opens what there is room for; never waits."""
+        if self._owed and not self._working:
+            with self._at_work():
+                while self._batches and all(unit.arrived() for unit in self._batches[0]):
+                    self._update()
+                    self._open(insist=False)
+                self._open(insist=False)
+
+    def finish(self) -> None:
+        """Carries out all that is left.
+
+        Raises:
+            DiskError, BudgetError: a transfer failed, or there is no room; the step is not whole then.
+        """
+        if self._owed and not self._working:
+            with self._at_work():
+                self._advance(len(self._cursor.work) - 1)
+
+    def give_up(self) -> None:
+        """Ends what is open without updating it; what was asked for is lost."""
+        self._owed.clear()
+        self._batches.clear()
+        self._sweep.abandon(self._opened)
+        for _, _, grad in self._cursor.work[self._done :]:
+            grad.drop()
+        self._end()
+
+    def before_use(self, tensor: PagedTensor) -> None:
+        """See `Owed`."""
+        if not self._working and tensor in self._owed:
+            with self._at_work():
+                self._advance(self._owed[tensor])
+
+    def _advance(self, index: int) -> None:
+        """Carries out updates until that of parameter `index` is done."""
+        while self._done <= index:
+            if not self._batches:
+                self._open(insist=True)
+            self._update()
+            self._open(insist=False)
+
+    def _open(self, *, insist: bool) -> None:
+        if len(self._batches) < _AT_ONCE:
+            batch = self._sweep.open(self._cursor, self._opened, insist=insist)
+            if batch:
+                self._batches.append(batch)
+
+    def _update(self) -> None:
+        batch = self._batches.popleft()
+        self._sweep.carry_out(batch, self._opened, self._scale, self._hyper, afterwards=True)
+        for unit in batch:
+            if unit.last:
+                for tensor in self._cursor.work[self._done][1].tensors():
+                    self._owed.pop(tensor, None)
+                self._done += 1
+        if self._done == len(self._cursor.work):
+            self._end()
+
+    def _end(self) -> None:
+        self._owed.clear()
+        self._sweep.pool.owed = None
+        self._ended()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        pool = self._sweep.pool
+        begin = time.perf_counter() - pool.stats.stall_s
+        self._working = True
+        try:
+            # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
+            plain = torch.autocast(pool.compute.device.type, enabled=False)
+            with uninterrupted(), pool.unadvised(), torch.no_grad(), plain, torch._C.DisableTorchFunction():
+                try:
+                    yield
+                except BaseException:
+                    self.give_up()
+                    raise
+        finally:
+            self._working = False
+            self._spent(time.perf_counter() - pool.stats.stall_s - begin)
+
+
+def ordered(work: Work, order: dict[str, int]) -> Work:
+    """`work` in the order in which a forward reads the parameters; those it does not read come last.
+
+    Args:
+        work: what is to be updated.
+        order: the place of each parameter, by name.
+    """
+    last = len(order)
+    return sorted(work, key=lambda entry: order.get(entry[1].slot.name, last))

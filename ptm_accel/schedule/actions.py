@@ -1,0 +1,56 @@
+"""The moves of a plan: small values that print as text."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ptm_accel.schedule.trace import Trace
+
+
+class Move(enum.Enum):
+    """Which way a tensor is moved."""
+
+    LOAD = "load"
+    """From the home into the compute tier."""
+    EVICT = "evict"
+    """Out of the compute tier; stored first if it is dirty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A move that is started, and not waited for.
+
+    Attributes:
+        move: which way.
+        item: what, as an index into `Trace.items`.
+    """
+
+    move: Move
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start at each access of a pass.
+
+    Attributes:
+        key: of the pass.
+        capacity_bytes: the budget it was made for.
+        starts: for each access, what is started as it begins, in this order.
+        resident: the items that are expected in the compute tier when the pass begins.
+    """
+
+    key: Hashable
+    capacity_bytes: int
+    starts: tuple[tuple[Action, ...], ...]
+    resident: frozenset[int] = frozenset()
+
+    def text(self, trace: Trace) -> str:
+        """One action a line: the access it starts at, the move, the tensor."""
+        return "\n".join(
+            f"{index} {action.move.value} {trace.items[action.item].name}"
+            for index, actions in enumerate(self.starts)
+            for action in actions
+        )

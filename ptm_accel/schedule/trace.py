@@ -1,0 +1,186 @@
+"""What a pass over the model touches, in order, with sizes, times and the memory that is not ours.
+
+A *pass* is one forward with the backward that follows it, if any; a step is one or more passes (accumulation) and an
+update. What is recorded is what the pool saw (PatrickStar's warm-up statistics, at the grain of one tensor), so it
+holds whatever the model's code does. It is a prediction of the next pass of the same key, and never more.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+
+class Use(enum.Enum):
+    """What an access does to a tensor."""
+
+    READ = "read"
+    WRITE = "write"
+    """Changes it (a gradient that is added to)."""
+    CREATE = "create"
+    """Brings it into being (the first gradient of a parameter): it takes room, and nothing is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A paged tensor as the schedule sees it.
+
+    Attributes:
+        name: as the pool names it (`model.layers.0.mlp.up_proj.weight`, `….grad`).
+        nbytes: what its extent takes.
+    """
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of a tensor.
+
+    Attributes:
+        item: index into `Trace.items`.
+        use: what it does to it.
+        compute_s: seconds of compute from this access to the next, waiting for memory left out.
+        held_bytes: what else must be there meanwhile: other tensors that are pinned, and memory that is not ours.
+        backward: whether it belongs to the backward.
+    """
+
+    item: int
+    use: Use
+    compute_s: float = 0.0
+    held_bytes: int = 0
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The accesses of one pass.
+
+    Attributes:
+        key: what it is a trace of: mode and shapes.
+        items: the tensors that are used.
+        accesses: the uses, in order.
+        lead_s: seconds of compute before the first access.
+    """
+
+    key: Hashable
+    items: tuple[Item, ...]
+    accesses: tuple[Access, ...]
+    lead_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute in the whole pass."""
+        return self.lead_s + sum(access.compute_s for access in self.accesses)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of all tensors that are used."""
+        return sum(item.nbytes for item in self.items)
+
+    def next_uses(self) -> list[int]:
+        """For each access, when its item is next wanted: an index, or beyond the pass.
+
+        What the pass creates (gradients) is next wanted by the update, which comes right after: `len(accesses)`. What
+        is next wanted by the pass after that counts from there: `len(accesses) + 1 +` its first access.
+        """
+        count = len(self.accesses)
+        upcoming: dict[int, int] = {}
+        for index, access in enumerate(self.accesses):
+            beyond = count if access.use is Use.CREATE else count + 1 + index
+            upcoming.setdefault(access.item, beyond)
+        following = [0] * count
+        for index in range(count - 1, -1, -1):
+            item = self.accesses[index].item
+            following[index] = upcoming[item]
+            upcoming[item] = index
+        return following
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer's work on one parameter.
+
+    Attributes:
+        param: the parameter's name.
+        read_bytes: what its update reads that is not kept in the compute tier (state, master, gradient, parameter).
+        write_bytes: what it writes of that.
+        compute_s: seconds of arithmetic.
+    """
+
+    param: str
+    read_bytes: int
+    write_bytes: int
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A whole training step, as it is predicted.
+
+    Attributes:
+        passes: its traces, in order (accumulation repeats one).
+        updates: the optimizer's work, in the order it is done.
+        clipped: whether no update can begin before the last backward has ended.
+    """
+
+    passes: tuple[Trace, ...]
+    updates: tuple[Update, ...] = ()
+    clipped: bool = True
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Writes a trace down as it happens. Times are given by the caller.
+
+    Attributes:
+        key: of the trace.
+        began_s: when the pass began.
+    """
+
+    key: Hashable
+    began_s: float
+    _index: dict[str, int] = field(default_factory=dict)
+    _items: list[Item] = field(default_factory=list)
+    _accesses: list[Access] = field(default_factory=list)
+    _lead_s: float = 0.0
+    _last_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._last_s = self.began_s
+
+    def __len__(self) -> int:
+        return len(self._accesses)
+
+    def record(self, name: str, nbytes: int, use: Use, *, now_s: float, held_bytes: int, backward: bool) -> None:
+        """One use.
+
+        Args:
+            name: of the tensor.
+            nbytes: what its extent takes.
+            use: what was done.
+            now_s: the time, on a clock that stands still while somebody waits for memory.
+            held_bytes: see `Access`.
+            backward: see `Access`.
+        """
+        self._account(now_s)
+        number = self._index.get(name)
+        if number is None:
+            number = self._index[name] = len(self._items)
+            self._items.append(Item(name, nbytes))
+        self._accesses.append(Access(number, use, held_bytes=held_bytes, backward=backward))
+
+    def finish(self, now_s: float) -> Trace:
+        """The trace; `now_s` ends the compute after the last access."""
+        self._account(now_s)
+        return Trace(self.key, tuple(self._items), tuple(self._accesses), self._lead_s)
+
+    def _account(self, now_s: float) -> None:
+        passed, self._last_s = max(now_s - self._last_s, 0.0), now_s
+        if not self._accesses:
+            self._lead_s += passed
+            return
+        last = self._accesses[-1]
+        self._accesses[-1] = replace(last, compute_s=last.compute_s + passed)

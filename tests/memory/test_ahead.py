@@ -1,0 +1,252 @@
+"""Sending for tensors before they are used, and sending them away behind compute."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptm_accel.errors import BudgetError, DiskError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.scratch import Io
+from ptm_accel.memory.setup import Memory
+from tests.tiers import PAGE, open_memory
+
+KINDS = ("host+disk", "mock+host", "mock+host+disk")
+
+
+class Gate:
+    """System calls of the disk tier that wait, or fail, while they are told to."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.failing: set[str] = set()
+
+    def io(self) -> Io:
+        return Io(preadv=self.call("preadv"), pwritev=self.call("pwritev"))
+
+    def call(self, name: str) -> Any:
+        real = getattr(os, name)
+
+        def run(*args: Any) -> int:
+            assert self.open.wait(20)
+            if name in self.failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return int(real(*args))
+
+        return run
+
+
+@contextmanager
+def memory_of(pages: int, directory: Path, kind: str = "host+disk") -> Iterator[Memory]:
+    probe = open_memory(kind, 1 << 20, directory)
+    held = probe.pool.budget.used_bytes
+    probe.close()
+    memory = open_memory(kind, pages * PAGE + held, directory)
+    try:
+        yield memory
+        memory.check_integrity()
+    finally:
+        memory.close()
+    assert memory.pool.budget.used_bytes == 0
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate()
+    monkeypatch.setattr("ptm_accel.memory.disk.Io", gate.io)
+    return gate
+
+
+def made(pool: Pool, name: str, value: float, pages: int = 1) -> PagedTensor:
+    tensor = pool.create(name, Tag.PARAM, torch.Size([1024 * pages]), torch.float32)
+    pool.fault(tensor, write=True).fill_(value)
+    return tensor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_sent_for_is_no_fault(kind: str, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path, kind) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 3.0)
+        assert pool.prefetch(tensor)
+        assert tensor.place is Place.DIRTY
+        pool.evict(tensor)
+        faults = pool.stats.faults
+        assert pool.prefetch(tensor)
+        assert pool.prefetch(tensor)
+        assert tensor.place is Place.ARRIVING
+        memory.check_integrity()
+        assert (pool.fault(tensor) == 3.0).all()
+        assert tensor.place is Place.CLEAN
+        assert (pool.stats.faults, pool.stats.hits) == (faults, 1)
+
+
+def test_nothing_is_moved_and_nothing_waited_for(gate: Gate, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path) as memory:
+        pool = memory.pool
+        a, b, c = (made(pool, name, value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
+        assert a.place is Place.AWAY
+        assert not pool.prefetch(a), "there is no room for it"
+        assert (b.place, c.place) == (Place.DIRTY, Place.DIRTY)
+        gate.open.clear()
+        pool.evict_behind(b)
+        assert b.place is Place.AWAY
+        assert not pool.prefetch(a), "the room comes free as the store ends"
+        assert pool.stats.stall_s < 5
+        gate.open.set()
+        pool.room.settle()
+        assert pool.prefetch(a)
+        assert not pool.prefetch(b)
+        assert (pool.fault(a) == 1.0).all()
+        assert (pool.fault(b) == 2.0).all()
+        assert not pool.prefetch(pool.create("blank", Tag.PARAM, torch.Size([8]), torch.float32))
+
+
+def test_a_load_comes_after_the_store_of_the_same_bytes(gate: Gate, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 1.0)
+        gate.open.clear()
+        pool.evict_behind(tensor)
+        assert pool.prefetch(tensor), "there is room for it beside what still leaves"
+        gate.open.set()
+        assert (pool.fault(tensor) == 1.0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arriving_tensors_make_room_for_what_is_wanted_now(kind: str, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path, kind) as memory:
+        pool = memory.pool
+        tensors = [made(pool, name, float(n)) for n, name in enumerate("abcd")]
+        a, b, c, d = tensors
+        pool.evict(c)
+        pool.evict(d)
+        assert pool.prefetch(a)
+        assert pool.prefetch(b)
+        assert (pool.fault(c) == 2.0).all()
+        assert a.place is Place.AWAY
+        assert b.place is Place.ARRIVING
+        pool.drop(b)
+        assert b.place is Place.BLANK
+        assert pool.prefetch(d)
+        pool.forget(d)
+        assert (pool.fault(a) == 0.0).all()
+
+
+def test_adopted_bytes_replace_those_that_arrive(tmp_path: Path) -> None:
+    with memory_of(4, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 1.0)
+        pool.evict(tensor)
+        assert pool.prefetch(tensor)
+        pool.adopt(tensor, torch.full((1024,), 7.0))
+        assert (pool.fault(tensor) == 7.0).all()
+
+
+def test_a_window_over_a_tensor_that_arrives(tmp_path: Path) -> None:
+    with memory_of(8, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 1.0, pages=4)
+        pool.evict(tensor)
+        window = pool.windows.open(tensor, 0, 4096)
+        assert pool.prefetch(tensor)
+        pool.windows.ready(window).fill_(9.0)
+        pool.windows.close(window, wrote=True)
+        assert (pool.fault(tensor) == 9.0).all()
+        pool.evict(tensor)
+        assert pool.prefetch(tensor)
+        window = pool.windows.open(tensor, 0, 4096)
+        assert (pool.windows.ready(window) == 9.0).all()
+        pool.windows.close(window, wrote=False)
+
+
+def test_a_load_that_fails_is_told_to_who_reads(gate: Gate, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 1.0)
+        pool.evict(tensor)
+        gate.failing.add("preadv")
+        assert pool.prefetch(tensor)
+        with pytest.raises(DiskError, match="read of a failed"):
+            pool.fault(tensor)
+        assert tensor.place is Place.AWAY
+        gate.failing.clear()
+        assert (pool.fault(tensor) == 1.0).all()
+
+
+def test_a_store_behind_that_fails_is_told_at_the_next_call(gate: Gate, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 1.0)
+        gate.failing.add("pwritev")
+        pool.evict_behind(tensor)
+        with pytest.raises(DiskError, match="write of a failed"):
+            pool.fault(tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_leaves_behind_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
+    with memory_of(3, tmp_path, kind) as memory:
+        pool = memory.pool
+        tensors = [made(pool, f"t{n}", float(n)) for n in range(6)]
+        for _ in range(3):
+            for n, tensor in enumerate(tensors):
+                values = pool.fault(tensor, write=True)
+                assert (values == float(n)).all()
+                del values
+                pool.evict_behind(tensor)
+                pool.prefetch(tensors[(n + 2) % 6])
+
+
+def test_a_full_home_keeps_what_should_leave(tmp_path: Path) -> None:
+    with memory_of(4, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 1.0)
+        assert memory.disk is not None
+        with memory.disk.budget.reserve(memory.disk.budget.free_bytes, Tag.STAGING, "somebody else"):
+            with pytest.raises(BudgetError, match="disk"):
+                pool.evict_behind(tensor)
+            assert tensor.place is Place.DIRTY
+
+
+class Adviser:
+    """Spares the newest, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bool | None]] = []
+
+    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+        self.told.append((tensor.name, write))
+
+    def created(self, tensor: PagedTensor) -> None:
+        self.told.append((tensor.name, None))
+
+    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
+        return list(idle)[-1]
+
+
+def test_an_adviser_is_told_of_accesses_and_chooses_who_leaves(tmp_path: Path) -> None:
+    with memory_of(2, tmp_path) as memory:
+        pool = memory.pool
+        a, b = made(pool, "a", 1.0), made(pool, "b", 2.0)
+        pool.adviser = adviser = Adviser()
+        c = made(pool, "c", 3.0)
+        assert (a.place, b.place) == (Place.DIRTY, Place.AWAY)
+        pool.adopt(pool.create("d", Tag.GRAD, torch.Size([1024]), torch.float32), torch.ones(1024))
+        assert c.place is Place.AWAY
+        with pool.unadvised():
+            pool.fault(b)
+        pool.pin(a).release()
+        assert adviser.told == [("c", True), ("d", None), ("a", False)]
+        assert pool.adviser is adviser

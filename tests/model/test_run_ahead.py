@@ -1,0 +1,177 @@
+"""Running ahead of a pass: fewer faults, the same numbers, and no harm where the model departs from its trace."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.engine import Engine
+from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
+
+WIDTH, LAYERS = 48, 8
+
+
+class Net(nn.Module):
+    """Layers in a row; `turns` reads them in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.order = list(range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+@contextmanager
+def tight(
+    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *, planned: bool = True
+) -> Iterator[tuple[Net, Engine, torch.optim.Optimizer]]:
+    """The model with room for about a third of its states."""
+    model = Net()
+    floor, need = needs(Net(), directory, kind)
+    monkeypatch.setattr(Engine, "planned", planned)
+    with on_pages(model, kind, floor + (need - floor) // 4, directory) as engine:
+        yield model, engine, engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def batch(number: int, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def step(model: Net, optimizer: torch.optim.Optimizer, number: int, micro: int = 1) -> None:
+    for part in range(micro):
+        model(batch(number * 7 + part)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_planned_passes_find_their_parameters_there(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, weights = {}, {}
+    for planned in (False, True):
+        with tight(kind, tmp_path, monkeypatch, planned=planned) as (model, engine, optimizer):
+            step(model, optimizer, 0)
+            step(model, optimizer, 1)
+            before = engine.pool.stats.faults
+            for number in range(2, 8):
+                step(model, optimizer, number)
+            engine.settle()
+            faults[planned] = engine.pool.stats.faults - before
+            weights[planned] = {name: value.clone() for name, value in model.state_dict().items()}
+            assert bool(engine.run_ahead.routes) == planned
+            assert engine.run_ahead.departures == 0
+    assert faults[True] < faults[False] // 2, faults
+    assert all(torch.equal(value, weights[True][name]) for name, value in weights[False].items())
+
+
+def test_kinds_of_passes_have_routes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        routes = engine.run_ahead.routes
+        step(model, optimizer, 0)
+        assert len(routes) == 1
+        step(model, optimizer, 1, micro=2)
+        assert len(routes) == 2, "the second micro-batch adds to gradients that are there"
+        model.eval()
+        with torch.no_grad():
+            model(batch(3))
+            model(batch(3, rows=2))
+        engine.run_ahead.end()
+        assert len(routes) == 4, "evaluation, in two shapes"
+        model.train()
+        step(model, optimizer, 4)
+        assert len(routes) == 4
+        assert engine.run_ahead.departures == 0
+
+
+def test_a_model_that_departs_is_followed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for number in range(3):
+            step(model, optimizer, number)
+        (before,) = engine.run_ahead.routes.values()
+        model.order = [0, 1, 2, 4, 3, 5, 6, 7, 7]
+        step(model, optimizer, 3)
+        assert engine.run_ahead.departures > 0
+        (after,) = engine.run_ahead.routes.values()
+        assert after is not before, "it was written down anew"
+        departures = engine.run_ahead.departures
+        step(model, optimizer, 4)
+        assert engine.run_ahead.departures == departures
+
+
+def test_a_layer_that_is_left_out_is_skipped_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for number in range(3):
+            step(model, optimizer, number)
+        model.order.remove(4)
+        hits = engine.pool.stats.hits
+        step(model, optimizer, 3)
+        engine.settle()
+        assert engine.run_ahead.departures > 0
+        assert engine.pool.stats.hits > hits, "the layers after it were still sent for"
+
+
+def test_a_pass_that_is_torn_down_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        model.order = [0, 1, 99]
+        with pytest.raises(IndexError):
+            model(batch(0))
+        engine.abort()
+        assert not engine.run_ahead.routes
+        assert engine.pool.adviser is None
+        model.order = list(range(LAYERS))
+        step(model, optimizer, 1)
+        assert len(engine.run_ahead.routes) == 1
+
+
+def test_nothing_is_planned_where_all_fits(tmp_path: Path) -> None:
+    model = Net()
+    _, need = needs(Net(), tmp_path, "host+disk")
+    with on_pages(model, "host+disk", 2 * need + (4 << 20), tmp_path) as engine:
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        assert not engine.run_ahead.routes
+        assert engine.pool.adviser is None
+        assert engine.pool.owed is None
+
+
+def test_another_budget_is_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        (before,) = engine.run_ahead.routes.values()
+        engine.pool.budget.capacity_bytes += 4096
+        step(model, optimizer, 2)
+        engine.settle()
+        (after,) = engine.run_ahead.routes.values()
+        assert after.trace is before.trace
+        assert after.capacity_bytes == before.capacity_bytes + 4096
+
+
+@pytest.mark.parametrize("end", ["in a pass", "with an update owed"])
+def test_a_model_that_is_dropped_takes_its_pages_with_it(end: str, tmp_path: Path) -> None:
+    floor, need = needs(Net(), tmp_path, "host+disk")
+    memory = open_memory("host+disk", floor + (need - floor) // 4, tmp_path)
+    model = Net()
+    engine = Engine.attach(model, config(), memory=memory)
+    optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    for number in range(3):
+        step(model, optimizer, number)
+    if end == "in a pass":
+        model(batch(0))
+        assert memory.pool.adviser is not None
+    else:
+        assert memory.pool.owed is not None
+    del model, engine, optimizer
+    gc.collect()
+    assert memory.closed

@@ -1,0 +1,308 @@
+"""Updates that run beside the next forward: nobody ever sees what a blocking step would not have left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.engine import Engine
+from ptm_accel.errors import DiskError
+from ptm_accel.memory.scratch import Io
+from ptm_accel.optim.chase import uninterrupted
+from ptm_accel.optim.optimizer import PagedOptimizer
+from tests.plain_loop import same_bits
+from tests.tiers import MEMORIES, needs, on_pages
+
+WIDTH, LAYERS = 48, 8
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def backward(model: nn.Module, number: int) -> torch.Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+    loss: torch.Tensor = model(x.to(next(model.parameters()).dtype)).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    loss = backward(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@contextmanager
+def chasing(
+    directory: Path, kind: str = "host+disk", *, make: Make = adamw, warm: int = 3, spare: int = 2, **dials: Any
+) -> Iterator[tuple[nn.Sequential, Engine, PagedOptimizer]]:
+    """A model whose last step is still owed, and most of whose states are away."""
+    dtype = torch.bfloat16 if dials else torch.float32
+    model = net(dtype)
+    floor, need = needs(net(dtype), directory, kind, optimizer=make, **dials)
+    with on_pages(model, kind, floor + (need - floor) // spare, directory, **dials) as engine:
+        optimizer = engine.bind_optimizer(make(model))
+        for number in range(warm):
+            step(model, optimizer, number)
+        yield model, engine, optimizer
+
+
+def plain(steps: int, make: Make = adamw) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = net()
+    optimizer = make(model)
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model, optimizer
+
+
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
+    values = model.state_dict()
+    for name, value in other.state_dict().items():
+        assert same_bits(values[name].clone(), value), name
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_look_at_one_parameter_waits_for_its_update_alone(kind: str, tmp_path: Path) -> None:
+    with chasing(tmp_path, kind) as (model, engine, _):
+        expected, _ = plain(3)
+        chase = engine.pool.owed
+        assert chase is not None
+        assert same_bits(model[1].weight.detach().clone(), expected[1].weight.detach())
+        assert engine.pool.owed is chase, "the others are still owed"
+        assert same_bits(model[7].weight.detach().clone(), expected[7].weight.detach())
+        engine.settle()
+        assert engine.pool.owed is None
+        assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, amsgrad=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+        lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+    ],
+    ids=["fused", "amsgrad", "sgd", "adagrad"],
+)
+def test_many_steps_are_those_of_the_plain_loop(make: Make, tmp_path: Path) -> None:
+    with chasing(tmp_path, make=make, warm=8) as (model, engine, _):
+        assert engine.pool.owed is not None
+        assert_same_weights(model, plain(8, make)[0])
+
+
+def test_clipping_and_the_learning_rate_are_those_of_the_step(tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], Any]) -> list[float]:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        losses = []
+        for number in range(6):
+            losses.append(float(backward(model, number)))
+            clip()
+            optimizer.step()
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5 ** (number + 1)
+            optimizer.zero_grad()
+        return losses
+
+    with chasing(tmp_path, warm=0) as (model, engine, optimizer):
+        losses = run(model, optimizer, lambda: engine.clip_grad_norm_(0.01))
+        assert engine.pool.owed is not None
+        assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**6
+        expected = net()
+        assert losses == run(expected, adamw(expected), lambda: nn.utils.clip_grad_norm_(expected.parameters(), 0.01))
+        assert_same_weights(model, expected)
+
+
+def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
+    expected, other = plain(3)
+    with chasing(tmp_path) as (model, engine, optimizer):
+        assert engine.pool.owed is not None
+        saved = optimizer.state_dict()
+        assert engine.pool.owed is None
+        truth = other.state_dict()["state"]
+        for number, entry in saved["state"].items():
+            for key, value in entry.items():
+                assert same_bits(value.clone(), truth[number][key]), (number, key)
+        del saved, value, entry
+    with chasing(tmp_path) as (model, engine, optimizer):
+        assert {float(entry["step"]) for entry in optimizer.state.values()} == {3.0}
+        assert engine.pool.owed is None
+        assert_same_weights(model, expected)
+
+
+def test_gradients_that_are_forgotten_are_the_next_ones(tmp_path: Path) -> None:
+    """`zero_grad` after a step takes nothing from the updates that are owed."""
+    with chasing(tmp_path) as (model, engine, optimizer):
+        engine.zero_grad()
+        optimizer.zero_grad()
+        assert engine.pool.owed is not None
+        assert_same_weights(model, plain(3)[0])
+
+
+def test_writing_waits_for_the_update(tmp_path: Path) -> None:
+    with chasing(tmp_path) as (model, engine, _):
+        with engine.gathered(write=True):
+            model[3].weight.data.zero_()
+        assert engine.pool.owed is None
+        assert (model[3].weight == 0).all()
+        assert same_bits(model[4].weight.detach().clone(), plain(3)[0][4].weight.detach())
+
+
+def test_a_forward_under_autocast_changes_no_update(tmp_path: Path) -> None:
+    losses = []
+    expected = net()
+    with chasing(tmp_path, warm=0) as (model, engine, optimizer):
+        for each, opt in ((model, optimizer), (expected, adamw(expected))):
+            losses.append([])
+            for number in range(6):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = each(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))).square().mean()
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                losses[-1].append(float(loss.detach()))
+        assert engine.pool.owed is not None
+        assert losses[0] == losses[1]
+        assert_same_weights(model, expected)
+
+
+def test_fp32_masters(tmp_path: Path) -> None:
+    values = []
+    for spare in (2, 0.9):
+        with chasing(tmp_path, warm=5, spare=spare, master_weights="fp32") as (model, engine, _):
+            assert (engine.pool.owed is not None) == (spare == 2)
+            values.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(same_bits(value, values[1][name]) for name, value in values[0].items())
+
+
+def test_no_overlap_without_room_for_it(tmp_path: Path) -> None:
+    floor, _ = needs(net(), tmp_path, "host+disk", optimizer=adamw)
+    model = net()
+    with on_pages(model, "host+disk", floor, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+        for number in range(3):
+            step(model, optimizer, number)
+            assert engine.pool.owed is None
+        assert_same_weights(model, plain(3)[0])
+
+
+def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
+    with chasing(tmp_path) as (_, engine, optimizer):
+        assert engine.pool.owed is not None
+        optimizer.close()
+        assert engine.pool.owed is None
+        assert not engine.pool.pinned()
+    model = net()
+    floor, need = needs(net(), tmp_path, "host+disk", optimizer=adamw)
+    with on_pages(model, "host+disk", floor + (need - floor) // 2, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+        for number in range(3):
+            step(model, optimizer, number)
+        engine.settle()
+        step(model, optimizer, 3)
+        assert engine.pool.owed is not None
+        engine.close()
+        assert engine.pool.owed is None
+        assert not list(engine.pool.tensors())
+
+
+def test_detaching_ends_the_step_first(tmp_path: Path) -> None:
+    with chasing(tmp_path) as (model, engine, _):
+        expected, _ = plain(3)
+        engine.detach()
+        for name, param in model.named_parameters():
+            assert same_bits(param.detach(), expected.get_parameter(name).detach()), name
+
+
+def test_an_update_that_fails_is_told_by_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = threading.Event()
+
+    def pwritev(*args: Any) -> int:
+        if failing.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.pwritev(*args)
+
+    monkeypatch.setattr("ptm_accel.memory.disk.Io", lambda: Io(pwritev=pwritev))
+    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+        failing.set()
+        with pytest.raises(DiskError, match="Input/output error"):
+            go_on(model, engine, optimizer)
+        failing.clear()
+        engine.close()
+        assert engine.pool.owed is None
+
+
+def go_on(model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(3, 6):
+        step(model, optimizer, number)
+    engine.settle()
+
+
+def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
+    done: list[str] = []
+
+    def update(presses: int) -> None:
+        with uninterrupted():
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            done.append("update")
+        done.append("after it")
+
+    with pytest.raises(KeyboardInterrupt):
+        update(1)
+    assert done == ["update"]
+    with pytest.raises(KeyboardInterrupt):
+        update(2)
+    assert done == ["update"], "a second one is not put off"
+    with uninterrupted():
+        done.append("quiet")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    other = threading.Thread(target=_in_a_thread, args=(done,))
+    other.start()
+    other.join()
+    assert done == ["update", "quiet", "thread"]
+
+
+def _in_a_thread(done: list[str]) -> None:
+    with uninterrupted():
+        done.append("thread")
+
+
+def test_ctrl_c_in_the_middle_of_a_chase_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = plain(4)
+    with chasing(tmp_path) as (model, engine, optimizer):
+        sweep = optimizer._sweep
+        carry_out, pressed = sweep.carry_out, []
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            if not pressed:
+                pressed.append(True)
+                signal.raise_signal(signal.SIGINT)
+            carry_out(*args, **kwargs)
+
+        monkeypatch.setattr(sweep, "carry_out", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, 3)
+        engine.abort()
+        engine.zero_grad()
+        step(model, optimizer, 3)
+        assert_same_weights(model, expected)

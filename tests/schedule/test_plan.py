@@ -1,0 +1,177 @@
+"""Plans: never over the budget, never a use without its load, as few loads as can be, as early as there is room."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptm_accel.errors import ScheduleError
+from ptm_accel.schedule.actions import Move, Plan
+from ptm_accel.schedule.plan import plan_pass
+from ptm_accel.schedule.trace import Access, Item, Trace, Use
+
+
+def layers(count: int, size: int = 10, *, held: int = 0) -> Trace:
+    """A model of equal layers, forward and backward, each leaving a gradient."""
+    items = [Item(f"w{n}", size) for n in range(count)] + [Item(f"g{n}", size) for n in range(count)]
+    forward = [Access(n, Use.READ, 1.0, held) for n in range(count)]
+    backward = []
+    for n in reversed(range(count)):
+        backward += [Access(n, Use.READ, 1.0, held, backward=True)]
+        backward += [Access(count + n, Use.CREATE, 1.0, held, backward=True)]
+    return Trace("layers", tuple(items), (*forward, *backward))
+
+
+class Walk:
+    """Carries a plan out on paper: one pass, from what the plan expects at its beginning."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.loads = self.late = self.early = 0
+        self.least_free = plan.capacity_bytes
+        there = set(plan.resident)
+        unused: set[int] = set()
+        for access, actions in zip(trace.accesses, plan.starts, strict=True):
+            for action in actions:
+                if action.move is Move.LOAD:
+                    assert action.item not in there, "loaded twice"
+                    there.add(action.item)
+                    unused.add(action.item)
+                    self.loads += 1
+                    self.early += 1
+                else:
+                    assert action.item in there, "what is not there cannot leave"
+                    assert action.item != access.item, "what is accessed cannot leave"
+                    assert action.item not in unused, "what was sent for leaves unused"
+                    there.remove(action.item)
+            if access.item not in there:
+                there.add(access.item)
+                if access.use is not Use.CREATE:
+                    self.loads += 1
+                    self.late += 1
+            unused.discard(access.item)
+            used = sum(trace.items[item].nbytes for item in there)
+            self.least_free = min(self.least_free, plan.capacity_bytes - access.held_bytes - used)
+        created = {access.item for access in trace.accesses if access.use is Use.CREATE}
+        self.after = frozenset(there - created)
+
+
+@st.composite
+def traces(draw: st.DrawFn, *, uniform: bool = False) -> tuple[Trace, int, int]:
+    """A trace, a budget in which each access fits, and what may be held ahead."""
+    count = draw(st.integers(1, 6))
+    sizes = [10 if uniform else draw(st.integers(1, 30)) for _ in range(count)]
+    created: set[int] = set(draw(st.lists(st.integers(0, count - 1), max_size=2))) if not uniform else set()
+    accesses = []
+    seen: set[int] = set()
+    for item in draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=14)):
+        use = Use.CREATE if item in created and item not in seen else Use.READ
+        seen.add(item)
+        accesses.append(Access(item, use, 1.0, 0 if uniform else draw(st.integers(0, 15))))
+    trace = Trace(None, tuple(Item(f"t{n}", size) for n, size in enumerate(sizes)), tuple(accesses))
+    least = max(access.held_bytes + sizes[access.item] for access in accesses)
+    return trace, least + draw(st.integers(0, 60)), draw(st.integers(0, 40))
+
+
+@settings(max_examples=300, deadline=None)
+@given(traces())
+def test_any_plan_can_be_carried_out(given_: tuple[Trace, int, int]) -> None:
+    trace, capacity, ahead = given_
+    plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead)
+    assert len(plan.starts) == len(trace.accesses)
+    assert Walk(trace, plan).least_free >= 0
+
+
+def fewest_loads(trace: Trace, capacity: int, there: frozenset[int]) -> int:
+    """The least number of loads of any policy, by trying all of them (items of one size)."""
+    places = capacity // 10
+
+    @functools.cache
+    def best(index: int, there: frozenset[int]) -> int:
+        if index == len(trace.accesses):
+            return 0
+        item = trace.accesses[index].item
+        if item in there:
+            return best(index + 1, there)
+        if len(there) < places:
+            return 1 + best(index + 1, there | {item})
+        return 1 + min(best(index + 1, there - {victim} | {item}) for victim in there)
+
+    return best(0, there)
+
+
+@settings(max_examples=150, deadline=None)
+@given(traces(uniform=True))
+def test_no_policy_loads_less(given_: tuple[Trace, int, int]) -> None:
+    trace, capacity, _ = given_
+    plan = plan_pass(trace, capacity_bytes=capacity)
+    assert Walk(trace, plan).loads == fewest_loads(trace, capacity, plan.resident)
+
+
+def test_what_fits_is_never_moved() -> None:
+    trace = layers(6)
+    plan = plan_pass(trace, capacity_bytes=trace.item_bytes)
+    assert plan.resident == frozenset(range(6))
+    assert not any(plan.starts)
+
+
+def test_a_pass_that_is_repeated_begins_as_it_ends() -> None:
+    trace = layers(12, held=5)
+    plan = plan_pass(trace, capacity_bytes=75, ahead_bytes=20)
+    assert Walk(trace, plan).after == plan.resident
+
+
+def test_loads_start_before_they_are_needed() -> None:
+    walk = Walk(layers(20), plan_pass(layers(20), capacity_bytes=80, ahead_bytes=20))
+    # Nothing comes before the first access.
+    assert walk.late == 1
+    assert walk.early > 10
+    walk = Walk(layers(20), plan_pass(layers(20), capacity_bytes=80, ahead_bytes=0))
+    assert walk.early == 0
+    assert walk.late > 10
+
+
+def test_no_more_is_held_ahead_than_may_be() -> None:
+    trace = layers(20)
+    plan = plan_pass(trace, capacity_bytes=100, ahead_bytes=30)
+    unused: set[int] = set()
+    most = 0
+    for access, actions in zip(trace.accesses, plan.starts, strict=True):
+        unused |= {action.item for action in actions if action.move is Move.LOAD}
+        unused.discard(access.item)
+        most = max(most, len(unused))
+    assert most == 3
+
+
+def test_parameters_that_are_done_leave_before_gradients() -> None:
+    """A parameter that leaves costs one load; a gradient a store and a load."""
+    trace = layers(8)
+    plan = plan_pass(trace, capacity_bytes=90)
+    gone = [action.item for actions in plan.starts for action in actions if action.move is Move.EVICT]
+    assert gone
+    assert max(gone) < 8
+
+
+def test_an_access_that_cannot_fit_is_named() -> None:
+    trace = layers(3, size=2000, held=1000)
+    with pytest.raises(
+        ScheduleError, match=r"access 0 \(w0\) needs 3000 B .*, and the budget is 2999 B\. Raise it, or page on demand"
+    ):
+        plan_pass(trace, capacity_bytes=2999)
+
+
+def test_the_text_of_a_plan() -> None:
+    trace = Trace(None, (Item("a", 10), Item("b", 10), Item("c", 10)), tuple(Access(n, Use.READ) for n in range(3)))
+    plan = plan_pass(trace, capacity_bytes=20, ahead_bytes=10)
+    assert plan.text(trace).splitlines() == ["0 evict c", "0 load b", "1 evict a", "1 load c", "2 evict b"]
+
+
+def test_a_large_pass_is_planned_in_seconds() -> None:
+    trace = layers(4000)
+    begin = time.perf_counter()
+    plan = plan_pass(trace, capacity_bytes=8000, ahead_bytes=400)
+    assert Walk(trace, plan).least_free >= 0
+    assert time.perf_counter() - begin < 60, "something is quadratic"

@@ -1,0 +1,42 @@
+"""Traces: what is written down, and when things are next wanted."""
+
+from __future__ import annotations
+
+from ptm_accel.schedule.trace import Access, Item, Recorder, Trace, Use
+
+
+def test_a_recorder_writes_down_what_happens() -> None:
+    recorder = Recorder("train", began_s=10.0)
+    recorder.record("a", 64, Use.READ, now_s=10.5, held_bytes=7, backward=False)
+    recorder.record("b", 32, Use.READ, now_s=11.5, held_bytes=8, backward=False)
+    recorder.record("a", 64, Use.READ, now_s=13.5, held_bytes=9, backward=True)
+    recorder.record("a.grad", 64, Use.CREATE, now_s=14.0, held_bytes=9, backward=True)
+    assert len(recorder) == 4
+    trace = recorder.finish(now_s=15.0)
+    assert trace == Trace(
+        "train",
+        (Item("a", 64), Item("b", 32), Item("a.grad", 64)),
+        (
+            Access(0, Use.READ, 1.0, 7, backward=False),
+            Access(1, Use.READ, 2.0, 8, backward=False),
+            Access(0, Use.READ, 0.5, 9, backward=True),
+            Access(2, Use.CREATE, 1.0, 9, backward=True),
+        ),
+        lead_s=0.5,
+    )
+    assert trace.compute_s == 5.0
+    assert trace.item_bytes == 160
+
+
+def test_a_clock_that_goes_back_counts_as_one_that_stands_still() -> None:
+    recorder = Recorder(None, began_s=10.0)
+    recorder.record("a", 1, Use.READ, now_s=9.0, held_bytes=0, backward=False)
+    assert recorder.finish(now_s=8.0).compute_s == 0.0
+
+
+def test_when_things_are_next_wanted() -> None:
+    uses = [(0, Use.READ), (1, Use.READ), (1, Use.READ), (0, Use.READ), (2, Use.CREATE), (2, Use.WRITE)]
+    items = (Item("a", 1), Item("b", 1), Item("a.grad", 1))
+    trace = Trace(None, items, tuple(Access(item, use) for item, use in uses))
+    # Within the pass; by the update right after it (6); by the pass after that (7 and its first access).
+    assert trace.next_uses() == [3, 2, 8, 7, 5, 6]
