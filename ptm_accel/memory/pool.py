@@ -2,61 +2,30 @@
 
 It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
 tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
-`Traffic` moves bytes to and from the home, `Windows` gives parts of tensors.
+`Traffic` moves bytes to and from the home, `Windows` gives parts of tensors, `Ahead` makes moves that nobody waits for.
 
 What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
-(`prefetch`) and moved away (`evict_behind`) beside compute; neither changes what an access returns.
+(`Ahead`) and moved away beside compute; neither changes what an access returns.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
+from ptm_accel.memory.advice import Adviser, Owed
+from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag, Tier
-from ptm_accel.memory.copies import joined, settle
+from ptm_accel.memory.copies import settle
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import ComputeTier, Home, Transfer
 from ptm_accel.memory.windows import Windows
-
-
-class Adviser(Protocol):
-    """Who follows the accesses, and knows which tensor can best be spared. Called with the pool's lock held."""
-
-    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
-        """The tensor is about to be used; it may not be there yet."""
-        ...
-
-    def created(self, tensor: PagedTensor) -> None:
-        """The tensor has come into being, with bytes of somebody else's."""
-        ...
-
-    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
-        """Which of `idle` (least recently used first) to move away; None if it has no opinion."""
-        ...
-
-
-class Owed(Protocol):
-    """Work on tensors that has been promised and not been done yet. Called with the pool's lock held."""
-
-    def before_use(self, tensor: PagedTensor) -> None:
-        """Somebody is about to look at the tensor: what is owed to it comes first."""
-        ...
-
-    def finish(self) -> None:
-        """Does all of it now."""
-        ...
-
-    def give_up(self) -> None:
-        """The pool is about to close: lets go of everything."""
-        ...
 
 
 class Pin:
@@ -105,6 +74,7 @@ class Pool:
         self.traffic = Traffic(home, self.stats)
         self.room = Room(compute, budget, self.traffic, self, self.lock)
         self.windows = Windows(self)
+        self.ahead = Ahead(self)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self._silent = False
@@ -137,17 +107,17 @@ class Pool:
             if self.owed is not None:
                 self.owed.before_use(tensor)
             if tensor.place is Place.ARRIVING:
-                self._turn_back(tensor)
+                self.ahead.turn_back(tensor)
             if self.adviser is not None and not self._silent:
                 self.adviser.created(tensor)
             alone = data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device.type != self.compute.device.type:
                 self._make_extent(tensor).tensor.copy_(data)
-                self._settle_in(tensor, Place.DIRTY)
+                self.settle_in(tensor, Place.DIRTY)
                 return
             reservation = self.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
             tensor.extent = Extent(data, data.view(-1).view(torch.uint8), None, reservation)
-            self._settle_in(tensor, Place.DIRTY)
+            self.settle_in(tensor, Place.DIRTY)
 
     def drop(self, tensor: PagedTensor) -> None:
         """Lets go of all bytes of `tensor`: it is blank again."""
@@ -156,9 +126,9 @@ class Pool:
                 self.owed.before_use(tensor)
             assert tensor.pins == 0, f"{tensor!r} is pinned"
             if tensor.place is Place.ARRIVING:
-                self._turn_back(tensor)
+                self.ahead.turn_back(tensor)
             elif tensor.place.resident:
-                self._let_go(tensor)
+                self.let_go(tensor)
             if tensor.handle is not None:
                 # Whether bytes that nobody wants any more could be stored is no news.
                 stores, tensor.stores = tensor.stores, []
@@ -195,9 +165,9 @@ class Pool:
                 self.adviser.accessed(tensor, write=write)
             if tensor.place is Place.CLEAN or tensor.place is Place.DIRTY:
                 if not tensor.pins:
-                    self._touch(tensor)
+                    self.touch(tensor)
             elif tensor.place is Place.ARRIVING:
-                self._receive(tensor)
+                self.ahead.receive(tensor)
             else:
                 self._bring(tensor)
             if write:
@@ -210,7 +180,7 @@ class Pool:
         with self.lock:
             self.fault(tensor, write=write)
             tensor.pins += 1
-            self._busy(tensor)
+            self.busy(tensor)
             return Pin(self, tensor)
 
     def _unpin(self, tensor: PagedTensor) -> None:
@@ -218,9 +188,9 @@ class Pool:
             tensor.pins -= 1
             assert tensor.pins >= 0, f"{tensor!r}: unpinned more often than pinned"
             if not tensor.pins:
-                self._touch(tensor)
+                self.touch(tensor)
 
-    def _touch(self, tensor: PagedTensor) -> None:
+    def touch(self, tensor: PagedTensor) -> None:
         """Makes `tensor` the most recently used of those that may be evicted."""
         if tensor in self._idle:
             self._idle.move_to_end(tensor)
@@ -229,7 +199,7 @@ class Pool:
             self._idle[tensor] = None
             self._idle_bytes += tensor.extent.reservation.nbytes
 
-    def _busy(self, tensor: PagedTensor) -> None:
+    def busy(self, tensor: PagedTensor) -> None:
         """Takes `tensor` from those that may be evicted, if it is one."""
         if tensor in self._idle:
             assert tensor.extent is not None
@@ -249,10 +219,11 @@ class Pool:
         """Whether `tensor` is resident and could be moved away now."""
         return tensor in self._idle
 
-    def _settle_in(self, tensor: PagedTensor, place: Place) -> None:
+    def settle_in(self, tensor: PagedTensor, place: Place) -> None:
+        """The bytes are in the extent: the tensor may be used, and evicted."""
         tensor.place = place
         if not tensor.pins:
-            self._touch(tensor)
+            self.touch(tensor)
         if tensor.occupant is not None:
             assert tensor.extent is not None
             tensor.occupant.arrived(tensor.extent.tensor)
@@ -275,113 +246,54 @@ class Pool:
 
     def _bring(self, tensor: PagedTensor) -> None:
         self.stats.faults += 1
-        away = tensor.place is Place.AWAY
-        extent = self._make_extent(tensor)
+        if tensor.place is Place.BLANK:
+            self._make_extent(tensor).tensor.fill_(tensor.fill)
+            self.settle_in(tensor, Place.DIRTY)
+            return
+        load = self.begin_load(tensor)
         try:
-            if away:
-                load = self.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
-                if load is not None:
-                    self.traffic.order(load)
-            else:
-                extent.tensor.fill_(tensor.fill)
+            if load is not None:
+                self.traffic.order(load)
         except BaseException:
-            tensor.extent = None
-            self.room.leave(extent.octets, extent.block, extent.reservation)
+            self._take_back(tensor)
             raise
-        whole = tensor.stored_bytes >= tensor.slot_bytes
-        self._settle_in(tensor, Place.CLEAN if away and whole else Place.DIRTY)
+        self.settle_in(tensor, self.place_when_loaded(tensor))
 
-    def prefetch(self, tensor: PagedTensor) -> bool:
-        """Sends for a tensor that is away, if that can be done without waiting and without moving anything.
-
-        Returns:
-            whether the tensor is there or on its way now.
+    def begin_load(self, tensor: PagedTensor) -> Transfer | None:
+        """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
 
         Raises:
+            BudgetError: no room.
             DiskError: an earlier store of it failed.
         """
-        with self.lock:
-            if tensor.place is not Place.AWAY:
-                return tensor.place is not Place.BLANK
-            if tensor.slot_bytes > self.budget.free_bytes:
-                self.room.collect()
-            if tensor.slot_bytes > self.budget.free_bytes:
-                return False
-            extent = self._make_extent(tensor)
-            try:
-                load = self.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
-            except BaseException:
-                tensor.extent = None
-                self.room.leave(extent.octets, extent.block, extent.reservation)
-                raise
-            if load is None:
-                self._settle_in(tensor, Place.DIRTY)
-                return True
-            tensor.arrival, tensor.place = load, Place.ARRIVING
-            self._touch(tensor)
-            return True
-
-    def keep_arriving(self, tensor: PagedTensor, *, kept: bool) -> None:
-        """Whether a tensor that was sent for is not to be moved away again before it has been used."""
-        assert tensor.place is Place.ARRIVING, tensor
-        if kept:
-            self._busy(tensor)
-        else:
-            self._touch(tensor)
-
-    def _receive(self, tensor: PagedTensor) -> None:
-        """Waits for a tensor that was sent for: ARRIVING -> CLEAN."""
-        load, extent = tensor.arrival, tensor.extent
-        assert load is not None and extent is not None
+        extent = self._make_extent(tensor)
         try:
-            self.traffic.order(load)
+            return self.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
         except BaseException:
-            self._turn_back(tensor)
+            self._take_back(tensor)
             raise
-        self.stats.hits += 1
-        tensor.arrival = None
-        whole = tensor.stored_bytes >= tensor.slot_bytes
-        self._settle_in(tensor, Place.CLEAN if whole else Place.DIRTY)
 
-    def _turn_back(self, tensor: PagedTensor) -> None:
-        """Gives up a tensor that was sent for: ARRIVING -> AWAY. Its memory is free once the transfer has ended."""
-        load, extent = tensor.arrival, tensor.extent
-        assert load is not None and extent is not None
-        self._busy(tensor)
-        tensor.arrival = tensor.extent = None
-        tensor.place = Place.AWAY
-        octets, block, reservation = extent.octets, extent.block, extent.reservation
-        del extent
-        self.room.leave(octets, block, reservation, load)
+    def place_when_loaded(self, tensor: PagedTensor) -> Place:
+        """What a tensor is once it has been loaded: dirty if the home lacks the end of it."""
+        return Place.CLEAN if tensor.stored_bytes >= tensor.slot_bytes else Place.DIRTY
+
+    def _take_back(self, tensor: PagedTensor) -> None:
+        """Takes the extent from a tensor that nobody has seen yet."""
+        extent, tensor.extent = tensor.extent, None
+        assert extent is not None
+        self.room.leave(extent.octets, extent.block, extent.reservation)
 
     def evict_one(self) -> bool:
         """Moves an idle tensor away, the adviser's choice or the least recently used; False if there is none."""
-        victim = self._victim()
+        victim = self.victim()
         if victim is not None:
             self.evict(victim)
         return victim is not None
 
-    def _victim(self) -> PagedTensor | None:
+    def victim(self) -> PagedTensor | None:
+        """Who is to leave next: the adviser's choice, or the least recently used; None if nobody can."""
         victim = self.adviser.victim(self._idle) if self.adviser is not None else None
         return victim if victim is not None else next(iter(self._idle), None)
-
-    def make_way(self, nbytes: int) -> bool:
-        """Has idle tensors leave so that there will be room, without waiting.
-
-        Returns:
-            whether the room is there already; if not, it comes free as the stores end.
-
-        Raises:
-            BudgetError: the home has no room for them.
-            DiskError: an earlier store failed.
-        """
-        with self.lock:
-            if nbytes > self.budget.free_bytes:
-                self.room.collect()
-            while nbytes > self.budget.free_bytes + self.room.ending_bytes and (victim := self._victim()) is not None:
-                self.evict_behind(victim)
-                self.room.collect()
-            return nbytes <= self.budget.free_bytes
 
     def evict(self, tensor: PagedTensor) -> None:
         """Moves an idle resident tensor away, storing it first if it is dirty.
@@ -394,30 +306,11 @@ class Pool:
             assert tensor.extent is not None and not tensor.pins and self.home is not None, tensor
             self.stats.evictions += 1
             if tensor.place is Place.ARRIVING:
-                self._turn_back(tensor)
+                self.ahead.turn_back(tensor)
                 return
             if tensor.place is Place.DIRTY:
                 self.traffic.store_whole(tensor)
-            self._let_go(tensor)
-            tensor.place = Place.AWAY
-
-    def evict_behind(self, tensor: PagedTensor) -> None:
-        """As `evict`, without waiting: the store runs beside compute, and the memory is free once it has ended.
-
-        A store that fails is raised by the next access to the tensor, or to its home.
-
-        Raises:
-            BudgetError: the home has no room; nothing has changed.
-            DiskError: an earlier store failed.
-        """
-        with self.lock:
-            if tensor.place is not Place.DIRTY:
-                self.evict(tensor)
-                return
-            assert not tensor.pins and self.home is not None, tensor
-            self.stats.evictions += 1
-            self.traffic.start_store_whole(tensor)
-            self._let_go(tensor, joined(tensor.stores))
+            self.let_go(tensor)
             tensor.place = Place.AWAY
 
     def flush(self, tensor: PagedTensor) -> None:
@@ -427,13 +320,13 @@ class Pool:
                 self.traffic.store_whole(tensor)
                 tensor.place = Place.CLEAN
 
-    def _let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
+    def let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
         """Takes the extent from `tensor`; its memory is free once nobody views it and `transfer` has ended."""
         extent = tensor.extent
         assert extent is not None
         if tensor.occupant is not None:
             tensor.occupant.leaving(extent.tensor)
-        self._busy(tensor)
+        self.busy(tensor)
         tensor.extent = None
         octets, block, reservation = extent.octets, extent.block, extent.reservation
         del extent
@@ -454,7 +347,7 @@ class Pool:
             if tensor.place is Place.BLANK:
                 return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
             if tensor.place is Place.ARRIVING:
-                self._receive(tensor)
+                self.ahead.receive(tensor)
             if tensor.extent is not None and tensor.extent.tensor.device.type == "cpu" and not self._is_device():
                 return tensor.extent.tensor.detach()
             if tensor.extent is not None:

@@ -83,7 +83,7 @@ class Windows:
             if pool.owed is not None:
                 pool.owed.before_use(tensor)
             if tensor.place is Place.ARRIVING:
-                pool.keep_arriving(tensor, kept=True)
+                pool.ahead.keep(tensor, kept=True)
                 return Window(tensor, start, stop)
             if tensor.place.resident:
                 window = Window(tensor, start, stop)
@@ -140,7 +140,7 @@ class Windows:
             if block is None:
                 # It was never ready.
                 if tensor.place is Place.ARRIVING:
-                    pool.keep_arriving(tensor, kept=False)
+                    pool.ahead.keep(tensor, kept=False)
                 return
             assert reservation is not None and block.buffer is not None
             octets = block.buffer

@@ -259,7 +259,7 @@ class RunAhead:
         """Starts what is to come, in order, as far as there is room."""
         while self._coming:
             tensor = self._coming[0]
-            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.prefetch(tensor):
+            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
                 self._make_way(tensor.slot_bytes)
                 return
             self._coming.popleft()
@@ -279,7 +279,7 @@ class RunAhead:
 
     def _spare(self, tensor: PagedTensor) -> bool:
         try:
-            self._pool.evict_behind(tensor)
+            self._pool.ahead.evict(tensor)
         except BudgetError:
             # The home is full: it stays, and whoever needs its room is told.
             return False

@@ -91,15 +91,17 @@ class ParamSlot:
         param: the model's own `nn.Parameter`; its `.data` is the extent or a placeholder.
         value: its values on pages.
         generation: counts updates, so that a backward through an older forward is noticed.
+        veiled: whether the parameter shows its placeholder although its values are there: an update is owed to them.
     """
 
-    __slots__ = ("_placeholder", "_pool", "_table", "generation", "name", "param", "value")
+    __slots__ = ("_placeholder", "_pool", "_table", "generation", "name", "param", "value", "veiled")
 
     def __init__(self, name: str, param: nn.Parameter, value: PagedTensor, pool: Pool, table: ExtentTable) -> None:
         self.name = name
         self.param = param
         self.value = value
         self.generation = 0
+        self.veiled = False
         self._pool = pool
         self._table = table
         self._placeholder: torch.Tensor | None = None
@@ -107,6 +109,8 @@ class ParamSlot:
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the values in."""
+        if self.veiled:
+            return
         stand_in, self._placeholder = self._placeholder, None
         self.param.data = tensor
         self._table.add(tensor, self)
@@ -119,9 +123,30 @@ class ParamSlot:
 
     def leaving(self, tensor: torch.Tensor) -> None:
         """The pool is about to take the values away."""
+        if self.veiled:
+            return
         self._table.remove(tensor)
         self._placeholder = placeholder(self.value.shape, self.value.dtype, tensor.device)
         self.param.data = self._placeholder
+
+    def veil(self) -> None:
+        """An update is owed to the values: until it is done nobody is to see them."""
+        if self.value.place.resident:
+            assert self.value.extent is not None
+            self.leaving(self.value.extent.tensor)
+        self.veiled = True
+
+    def unveil(self) -> None:
+        """The update is done.
+
+        Raises:
+            PlaceholderError: somebody has written to the placeholder meanwhile.
+        """
+        if self.veiled:
+            self.veiled = False
+            if self.value.place.resident:
+                assert self.value.extent is not None
+                self.arrived(self.value.extent.tensor)
 
     def stand_in(self, device: torch.device) -> None:
         """Gives the parameter its first placeholder, before any values exist."""

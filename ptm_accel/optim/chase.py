@@ -85,6 +85,7 @@ class Chase:
         self._owed: dict[PagedTensor, int] = {}
         for index, (_, state, _) in enumerate(work):
             self._owed |= dict.fromkeys(state.tensors(), index)
+            state.slot.veil()
         self._done = 0
         sweep.pool.owed = self
 
@@ -117,8 +118,9 @@ class Chase:
         self._owed.clear()
         self._batches.clear()
         self._sweep.abandon(self._opened)
-        for _, _, grad in self._cursor.work[self._done :]:
+        for _, state, grad in self._cursor.work[self._done :]:
             grad.drop()
+            state.slot.unveil()
         self._end()
 
     def before_use(self, tensor: PagedTensor) -> None:
@@ -146,8 +148,9 @@ class Chase:
         self._sweep.carry_out(batch, self._opened, self._scale, self._hyper, afterwards=True)
         for unit in batch:
             if unit.last:
-                for tensor in self._cursor.work[self._done][1].tensors():
+                for tensor in unit.state.tensors():
                     self._owed.pop(tensor, None)
+                unit.state.slot.unveil()
                 self._done += 1
         if self._done == len(self._cursor.work):
             self._end()

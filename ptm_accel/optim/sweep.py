@@ -275,7 +275,7 @@ class Sweep:
         while (unit := self._next(cursor)) is not None:
             needed = self._cost(unit)
             must = insist and not batch
-            if cursor.stays and not must and not self.pool.make_way(needed):
+            if cursor.stays and not must and not self.pool.ahead.make_way(needed):
                 break
             if batch and cost + needed > self.batch_bytes():
                 break
@@ -303,7 +303,7 @@ class Sweep:
         unit.extra = self.pool.room.reserve(unit.extra_bytes(self.appetite), Tag.STAGING, name)
         unit.space = self.pool.room.reserve(unit.space_bytes(self.appetite), Tag.STAGING, name)
         for key, tensor in unit.involved().items():
-            if (unit.whole or (unit.start == 0 and self._admit(tensor, unit))) and not self.pool.prefetch(tensor):
+            if (unit.whole or (unit.start == 0 and self._admit(tensor, unit))) and not self.pool.ahead.prefetch(tensor):
                 self.pool.fault(tensor)
             unit.windows[key] = self.pool.windows.open(tensor, unit.start, unit.stop)
 

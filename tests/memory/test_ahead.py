@@ -79,12 +79,12 @@ def test_what_was_sent_for_is_no_fault(kind: str, tmp_path: Path) -> None:
     with memory_of(2, tmp_path, kind) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 3.0)
-        assert pool.prefetch(tensor)
+        assert pool.ahead.prefetch(tensor)
         assert tensor.place is Place.DIRTY
         pool.evict(tensor)
         faults = pool.stats.faults
-        assert pool.prefetch(tensor)
-        assert pool.prefetch(tensor)
+        assert pool.ahead.prefetch(tensor)
+        assert pool.ahead.prefetch(tensor)
         assert tensor.place is Place.ARRIVING
         memory.check_integrity()
         assert (pool.fault(tensor) == 3.0).all()
@@ -97,20 +97,20 @@ def test_nothing_is_moved_and_nothing_waited_for(gate: Gate, tmp_path: Path) -> 
         pool = memory.pool
         a, b, c = (made(pool, name, value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
         assert a.place is Place.AWAY
-        assert not pool.prefetch(a), "there is no room for it"
+        assert not pool.ahead.prefetch(a), "there is no room for it"
         assert (b.place, c.place) == (Place.DIRTY, Place.DIRTY)
         gate.open.clear()
-        pool.evict_behind(b)
+        pool.ahead.evict(b)
         assert b.place is Place.AWAY
-        assert not pool.prefetch(a), "the room comes free as the store ends"
+        assert not pool.ahead.prefetch(a), "the room comes free as the store ends"
         assert pool.stats.stall_s < 5
         gate.open.set()
         pool.room.settle()
-        assert pool.prefetch(a)
-        assert not pool.prefetch(b)
+        assert pool.ahead.prefetch(a)
+        assert not pool.ahead.prefetch(b)
         assert (pool.fault(a) == 1.0).all()
         assert (pool.fault(b) == 2.0).all()
-        assert not pool.prefetch(pool.create("blank", Tag.PARAM, torch.Size([8]), torch.float32))
+        assert not pool.ahead.prefetch(pool.create("blank", Tag.PARAM, torch.Size([8]), torch.float32))
 
 
 def test_a_load_comes_after_the_store_of_the_same_bytes(gate: Gate, tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_load_comes_after_the_store_of_the_same_bytes(gate: Gate, tmp_path: Pa
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
         gate.open.clear()
-        pool.evict_behind(tensor)
-        assert pool.prefetch(tensor), "there is room for it beside what still leaves"
+        pool.ahead.evict(tensor)
+        assert pool.ahead.prefetch(tensor), "there is room for it beside what still leaves"
         gate.open.set()
         assert (pool.fault(tensor) == 1.0).all()
 
@@ -132,14 +132,14 @@ def test_arriving_tensors_make_room_for_what_is_wanted_now(kind: str, tmp_path: 
         a, b, c, d = tensors
         pool.evict(c)
         pool.evict(d)
-        assert pool.prefetch(a)
-        assert pool.prefetch(b)
+        assert pool.ahead.prefetch(a)
+        assert pool.ahead.prefetch(b)
         assert (pool.fault(c) == 2.0).all()
         assert a.place is Place.AWAY
         assert b.place is Place.ARRIVING
         pool.drop(b)
         assert b.place is Place.BLANK
-        assert pool.prefetch(d)
+        assert pool.ahead.prefetch(d)
         pool.forget(d)
         assert (pool.fault(a) == 0.0).all()
 
@@ -149,7 +149,7 @@ def test_adopted_bytes_replace_those_that_arrive(tmp_path: Path) -> None:
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
         pool.evict(tensor)
-        assert pool.prefetch(tensor)
+        assert pool.ahead.prefetch(tensor)
         pool.adopt(tensor, torch.full((1024,), 7.0))
         assert (pool.fault(tensor) == 7.0).all()
 
@@ -160,12 +160,12 @@ def test_a_window_over_a_tensor_that_arrives(tmp_path: Path) -> None:
         tensor = made(pool, "a", 1.0, pages=4)
         pool.evict(tensor)
         window = pool.windows.open(tensor, 0, 4096)
-        assert pool.prefetch(tensor)
+        assert pool.ahead.prefetch(tensor)
         pool.windows.ready(window).fill_(9.0)
         pool.windows.close(window, wrote=True)
         assert (pool.fault(tensor) == 9.0).all()
         pool.evict(tensor)
-        assert pool.prefetch(tensor)
+        assert pool.ahead.prefetch(tensor)
         window = pool.windows.open(tensor, 0, 4096)
         assert (pool.windows.ready(window) == 9.0).all()
         pool.windows.close(window, wrote=False)
@@ -177,7 +177,7 @@ def test_a_load_that_fails_is_told_to_who_reads(gate: Gate, tmp_path: Path) -> N
         tensor = made(pool, "a", 1.0)
         pool.evict(tensor)
         gate.failing.add("preadv")
-        assert pool.prefetch(tensor)
+        assert pool.ahead.prefetch(tensor)
         with pytest.raises(DiskError, match="read of a failed"):
             pool.fault(tensor)
         assert tensor.place is Place.AWAY
@@ -190,7 +190,7 @@ def test_a_store_behind_that_fails_is_told_at_the_next_call(gate: Gate, tmp_path
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
         gate.failing.add("pwritev")
-        pool.evict_behind(tensor)
+        pool.ahead.evict(tensor)
         with pytest.raises(DiskError, match="write of a failed"):
             pool.fault(tensor)
 
@@ -205,8 +205,8 @@ def test_what_leaves_behind_comes_back_as_it_was(kind: str, tmp_path: Path) -> N
                 values = pool.fault(tensor, write=True)
                 assert (values == float(n)).all()
                 del values
-                pool.evict_behind(tensor)
-                pool.prefetch(tensors[(n + 2) % 6])
+                pool.ahead.evict(tensor)
+                pool.ahead.prefetch(tensors[(n + 2) % 6])
 
 
 def test_a_full_home_keeps_what_should_leave(tmp_path: Path) -> None:
@@ -216,7 +216,9 @@ def test_a_full_home_keeps_what_should_leave(tmp_path: Path) -> None:
         assert memory.disk is not None
         with memory.disk.budget.reserve(memory.disk.budget.free_bytes, Tag.STAGING, "somebody else"):
             with pytest.raises(BudgetError, match="disk"):
-                pool.evict_behind(tensor)
+                pool.ahead.evict(tensor)
+            assert tensor.place is Place.DIRTY
+            assert not pool.ahead.make_way(pool.budget.capacity_bytes), "nothing can leave, which is no error here"
             assert tensor.place is Place.DIRTY
 
 

@@ -219,7 +219,7 @@ def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: 
         if place is Place.CLEAN:
             pool.fault(tensor)
         if place is Place.ARRIVING:
-            assert pool.prefetch(tensor)
+            assert pool.ahead.prefetch(tensor)
         assert tensor.place is place
         pool.room.collect()
         used = pool.budget.used_bytes
@@ -459,12 +459,12 @@ class Twin:
             self.pool.flush(tensor)
 
     def prefetch(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
-        there = self.pool.prefetch(tensor)
+        there = self.pool.ahead.prefetch(tensor)
         assert there == (tensor.place in (Place.ARRIVING, Place.CLEAN, Place.DIRTY))
 
     def behind(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
         if self.pool.is_idle(tensor):
-            self.pool.evict_behind(tensor)
+            self.pool.ahead.evict(tensor)
             assert tensor.place is Place.AWAY
 
     def end(self) -> None:

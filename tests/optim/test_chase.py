@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ptm_accel.engine import Engine
-from ptm_accel.errors import DiskError
+from ptm_accel.errors import DiskError, PlaceholderError
 from ptm_accel.memory.scratch import Io
 from ptm_accel.optim.chase import uninterrupted
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -156,6 +156,26 @@ def test_gradients_that_are_forgotten_are_the_next_ones(tmp_path: Path) -> None:
         optimizer.zero_grad()
         assert engine.pool.owed is not None
         assert_same_weights(model, plain(3)[0])
+
+
+def test_nobody_sees_values_that_an_update_is_owed_to(tmp_path: Path) -> None:
+    """A look that goes past attributes gets the placeholder, not the values of the step before."""
+    with chasing(tmp_path) as (model, engine, _):
+        assert engine.pool.owed is not None
+        for param in model.parameters():
+            slot = engine.slots.of(param)
+            assert slot is not None
+            assert not slot.value.movable or bool(param.isnan().all()), slot.name
+        engine.settle()
+        there = [slot for slot in engine.slots if slot.value.place.resident]
+        assert there
+        assert not any(bool(slot.param.isnan().any()) for slot in there)
+    with chasing(tmp_path) as (model, engine, _):
+        param = next(p for p in model.parameters() if p.dim() > 1)
+        with torch.no_grad():
+            param.zero_()
+        with pytest.raises(PlaceholderError, match=r"parameter 0\.weight was written to while it was on pages"):
+            engine.settle()
 
 
 def test_writing_waits_for_the_update(tmp_path: Path) -> None:
