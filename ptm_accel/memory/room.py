@@ -192,15 +192,21 @@ class Room:
     def _make_room(self, nbytes: int, name: str) -> None:
         self.collect()
         while nbytes > self.budget.free_bytes:
-            running = next(
-                (x.transfer for x in self._leavers if x.transfer is not None and not x.transfer.done()), None
-            )
+            running = self._running()
             if running is not None:
                 with self._traffic.stalled():
                     running.wait()
             elif not self._evictor.evict_one():
-                raise self._refusal(nbytes, name)
+                # The last transfer may have ended since its memory was last asked for.
+                self.collect()
+                if nbytes > self.budget.free_bytes and self._running() is None:
+                    raise self._refusal(nbytes, name)
             self.collect()
+
+    def _running(self) -> Transfer | None:
+        """A transfer that still uses memory that is leaving."""
+        transfers = (leaver.transfer for leaver in self._leavers if leaver.transfer is not None)
+        return next((transfer for transfer in transfers if not transfer.done()), None)
 
     def _refusal(self, nbytes: int, name: str) -> BudgetError:
         held = sorted(self._evictor.pinned(), key=lambda t: -t.nbytes)[:3]

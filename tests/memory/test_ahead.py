@@ -252,3 +252,31 @@ def test_an_adviser_is_told_of_accesses_and_chooses_who_leaves(tmp_path: Path) -
         pool.pin(a).release()
         assert adviser.told == [("c", True), ("d", None), ("a", False)]
         assert pool.adviser is adviser
+
+
+class EndsUnseen:
+    """A transfer that has not ended when it is first asked, and has at every later look."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def done(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def wait(self) -> None:
+        raise AssertionError("nobody has to wait for what has ended")
+
+    def order(self) -> None:
+        self.wait()
+
+
+def test_a_transfer_that_ends_between_two_looks_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    with memory_of(1, tmp_path) as memory:
+        room = memory.pool.room
+        reservation, block = room.take_block(PAGE, Tag.STAGING, "a window")
+        octets = block.buffer
+        assert octets is not None
+        room.leave(octets, block, reservation, EndsUnseen())
+        del octets
+        room.reserve(PAGE, Tag.STAGING, "the next window").release()
