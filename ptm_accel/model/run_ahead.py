@@ -37,6 +37,9 @@ _DEPARTURES = 0.05
 _AHEAD_SHARE = 0.25
 """The share of the budget that may be held for what is not used yet."""
 
+_CAPACITY_GRAIN = 64
+"""A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
+
 _FOLLOWED = (Tag.PARAM, Tag.GRAD)
 
 
@@ -129,7 +132,7 @@ class RunAhead:
         key = (kind, self.adds_up())
         capacity = self._pool.budget.capacity_bytes
         route = self.routes.get(key)
-        if route is not None and route.capacity_bytes != capacity:
+        if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
             route = self.routes[key] = self._planned(route.trace)
         self._recorder = Recorder(key, self._now_s())
         self._route, self._position, self._strays = route, 0, 0

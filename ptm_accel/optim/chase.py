@@ -76,7 +76,11 @@ class Chase:
         self._scale = scale
         self._spent = spent
         self._ended = ended
-        self._hyper = sweep.hyperparameters()
+        # A learning rate that is a tensor is changed in place by its scheduler.
+        self._hyper = [
+            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            for group in sweep.hyperparameters()
+        ]
         self._cursor = Cursor(work, stays=True)
         self._opened: list[Unit] = []
         self._batches: deque[list[Unit]] = deque()

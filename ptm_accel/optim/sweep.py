@@ -195,10 +195,7 @@ class Sweep:
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Those of each group, as they are now."""
-        return [
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-            for group in self.inner.param_groups
-        ]
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
 
     def carry_out(
         self,

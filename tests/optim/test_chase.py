@@ -132,6 +132,28 @@ def test_clipping_and_the_learning_rate_are_those_of_the_step(tmp_path: Path) ->
         assert_same_weights(model, expected)
 
 
+def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        rate = optimizer.param_groups[0]["lr"]
+        for number in range(5):
+            backward(model, number)
+            optimizer.step()
+            rate.mul_(0.5)
+            optimizer.zero_grad()
+            assert optimizer.param_groups[0]["lr"] is rate
+
+    with chasing(tmp_path, make=make, warm=0) as (model, engine, optimizer):
+        run(model, optimizer)
+        assert engine.pool.owed is not None
+        engine.settle()
+        expected = net()
+        run(expected, make(expected))
+        assert_same_weights(model, expected)
+
+
 def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
     expected, other = plain(3)
     with chasing(tmp_path) as (model, engine, optimizer):
