@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
-from ptm_accel.errors import BudgetError, ConfigError
-from ptm_accel.machine import available_bytes
-from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.errors import ConfigError
+from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory, return_freed_memory_early
@@ -31,8 +30,7 @@ from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import appetite_of
-from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless
-from ptm_accel.units import format_bytes
+from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless, refuse_oversized_model
 
 logger = logging.getLogger(__name__)
 
@@ -261,8 +259,8 @@ class Engine:
             BudgetError: it does not fit; nothing has been changed then.
         """
         if check:
-            self._refuse_oversized_model()
             self.settle()
+            refuse_oversized_model(self.memory, self.slots)
         if isinstance(self.pool.compute, CudaTier):
             # Whether the card has room was asked above; the budget need not.
             self.pool.compute.limit(None)
@@ -289,18 +287,6 @@ class Engine:
             self.pool.forget(slot.value)
         self.close()
         return self.model
-
-    def _refuse_oversized_model(self) -> None:
-        asked = sum(s.value.nbytes for s in self.slots if not s.value.place.resident)
-        if self.pool.budget.tier is Tier.DEVICE:
-            free = torch.cuda.mem_get_info(self.pool.compute.device)[0] if torch.cuda.is_available() else asked
-        else:
-            free = available_bytes()
-        if asked > free:
-            raise BudgetError(
-                f"the model cannot be taken off its pages: {format_bytes(asked)} of parameters are away and "
-                f"{format_bytes(free)} of memory are free. Save it with model.save_pretrained(...) instead."
-            )
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
 from ptm_accel.config import ResolvedConfig
 from ptm_accel.errors import BudgetError
+from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.floor import Floor
@@ -61,6 +63,25 @@ def refuse_homeless(memory: Memory, floor: Floor) -> None:
             f"the states of this model take {states}, more than {dial} ({format_bytes(capacity)}), and "
             f"the tiers below hold too little of them ({named}). Raise "
             f"{'the limit of disk, or add a path' if Tier.DISK in below else 'host_memory, or set disk'}."
+        )
+
+
+def refuse_oversized_model(memory: Memory, slots: Iterable[ParamSlot]) -> None:
+    """Refuses to take a model off its pages that the memory of the compute device cannot hold.
+
+    Raises:
+        BudgetError: with the figures.
+    """
+    pool = memory.pool
+    asked = sum(slot.value.nbytes for slot in slots if not slot.value.place.resident)
+    if pool.budget.tier is Tier.DEVICE:
+        free = torch.cuda.mem_get_info(pool.compute.device)[0] if torch.cuda.is_available() else asked
+    else:
+        free = available_bytes()
+    if asked > free:
+        raise BudgetError(
+            f"the model cannot be taken off its pages: {format_bytes(asked)} of parameters are away and "
+            f"{format_bytes(free)} of memory are free. Save it with model.save_pretrained(...) instead."
         )
 
 

@@ -33,6 +33,6 @@ def refuse_optimizer(args: TrainingArguments) -> None:
     for part, reason in _INSTEAD.items():
         if part in name:
             raise UnsupportedError(
-                f"optim={name!r} cannot run on pages: {reason}. State on pages costs no device memory in full "
-                "precision: use optim='adamw_torch_fused', 'adamw_torch', 'sgd', 'adagrad', 'rmsprop' or 'adafactor'."
+                f"optim={name!r} cannot run on pages: {reason}. On pages, state in full precision need not fit the "
+                "device: use optim='adamw_torch_fused', 'adamw_torch', 'sgd', 'adagrad', 'rmsprop' or 'adafactor'."
             )

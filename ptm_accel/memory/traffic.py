@@ -80,11 +80,7 @@ class Traffic:
             DiskError: an earlier store of it failed.
         """
         assert self.home is not None
-        # The home itself has loads wait for stores of the same bytes; here only errors are looked for.
-        ended = [store for store in tensor.stores if store.done()]
-        tensor.stores = [store for store in tensor.stores if store not in ended]
-        for store in ended:
-            store.wait()
+        self._look_at_ended(tensor)
         there = max(0, min(into.numel(), tensor.stored_bytes - offset))
         filled = there // tensor.dtype.itemsize
         if filled < typed.numel():
@@ -111,6 +107,13 @@ class Traffic:
                 for store in stores:
                     store.wait()
 
+    def _look_at_ended(self, tensor: PagedTensor) -> None:
+        """Raises the error of a store that has ended badly; for those that run, the home keeps the order itself."""
+        ended = [store for store in tensor.stores if store.done()]
+        tensor.stores = [store for store in tensor.stores if store not in ended]
+        for store in ended:
+            store.wait()
+
     def start_store(self, tensor: PagedTensor, offset: int, octets: torch.Tensor) -> Transfer:
         """Starts storing part of a tensor; later loads of it wait for that."""
         assert self.home is not None
@@ -131,7 +134,7 @@ class Traffic:
         """
         assert self.home is not None and tensor.extent is not None
         handle = self.handle_of(tensor)
-        self.settle(tensor)
+        self._look_at_ended(tensor)
         octets = tensor.extent.octets
         aligned = octets.numel() // ALIGN_BYTES * ALIGN_BYTES
         if aligned:

@@ -88,7 +88,7 @@ class Beside(Protocol):
 
 
 class RunAhead:
-    """The pool's adviser (`ptm_accel.memory.pool.Adviser`) while a model runs.
+    """The pool's adviser (`ptm_accel.memory.advice.Adviser`) while a model runs.
 
     Args:
         pool: whose accesses are followed.
@@ -139,14 +139,11 @@ class RunAhead:
         self._pool.adviser = self
 
     def end(self) -> None:
-        """The pass has ended: its optimizer step begins, or another forward, or it was given up."""
-        recorder, self._recorder = self._recorder, None
-        route, self._route = self._route, None
-        self._coming.clear()
-        self._going.clear()
+        """The pass has ended: its optimizer step begins, or another forward."""
+        recorder, route = self._recorder, self._route
+        self.give_up()
         if recorder is None:
             return
-        self._pool.adviser = None
         departed = route is not None and self._strays > _DEPARTURES * len(route.trace.accesses)
         if len(recorder) and (route is None or departed):
             self.routes[recorder.key] = self._planned(recorder.finish(self._now_s()))

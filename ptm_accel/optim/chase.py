@@ -93,11 +93,6 @@ class Chase:
         self._done = 0
         sweep.pool.owed = self
 
-    @property
-    def running(self) -> bool:
-        """Whether there is anything left to do."""
-        return bool(self._owed)
-
     def pump(self) -> None:
         """Updates what has arrived and opens what there is room for; never waits."""
         if self._owed and not self._working:

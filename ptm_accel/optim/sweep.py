@@ -272,9 +272,9 @@ class Sweep:
         while (unit := self._next(cursor)) is not None:
             needed = self._cost(unit)
             must = insist and not batch
-            if cursor.stays and not must and not self.pool.ahead.make_way(needed):
-                break
             if batch and cost + needed > self.batch_bytes():
+                break
+            if cursor.stays and not must and not self.pool.ahead.make_way(self._cost(unit, moving_only=True)):
                 break
             if needed > self.pool.budget.free_bytes and needed > self.pool.room.available_bytes():
                 if not must:

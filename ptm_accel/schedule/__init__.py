@@ -1,1 +1,1 @@
-"""What one step needs and when: trace, costs, plan, simulation, lower bound. Pure data; nothing here moves a byte."""
+"""What a pass needs and when: its trace, and a plan made from it. Pure data; nothing here moves a byte."""

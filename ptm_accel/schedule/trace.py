@@ -99,38 +99,6 @@ class Trace:
         return following
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """The optimizer's work on one parameter.
-
-    Attributes:
-        param: the parameter's name.
-        read_bytes: what its update reads that is not kept in the compute tier (state, master, gradient, parameter).
-        write_bytes: what it writes of that.
-        compute_s: seconds of arithmetic.
-    """
-
-    param: str
-    read_bytes: int
-    write_bytes: int
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A whole training step, as it is predicted.
-
-    Attributes:
-        passes: its traces, in order (accumulation repeats one).
-        updates: the optimizer's work, in the order it is done.
-        clipped: whether no update can begin before the last backward has ended.
-    """
-
-    passes: tuple[Trace, ...]
-    updates: tuple[Update, ...] = ()
-    clipped: bool = True
-
-
 @dataclass(slots=True)
 class Recorder:
     """Writes a trace down as it happens. Times are given by the caller.

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import capping
 import torch
 from machine_facts import facts
+from random_tokens import Tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
 
 CAP_BYTES = 2 << 30
@@ -43,19 +44,6 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.times.append(time.perf_counter() - self.begin)
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens."""
-
-    def __init__(self) -> None:
-        self.rows = torch.randint(0, 8192, (256, 128), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 def child(directory: Path, steps: int, host_memory: str, *, resume: bool) -> None:
@@ -94,7 +82,9 @@ def child(directory: Path, steps: int, host_memory: str, *, resume: bool) -> Non
         lr_scheduler_type="constant",
     )
     clock = Clock()
-    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[clock], ptm_config=config)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Tokens(256, 128, 8192), callbacks=[clock], ptm_config=config
+    )
     begin = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     total_s = time.perf_counter() - begin

@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from machine_facts import facts, ratio_line
+from random_tokens import Tokens
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 WARM_UP = 4
@@ -42,20 +43,6 @@ class Turns(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         print(json.dumps({"step_s": time.perf_counter() - self.begin}), flush=True)
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, the same for everyone."""
-
-    def __init__(self, rows: int, length: int, vocabulary: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randint(0, vocabulary, (rows, length), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 def child(kind: str, steps: int) -> None:

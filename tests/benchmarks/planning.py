@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from machine_facts import facts, ratio_line
+from random_tokens import Tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
 
 KINDS = {
@@ -45,19 +46,6 @@ class Clock(TrainerCallback):
         if self.last is not None:
             self.times.append(now - self.last)
         self.last = now
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, the same for everyone."""
-
-    def __init__(self) -> None:
-        self.rows = torch.randint(0, 8192, (256, 128), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 def child(kind: str, directory: Path, steps: int, host_memory: str) -> None:
@@ -96,7 +84,9 @@ def child(kind: str, directory: Path, steps: int, host_memory: str) -> None:
         lr_scheduler_type="constant",
     )
     clock = Clock()
-    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[clock], ptm_config=dials)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Tokens(256, 128, 8192), callbacks=[clock], ptm_config=dials
+    )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     print(json.dumps({"steps_s": clock.times, "logs": logs}), flush=True)

@@ -103,7 +103,6 @@ def test_nothing_is_moved_and_nothing_waited_for(gate: Gate, tmp_path: Path) -> 
         pool.ahead.evict(b)
         assert b.place is Place.AWAY
         assert not pool.ahead.prefetch(a), "the room comes free as the store ends"
-        assert pool.stats.stall_s < 5
         gate.open.set()
         pool.room.settle()
         assert pool.ahead.prefetch(a)

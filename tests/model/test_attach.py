@@ -14,7 +14,7 @@ from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import Place
 from ptm_accel.opening import open_memory
-from tests.tiers import PAGE, config
+from tests.tiers import PAGE, at_floor, config
 from tests.tiers import open_memory as tiers
 
 
@@ -113,3 +113,18 @@ def test_a_model_that_cannot_be_taken_over_gives_the_memory_back(tmp_path: Path)
     with pytest.raises(UnsupportedError, match="parameter a.weight is not contiguous"):
         Engine.take_over(model, dials, resolved, memory, {})
     assert memory.closed
+
+
+def test_a_model_that_memory_cannot_hold_stays_on_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    truth = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with at_floor(model, tmp_path) as engine:
+        monkeypatch.setattr("ptm_accel.sizing.available_bytes", lambda: 1000)
+        with pytest.raises(
+            BudgetError,
+            match=r"cannot be taken off its pages: .* are away and 1000 B of memory are free\. Save it with",
+        ):
+            engine.detach()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, truth[name]), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -169,9 +168,8 @@ def test_the_text_of_a_plan() -> None:
     assert plan.text(trace).splitlines() == ["0 evict c", "0 load b", "1 evict a", "1 load c", "2 evict b"]
 
 
-def test_a_large_pass_is_planned_in_seconds() -> None:
+def test_a_large_pass_is_planned() -> None:
+    """Twelve thousand accesses; something quadratic would run into the time limit of a test."""
     trace = layers(4000)
-    begin = time.perf_counter()
     plan = plan_pass(trace, capacity_bytes=8000, ahead_bytes=400)
     assert Walk(trace, plan).least_free >= 0
-    assert time.perf_counter() - begin < 60, "something is quadratic"
