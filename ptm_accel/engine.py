@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError
-from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.heap import Glibc, HeapTide
 from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.setup import Memory, return_freed_memory_early
+from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import check_model, leave_meta, small_bytes, take_parameters
@@ -33,6 +34,9 @@ from ptm_accel.optim.support import appetite_of
 from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless, refuse_oversized_model
 
 logger = logging.getLogger(__name__)
+
+_RETURN_EVERY_BYTES = 64 << 20
+"""How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
 
 _Answer = TypeVar("_Answer")
 
@@ -182,15 +186,19 @@ class Engine:
         blank = leave_meta(self.model, self.slots, pool.compute.device)
         buffers = sum(b.nbytes for b in self.model.buffers())
         self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
-        if not self._all_fits():
-            return_freed_memory_early()
+        heap = self._watch_heap()
         self._decide_to_plan()
+        left = 0
         for slot in self.slots:
             if slot.param in blank or slot.param in values:
                 slot.show(pool.compute.device)
             else:
                 # No name here may hold the data: what moves away at once must also be freed at once.
                 pool.adopt(slot.value, slot.param.data)
+                left += slot.value.nbytes
+            if heap is not None and left > _RETURN_EVERY_BYTES:
+                left = 0
+                heap.give_back()
             if not slot.value.movable:
                 pool.fault(slot.value)
         trainable = [s for s in self.slots if s.param.requires_grad]
@@ -204,6 +212,18 @@ class Engine:
         if isinstance(pool.compute, CudaTier):
             self._watch_tide(pool.compute)
         hint_about_masters(trainable, self.config)
+
+    def _watch_heap(self) -> Glibc | None:
+        """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
+        pool = self.pool
+        if self._all_fits() or pool.budget.tier is not Tier.HOST or not Glibc.found():
+            return None
+        heap = Glibc()
+        heap.give_back()
+        pool.copies_in = True
+        if heap.tells:
+            pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
+        return heap
 
     def _watch_tide(self, card: CudaTier) -> None:
         total = self.pool.budget.capacity_bytes

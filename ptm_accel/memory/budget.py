@@ -107,8 +107,14 @@ class Budget:
         """Registers the one holder of free but still resident memory on this tier."""
         self._kept_bytes, self._reclaim = kept_bytes, reclaim
 
-    def reserve(self, nbytes: int, tag: Tag, name: str) -> Reservation:
+    def reserve(self, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Reservation:
         """Charges `nbytes`, or raises.
+
+        Args:
+            nbytes: how many.
+            tag: what they are for.
+            name: whose they are.
+            allocates: the bytes will be had from the holder of kept memory, who frees what it does not use for them.
 
         Raises:
             BudgetError: the bytes do not fit (`DeviceBudgetError` on the device tier).
@@ -118,7 +124,7 @@ class Budget:
                 raise self.refusal(nbytes, name)
             self.used_bytes += nbytes
             self._by_tag[tag] += nbytes
-            if not self._make_real_room():
+            if not allocates and not self.make_real_room():
                 self.used_bytes -= nbytes
                 self._by_tag[tag] -= nbytes
                 raise self.refusal(nbytes, name)
@@ -141,7 +147,7 @@ class Budget:
                     f"kept {kept}, capacity {self.capacity_bytes}"
                 )
 
-    def _make_real_room(self) -> bool:
+    def make_real_room(self) -> bool:
         """Has kept memory freed until charged + kept is within the capacity; False if it cannot be."""
         if self._kept_bytes is None or self._reclaim is None:
             return True

@@ -63,6 +63,10 @@ class Pool:
         compute: where kernels run.
         budget: the compute tier's budget.
         home: where bytes go when there is no room; None if there is no such place.
+
+    Attributes:
+        copies_in: bytes that are adopted are copied into the tier's own memory, so that those of the allocator they
+            came from are free again at once.
     """
 
     def __init__(self, compute: ComputeTier, budget: Budget, home: Home | None) -> None:
@@ -77,6 +81,7 @@ class Pool:
         self.ahead = Ahead(self)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
+        self.copies_in = False
         self._silent = False
         self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
         self._idle_bytes = 0
@@ -97,7 +102,7 @@ class Pool:
     def adopt(self, tensor: PagedTensor, data: torch.Tensor) -> None:
         """Makes `data`, a tensor of somebody else's, the (newest) bytes of a blank or away paged tensor.
 
-        Without a copy where `data` is contiguous and alone in its storage; otherwise it is copied.
+        Without a copy where `data` is contiguous and alone in its storage, unless `copies_in`; otherwise it is copied.
 
         Raises:
             BudgetError: no room for its bytes.
@@ -110,7 +115,7 @@ class Pool:
                 self.ahead.turn_back(tensor)
             if self.adviser is not None and not self._silent:
                 self.adviser.created(tensor)
-            alone = data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
+            alone = not self.copies_in and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device.type != self.compute.device.type:
                 self._make_extent(tensor).tensor.copy_(data)
                 self.settle_in(tensor, Place.DIRTY)

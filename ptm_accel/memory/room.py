@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import settle
+from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.tide import Tide
 from ptm_accel.memory.traffic import Traffic
@@ -78,7 +79,7 @@ class Room:
     ) -> None:
         self.compute = compute
         self.budget = budget
-        self.tide: Tide | None = None
+        self.tide: Tide | HeapTide | None = None
         self._traffic = traffic
         self._evictor = evictor
         self._leavers: list[_Leaver] = []
@@ -86,11 +87,17 @@ class Room:
 
     @property
     def limit_bytes(self) -> int:
-        """What the tier was given: its capacity, and on a device what other memory takes of it at present."""
+        """What the tier was given: its capacity, and what other memory takes of it at present."""
         return self.budget.capacity_bytes if self.tide is None else self.tide.total_bytes
 
-    def reserve(self, nbytes: int, tag: Tag, name: str) -> Reservation:
+    def reserve(self, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Reservation:
         """Charges `nbytes` of the compute tier, moving idle tensors away if need be.
+
+        Args:
+            nbytes: how many.
+            tag: what they are for.
+            name: whose they are.
+            allocates: the compute tier is asked for them next.
 
         Raises:
             BudgetError: nothing more can be moved; says who holds what.
@@ -103,12 +110,12 @@ class Room:
             elif self._leavers and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
                 # What has left already is no part of a peak; looked through only when there would be a new one.
                 self.collect()
-            return self.budget.reserve(nbytes, tag, name)
+            return self.budget.reserve(nbytes, tag, name, allocates=allocates)
 
     def take_block(self, nbytes: int, tag: Tag, name: str) -> tuple[Reservation, Block]:
         """A charged block for at least `nbytes`; ends with `leave`."""
         size = round_up(max(nbytes, 1))
-        reservation = self.reserve(size, tag, name)
+        reservation = self.reserve(size, tag, name, allocates=True)
         try:
             return reservation, self.compute.allocate(size)
         except BaseException:
@@ -166,6 +173,7 @@ class Room:
             self.collect()
             while self.budget.free_bytes < 0 and self._evictor.evict_one():
                 self.collect()
+            self.budget.make_real_room()
 
     def settle(self) -> None:
         """Waits for all transfers that still use leaving memory; their errors are for those whose bytes they move."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,26 +101,3 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     if disk is not None:
         over.append(disk)
     return Memory(Pool(tier, budgets[Tier.DEVICE], home), budgets, disk, over)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MMAP_THRESHOLD_BYTES = 128 << 10
-"""What glibc itself begins with, before it raises it to the size of freed blocks, up to 32 MiB."""
-
-
-def return_freed_memory_early() -> bool:
-    """Makes glibc give freed blocks of 128 KiB and more back to the system at once.
-
-    Left to itself it learns to keep blocks of up to 32 MiB in its heap, where gradients and activations that have left
-    go on counting as resident: a process was seen to hold 60 MiB more than its budget and its activations, and 0 MiB
-    with this. It costs page faults, so it is done only where a model does not fit.
-
-    Returns:
-        whether the C library understood.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return False
-    done = [libc.mallopt(key, _MMAP_THRESHOLD_BYTES) for key in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
-    libc.malloc_trim(0)
-    return all(done)

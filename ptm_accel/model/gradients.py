@@ -213,8 +213,9 @@ class Gradients:
                 "Build the module with sparse=False."
             )
         self.arrivals += 1
-        if grad.value is None and self._landing is not None:
-            # What was held for it becomes the charge of the gradient itself.
+        apart = self._pool.copies_in and self._pool.room.available_bytes() >= gradient.nbytes
+        if grad.value is None and self._landing is not None and not apart:
+            # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
             self._landing.release()
             self._landing = None
         with torch.no_grad():

@@ -1,0 +1,178 @@
+"""What the C library keeps of freed memory: activations and temporaries that leave holes, and how long they are kept.
+
+On a CPU, torch takes each tensor from the C library's heap. Freed blocks that are given back to the system at once cost
+nothing but time: the first touch of fresh memory in the next step was seen to take a third of a step. Blocks that are
+kept for the next ones cost memory: the holes between them count as resident, beside the budget. So the first step gives
+back and is watched, to see what live blocks take at their peak. From then on freed blocks are kept, and what the heap
+takes beyond that peak is taken off the budget; where that would be too much of it, freed blocks go on being given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import NamedTuple, Protocol
+
+from ptm_accel.memory.budget import Budget
+from ptm_accel.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_GIVE_BACK_BYTES = 128 << 10
+"""What glibc itself begins with, before it raises it to the size of freed blocks, up to 32 MiB."""
+_KEEP_BYTES = 4 << 20
+"""Larger blocks leave larger holes, and are few."""
+_NEVER_BYTES = (1 << 31) - 1
+_MOST_OF_BUDGET = 4
+"""At most this part of the budget is given up for holes."""
+_GUESS = 2
+"""Holes are expected to take this part of what live blocks take, until they have been seen."""
+_GRAIN = 64
+"""Changes of the capacity by less than this part of it are not worth the new plan that they would ask for."""
+_EVERY = 8
+"""How many charges lie between two looks while blocks are kept; a look goes through all holes."""
+
+
+class HeapUse(NamedTuple):
+    """What the C library has of the system, in bytes.
+
+    Attributes:
+        held: in its heaps, holes included.
+        live: handed out, from its heaps or mapped each by itself.
+    """
+
+    held: int
+    live: int
+
+
+class Heap(Protocol):
+    """The C library's allocator."""
+
+    def use(self) -> HeapUse:
+        """What it has now."""
+        ...
+
+    def give_back(self) -> None:
+        """Has blocks given back to the system as they are freed, and those that are kept at once."""
+        ...
+
+    def keep(self) -> None:
+        """Has blocks kept as they are freed."""
+        ...
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    ] + [("keepcost", ctypes.c_size_t)]
+
+
+class Glibc:
+    """The GNU C library's `malloc`.
+
+    Attributes:
+        tells: whether it says what it holds (2.33 and later).
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self.tells = hasattr(self._libc, "mallinfo2")
+        if self.tells:
+            self._libc.mallinfo2.restype = _MallInfo
+
+    @staticmethod
+    def found() -> bool:
+        """Whether this process has it."""
+        return all(hasattr(ctypes.CDLL(None), name) for name in ("mallopt", "malloc_trim"))
+
+    def use(self) -> HeapUse:
+        """See `Heap`."""
+        info = self._libc.mallinfo2()
+        return HeapUse(held=info.arena, live=info.uordblks + info.hblkhd)
+
+    def give_back(self) -> None:
+        """See `Heap`."""
+        self._set(_GIVE_BACK_BYTES, _GIVE_BACK_BYTES)
+        self._libc.malloc_trim(0)
+
+    def keep(self) -> None:
+        """See `Heap`."""
+        self._set(_KEEP_BYTES, _NEVER_BYTES)
+
+    def _set(self, mapped_from: int, trimmed_from: int) -> None:
+        self._libc.mallopt(_M_MMAP_THRESHOLD, mapped_from)
+        self._libc.mallopt(_M_TRIM_THRESHOLD, trimmed_from)
+
+
+class HeapTide:
+    """Takes off a host budget what the heap holds beyond what lives in it.
+
+    What lives for long must not lie in the heap, where it would leave holes (`Pool.copies_in`).
+
+    Args:
+        budget: the host budget; its capacity is changed.
+        least_bytes: the least that pages can work with.
+        heap: the allocator.
+
+    Attributes:
+        total_bytes: the budget that was given.
+        keeping: whether freed blocks are kept.
+    """
+
+    def __init__(self, budget: Budget, least_bytes: int, heap: Heap) -> None:
+        self.total_bytes = budget.capacity_bytes
+        self.keeping = False
+        self._budget = budget
+        self._least_bytes = least_bytes
+        self._heap = heap
+        self._learning = True
+        self._charges = 0
+        heap.give_back()
+        self._begin = heap.use()
+        self._live_bytes = 0
+
+    def need(self, least_bytes: int) -> None:
+        """Pages need more than was known: an optimizer has been chosen."""
+        self._least_bytes = least_bytes
+        if self.keeping and self._budget.capacity_bytes < least_bytes:
+            self._stop()
+
+    def sample(self) -> None:
+        """Called before every reservation: notes how much lives in the heap."""
+        self._charges += 1
+        if self._learning or (self.keeping and self._charges % _EVERY == 0):
+            self._live_bytes = max(self._live_bytes, self._heap.use().live - self._begin.live)
+
+    def end_step(self) -> None:
+        """Called after every optimizer step: decides whether blocks are kept, and what that costs.
+
+        Where this lowers the capacity, the caller has what is too much moved away (`Room.shrink`).
+        """
+        self.sample()
+        if self._learning:
+            self._learning = False
+            if self._take_off(self._live_bytes // _GUESS):
+                self.keeping = True
+                self._heap.keep()
+        elif self.keeping:
+            held = self._heap.use().held - self._begin.held
+            if not self._take_off(max(held - self._live_bytes, 0)):
+                self._stop()
+
+    def _take_off(self, nbytes: int) -> bool:
+        """Lowers (or raises) the capacity to what `nbytes` of holes leave; False if that is too little."""
+        left = self.total_bytes - nbytes
+        if nbytes > self.total_bytes // _MOST_OF_BUDGET or left < self._least_bytes:
+            logger.debug("%s of holes in the heap are too much for the budget", format_bytes(nbytes))
+            return False
+        before = self._budget.capacity_bytes
+        if abs(left - before) > before // _GRAIN:
+            self._budget.capacity_bytes = left
+        return True
+
+    def _stop(self) -> None:
+        self.keeping = False
+        self._heap.give_back()
+        self._budget.capacity_bytes = self.total_bytes

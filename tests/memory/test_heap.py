@@ -1,0 +1,138 @@
+"""The heap beside the budget: what it keeps is taken off, or given back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from ptm_accel.memory.budget import Budget, Tag, Tier
+from ptm_accel.memory.heap import Glibc, HeapTide, HeapUse
+
+MIB = 1 << 20
+
+
+@dataclass
+class Played:
+    """A heap that holds what it is told to."""
+
+    held: int = 10 * MIB
+    live: int = 10 * MIB
+    calls: list[str] = field(default_factory=list)
+
+    def use(self) -> HeapUse:
+        return HeapUse(self.held, self.live)
+
+    def give_back(self) -> None:
+        self.calls.append("give back")
+
+    def keep(self) -> None:
+        self.calls.append("keep")
+
+
+def make(least: int = 100 * MIB) -> tuple[Budget, Played, HeapTide]:
+    budget, heap = Budget(Tier.HOST, 1000 * MIB), Played()
+    return budget, heap, HeapTide(budget, least, heap)
+
+
+def first_step(heap: Played, tide: HeapTide, live: int) -> None:
+    heap.live += live
+    tide.sample()
+    heap.live -= live
+    tide.end_step()
+
+
+def test_the_first_step_is_watched_and_then_blocks_are_kept() -> None:
+    budget, heap, tide = make()
+    assert (heap.calls, tide.keeping) == (["give back"], False)
+    first_step(heap, tide, 300 * MIB)
+    assert (heap.calls, tide.keeping) == (["give back", "keep"], True)
+    assert budget.capacity_bytes == 850 * MIB, "half of what lived is expected in holes"
+    heap.held += 400 * MIB
+    tide.end_step()
+    assert budget.capacity_bytes == 900 * MIB, "100 MiB of holes were seen"
+    heap.held += 5 * MIB
+    tide.end_step()
+    assert budget.capacity_bytes == 900 * MIB, "not worth a new plan"
+    assert tide.total_bytes == 1000 * MIB
+
+
+def test_more_that_lives_is_no_hole() -> None:
+    budget, heap, tide = make()
+    first_step(heap, tide, 200 * MIB)
+    heap.live += 500 * MIB
+    heap.held += 500 * MIB
+    for _ in range(8):
+        tide.sample()
+    tide.end_step()
+    assert budget.capacity_bytes == 1000 * MIB
+
+
+@pytest.mark.parametrize(("live", "least"), [(600 * MIB, 100 * MIB), (300 * MIB, 900 * MIB)])
+def test_where_holes_would_take_too_much_blocks_go_on_being_given_back(live: int, least: int) -> None:
+    budget, heap, tide = make(least)
+    first_step(heap, tide, live)
+    assert (heap.calls, tide.keeping, budget.capacity_bytes) == (["give back"], False, 1000 * MIB)
+    tide.end_step()
+    assert heap.calls == ["give back"], "that is settled"
+
+
+def test_holes_that_grow_too_large_end_it() -> None:
+    budget, heap, tide = make()
+    first_step(heap, tide, 300 * MIB)
+    heap.held += 600 * MIB
+    tide.end_step()
+    assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
+
+
+def test_an_optimizer_that_needs_the_room_ends_it() -> None:
+    budget, heap, tide = make()
+    first_step(heap, tide, 300 * MIB)
+    tide.need(800 * MIB)
+    assert tide.keeping
+    tide.need(900 * MIB)
+    assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
+
+
+def test_charges_are_no_business_of_it() -> None:
+    budget, heap, tide = make()
+    with budget.reserve(500 * MIB, Tag.PARAM, "w"):
+        first_step(heap, tide, 300 * MIB)
+        assert budget.used_bytes == 500 * MIB
+
+
+RESIDENT = """
+import psutil, torch
+from ptm_accel.memory.heap import Glibc
+heap, process = Glibc(), psutil.Process()
+def work():
+    kept = [torch.ones(1 << 18) for _ in range(100)]
+    most = heap.use()
+    return most
+heap.give_back()
+work()
+before, begin = process.memory_info().rss, heap.use()
+live = work().live - begin.live
+given_back = process.memory_info().rss - before
+heap.keep()
+work()
+kept = process.memory_info().rss - before
+held = heap.use().held - begin.held
+heap.give_back()
+after = process.memory_info().rss - before
+print(live, given_back, kept, held, after)
+"""
+
+
+@pytest.mark.skipif(not Glibc.found(), reason="another C library")
+def test_blocks_are_kept_and_given_back_as_the_heap_is_told() -> None:
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    live, given_back, kept, held, after = (int(word) for word in done.stdout.split())
+    assert 100 * MIB <= live < 105 * MIB
+    assert given_back < 8 * MIB
+    assert kept > 95 * MIB
+    assert held > 95 * MIB
+    assert after < 8 * MIB
