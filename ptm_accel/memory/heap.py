@@ -24,7 +24,7 @@ _GIVE_BACK_BYTES = 128 << 10
 _KEEP_BYTES = 4 << 20
 """Larger blocks leave larger holes, and are few."""
 _NEVER_BYTES = (1 << 31) - 1
-_MOST_OF_BUDGET = 4
+_MOST_OF_BUDGET = 3
 """At most this part of the budget is given up for holes."""
 _GUESS = 2
 """Holes are expected to take this part of what live blocks take, until they have been seen."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +26,8 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.schedule.actions import Action, Move, Plan
 from ptm_accel.schedule.plan import plan_pass
-from ptm_accel.schedule.trace import Recorder, Trace, Use
+from ptm_accel.schedule.trace import Item, Recorder, Trace, Use
+from ptm_accel.schedule.updates import with_updates
 
 _JOIN_WITHIN = 64
 """How many accesses ahead a place is searched for where the next one is not the expected one."""
@@ -51,23 +52,36 @@ class Route:
         trace: how it went.
         plan: what to start when; None where none can be made.
         capacity_bytes: the budget that the plan was made for.
+        recorded: the trace as it was recorded, without updates.
         places: the accesses of each item, ascending, by the item's name.
+        rank: how many accesses of the pass itself come before each access; the last entry is their number.
     """
 
     trace: Trace
     plan: Plan | None
     capacity_bytes: int
+    recorded: Trace
     places: dict[str, list[int]] = field(default_factory=dict)
+    rank: list[int] = field(default_factory=lambda: [0])
 
     def __post_init__(self) -> None:
         items = self.trace.items
         for index, access in enumerate(self.trace.accesses):
             self.places.setdefault(items[access.item].name, []).append(index)
+            self.rank.append(self.rank[-1] + (not access.update))
+
+    def due(self, position: int) -> int:
+        """The next access of the pass itself, from `position` on."""
+        accesses = self.trace.accesses
+        while position < len(accesses) and accesses[position].update:
+            position += 1
+        return position
 
     def next_use(self, tensor: PagedTensor, position: int) -> int:
         """When a tensor is next wanted, from `position` on: an access of this pass, or a number beyond them.
 
-        Gradients and optimizer state are wanted by the update, right after the pass; parameters by the pass after it.
+        What updates use has its place in the pass if they are carried out beside it; otherwise it is wanted right
+        after the pass. Parameters are wanted by the pass after it.
         """
         count = len(self.trace.accesses)
         places = self.places.get(tensor.name)
@@ -76,7 +90,9 @@ class Route:
         at = bisect_left(places, position)
         if at < len(places):
             return places[at]
-        return count if tensor.tag is Tag.GRAD else count + 1 + places[0]
+        if tensor.tag is Tag.GRAD and not self.trace.accesses[places[0]].update:
+            return count
+        return count + 1 + places[0]
 
 
 class Beside(Protocol):
@@ -109,6 +125,7 @@ class RunAhead:
         self.beside: Beside | None = None
         self._pool = pool
         self._tensors: dict[str, PagedTensor] = {}
+        self._updates: dict[str, list[Item]] = {}
         self._recorder: Recorder | None = None
         self._route: Route | None = None
         self._position = 0
@@ -116,6 +133,7 @@ class RunAhead:
         self._coming: deque[PagedTensor] = deque()
         self._going: deque[PagedTensor] = deque()
         self._excluded_s = 0.0
+        self._with_updates = False
 
     # ---- passes ----------------------------------------------------------------------------------------------
 
@@ -128,12 +146,14 @@ class RunAhead:
         self.end()
         if not self.enabled:
             return
-        # Gradients that are there already are added to, and are not made.
-        key = (kind, self.adds_up())
+        # Gradients that are there already are added to, and are not made; and updates may be under way.
+        updates = self.beside is not None
+        key = (kind, self.adds_up(), updates)
         capacity = self._pool.budget.capacity_bytes
         route = self.routes.get(key)
         if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
-            route = self.routes[key] = self._planned(route.trace)
+            route = self.routes[key] = self._planned(route.recorded, updates=updates)
+        self._with_updates = updates
         self._recorder = Recorder(key, self._now_s())
         self._route, self._position, self._strays = route, 0, 0
         self._pool.adviser = self
@@ -144,9 +164,9 @@ class RunAhead:
         self.give_up()
         if recorder is None:
             return
-        departed = route is not None and self._strays > _DEPARTURES * len(route.trace.accesses)
+        departed = route is not None and self._strays > _DEPARTURES * route.rank[-1]
         if len(recorder) and (route is None or departed):
-            self.routes[recorder.key] = self._planned(recorder.finish(self._now_s()))
+            self.routes[recorder.key] = self._planned(recorder.finish(self._now_s()), updates=self._with_updates)
 
     def give_up(self) -> None:
         """The pass was torn down by an exception: what was seen of it says nothing."""
@@ -162,20 +182,43 @@ class RunAhead:
                 return {name: places[0] for name, places in route.places.items()}
         return None
 
+    def follow_updates(self, used: Mapping[str, Sequence[PagedTensor]]) -> None:
+        """Updates are carried out beside the next pass, in its reading order.
+
+        Args:
+            used: what the update of each parameter uses beside it, by the parameter's name; the gradient last.
+        """
+        self._updates = {name: [Item(t.name, t.slot_bytes) for t in tensors] for name, tensors in used.items()}
+        for tensors in used.values():
+            self._tensors.update((tensor.name, tensor) for tensor in tensors)
+
     def exclude(self, seconds: float) -> None:
         """Time that the thread has spent on something else than the pass."""
         self._excluded_s += seconds
 
-    def _planned(self, trace: Trace) -> Route:
+    def sends_for(self, parameter: str) -> bool:
+        """Whether the plan that is being carried out brings in what the update of a parameter needs."""
+        route = self._route
+        if route is None or route.plan is None:
+            return False
+        places = route.places.get(parameter)
+        # An update's accesses come right before the first of its parameter.
+        return places is not None and places[0] > 0 and route.trace.accesses[places[0] - 1].update
+
+    def _planned(self, recorded: Trace, *, updates: bool) -> Route:
         capacity = self._pool.budget.capacity_bytes
-        largest = max((item.nbytes for item in trace.items), default=0)
+        largest = max((item.nbytes for item in recorded.items), default=0)
         ahead = max(int(capacity * _AHEAD_SHARE), 2 * largest)
+        trace = recorded
+        if updates:
+            # Beside the one that is carried out there must be room for the next, and for what the pass holds.
+            trace = with_updates(recorded, self._updates, most_bytes=(capacity - ahead) // 3)
         try:
             plan: Plan | None = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead)
         except ScheduleError:
             # What was held when the trace was made does not fit what there is now; paging on demand still may.
             plan = None
-        return Route(trace, plan, capacity)
+        return Route(trace, plan, capacity, recorded)
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._pool.stats.stall_s - self._excluded_s
@@ -199,7 +242,8 @@ class RunAhead:
         route, position = self._route, self._position
         if route is None:
             return None
-        return max(idle, key=lambda tensor: route.next_use(tensor, position), default=None)
+        # Of two that are wanted at the same time the one that need not be stored.
+        return max(idle, key=lambda t: (route.next_use(t, position), t.place is not Place.DIRTY), default=None)
 
     def _see(self, tensor: PagedTensor, use: Use) -> None:
         recorder = self._recorder
@@ -221,10 +265,10 @@ class RunAhead:
     def _follow(self, route: Route, tensor: PagedTensor) -> None:
         """Finds the access in the trace, and starts what the plan has for it and for those that were skipped."""
         use = route.next_use(tensor, self._position)
-        if use != self._position:
+        if use != route.due(self._position):
             self._strays += 1
             self.departures += 1
-        if use - self._position > _JOIN_WITHIN or use >= len(route.trace.accesses):
+        if use >= len(route.trace.accesses) or route.rank[use] - route.rank[self._position] > _JOIN_WITHIN:
             return
         first, self._position = self._position, use + 1
         if route.plan is None:
@@ -260,22 +304,23 @@ class RunAhead:
         while self._coming:
             tensor = self._coming[0]
             if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
-                self._make_way(tensor.slot_bytes)
+                self._make_way(tensor)
                 return
             self._coming.popleft()
 
-    def _make_way(self, nbytes: int) -> None:
-        """Lets what the pass does not use go, so that there will be room; memory comes free as the stores end."""
+    def _make_way(self, coming: PagedTensor) -> None:
+        """Lets what is wanted after `coming` go, so that there will be room; memory comes free as the stores end."""
         pool, route = self._pool, self._route
         assert route is not None
-        coming = pool.budget.free_bytes + pool.room.ending_bytes
-        for tensor in pool.idle():
-            if coming >= nbytes:
+        wanted = route.next_use(coming, self._position)
+        free = pool.budget.free_bytes + pool.room.ending_bytes
+        while free < coming.slot_bytes:
+            spared = self.victim(pool.idle())
+            if spared is None or route.next_use(spared, self._position) <= wanted:
                 return
-            if tensor.name not in route.places:
-                coming += tensor.slot_bytes
-                if not self._spare(tensor):
-                    return
+            free += spared.slot_bytes
+            if not self._spare(spared):
+                return
 
     def _spare(self, tensor: PagedTensor) -> bool:
         try:

@@ -59,6 +59,7 @@ class Chase:
         sweep: carries out its parts.
         work: what is to be updated, in the order in which it will be needed; the gradients are its own.
         scale: what gradients are multiplied by first, if anything.
+        sent_for: see `Cursor`.
         spent: is told the seconds of the calling thread that updates have taken, waiting for memory left out.
         ended: called when the last update is done, or the rest was given up.
     """
@@ -69,6 +70,7 @@ class Chase:
         work: Work,
         scale: torch.Tensor | None,
         *,
+        sent_for: Callable[[str], bool] = lambda name: False,
         spent: Callable[[float], None],
         ended: Callable[[], None],
     ) -> None:
@@ -81,7 +83,7 @@ class Chase:
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in sweep.hyperparameters()
         ]
-        self._cursor = Cursor(work, stays=True)
+        self._cursor = Cursor(work, stays=True, sent_for=sent_for)
         self._opened: list[Unit] = []
         self._batches: deque[list[Unit]] = deque()
         self._working = False

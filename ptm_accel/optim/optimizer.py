@@ -129,7 +129,17 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._chase = self._run_ahead.beside = None
             self._updated(work)
 
-        chase = Chase(self._sweep, work, scale, spent=self._run_ahead.exclude, ended=ended)
+        self._run_ahead.follow_updates(
+            {state.slot.name: [*state.tensors()[1:], grad.value] for _, state, grad in work if grad.value is not None}
+        )
+        chase = Chase(
+            self._sweep,
+            work,
+            scale,
+            sent_for=self._run_ahead.sends_for,
+            spent=self._run_ahead.exclude,
+            ended=ended,
+        )
         self._chase = self._run_ahead.beside = chase
         chase.pump()
 

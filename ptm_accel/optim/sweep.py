@@ -18,7 +18,7 @@ from torch import nn
 
 from ptm_accel.errors import BudgetError, PTMError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
@@ -88,6 +88,10 @@ class Unit:
         """Whether nothing would have to be waited for to update it."""
         return all(window.arrived() for window in self.windows.values())
 
+    def under_way(self) -> bool:
+        """Whether all that it reads is there or on its way."""
+        return all(tensor.place is not Place.AWAY for tensor in self.involved().values())
+
     @property
     def whole(self) -> bool:
         """Whether this is all of the parameter."""
@@ -128,6 +132,8 @@ class Cursor:
         new: whether the optimizer has not met the parameter before this step; of use once part of it has been met.
         stays: whether parameters are read right after their update, so that they are brought in whole if they can be;
             then nothing is waited for to open a window, unless it must be open now.
+        sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
+            been done there is no use in opening windows of it.
     """
 
     work: Work
@@ -135,6 +141,7 @@ class Cursor:
     start: int = 0
     new: bool = False
     stays: bool = False
+    sent_for: Callable[[str], bool] = lambda name: False
 
     def advance(self, unit: Unit) -> None:
         """Goes on behind `unit`."""
@@ -272,6 +279,8 @@ class Sweep:
         while (unit := self._next(cursor)) is not None:
             needed = self._cost(unit)
             must = insist and not batch
+            if not must and cursor.sent_for(unit.state.slot.name) and not unit.under_way():
+                break
             if batch and cost + needed > self.batch_bytes():
                 break
             if cursor.stays and not must and not self.pool.ahead.make_way(self._cost(unit, moving_only=True)):

@@ -44,10 +44,14 @@ class _Residents:
 
     def last_wanted(self) -> int:
         """The item that is wanted last; it leaves."""
-        _, item = self._order.pop()
-        del self._next[item]
-        self.used_bytes -= self._sizes[item]
+        item = self._order[-1][1]
+        self.remove(item)
         return item
+
+    def remove(self, item: int) -> None:
+        """The item is there no longer."""
+        self._order.remove((self._next.pop(item), item))
+        self.used_bytes -= self._sizes[item]
 
     def items(self) -> frozenset[int]:
         """All that are there."""
@@ -65,10 +69,11 @@ def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0) -> Pla
     Raises:
         ScheduleError: a single access needs more than the budget.
     """
-    created = {access.item for access in trace.accesses if access.use is Use.CREATE}
+    created: set[int] = set()
     first_use: dict[int, int] = {}
     for index, access in enumerate(trace.accesses):
-        first_use.setdefault(access.item, index)
+        if first_use.setdefault(access.item, index) == index and access.use is Use.CREATE:
+            created.add(access.item)
         needed = access.held_bytes + trace.items[access.item].nbytes
         if needed > capacity_bytes:
             raise ScheduleError(
@@ -113,6 +118,8 @@ def _go_through(
         residents.put(access.item, wanted)
         leaving.append(gone)
         used.append(residents.used_bytes)
+        if access.use is Use.CONSUME:
+            residents.remove(access.item)
     return leaving, loading, used, residents.items()
 
 

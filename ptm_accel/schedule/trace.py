@@ -20,6 +20,8 @@ class Use(enum.Enum):
     """Changes it (a gradient that is added to)."""
     CREATE = "create"
     """Brings it into being (the first gradient of a parameter): it takes room, and nothing is loaded."""
+    CONSUME = "consume"
+    """The last use: it is gone afterwards (a gradient that its update has used up)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Access:
         compute_s: seconds of compute from this access to the next, waiting for memory left out.
         held_bytes: what else must be there meanwhile: other tensors that are pinned, and memory that is not ours.
         backward: whether it belongs to the backward.
+        update: whether it belongs to an update that is carried out beside the pass, and not to the pass itself.
     """
 
     item: int
@@ -52,6 +55,7 @@ class Access:
     compute_s: float = 0.0
     held_bytes: int = 0
     backward: bool = False
+    update: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,9 @@ class Trace:
     def next_uses(self) -> list[int]:
         """For each access, when its item is next wanted: an index, or beyond the pass.
 
-        What the pass creates (gradients) is next wanted by the update, which comes right after: `len(accesses)`. What
-        is next wanted by the pass after that counts from there: `len(accesses) + 1 +` its first access.
+        What the pass creates (gradients) is next wanted by the update, which comes right after: `len(accesses)`, unless
+        updates are part of the pass. What is next wanted by the pass after that counts from there:
+        `len(accesses) + 1 +` its first access.
         """
         count = len(self.accesses)
         upcoming: dict[int, int] = {}

@@ -70,7 +70,7 @@ def test_more_that_lives_is_no_hole() -> None:
     assert budget.capacity_bytes == 1000 * MIB
 
 
-@pytest.mark.parametrize(("live", "least"), [(600 * MIB, 100 * MIB), (300 * MIB, 900 * MIB)])
+@pytest.mark.parametrize(("live", "least"), [(700 * MIB, 100 * MIB), (300 * MIB, 900 * MIB)])
 def test_where_holes_would_take_too_much_blocks_go_on_being_given_back(live: int, least: int) -> None:
     budget, heap, tide = make(least)
     first_step(heap, tide, live)
@@ -82,7 +82,7 @@ def test_where_holes_would_take_too_much_blocks_go_on_being_given_back(live: int
 def test_holes_that_grow_too_large_end_it() -> None:
     budget, heap, tide = make()
     first_step(heap, tide, 300 * MIB)
-    heap.held += 600 * MIB
+    heap.held += 700 * MIB
     tide.end_step()
     assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
 

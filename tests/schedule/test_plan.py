@@ -54,7 +54,10 @@ class Walk:
             unused.discard(access.item)
             used = sum(trace.items[item].nbytes for item in there)
             self.least_free = min(self.least_free, plan.capacity_bytes - access.held_bytes - used)
-        created = {access.item for access in trace.accesses if access.use is Use.CREATE}
+            if access.use is Use.CONSUME:
+                there.remove(access.item)
+        uses = {access.item: access.use for access in reversed(trace.accesses)}
+        created = {item for item, first in uses.items() if first is Use.CREATE}
         self.after = frozenset(there - created)
 
 
@@ -64,11 +67,19 @@ def traces(draw: st.DrawFn, *, uniform: bool = False) -> tuple[Trace, int, int]:
     count = draw(st.integers(1, 6))
     sizes = [10 if uniform else draw(st.integers(1, 30)) for _ in range(count)]
     created: set[int] = set(draw(st.lists(st.integers(0, count - 1), max_size=2))) if not uniform else set()
+    consumed: set[int] = set(draw(st.lists(st.integers(0, count - 1), max_size=2))) if not uniform else set()
     accesses = []
     seen: set[int] = set()
     for item in draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=14)):
         use = Use.CREATE if item in created and item not in seen else Use.READ
-        seen.add(item)
+        if use is Use.READ and item in consumed:
+            # It is used up, and the next use brings it into being again.
+            use = Use.CONSUME
+            consumed.remove(item)
+            created.add(item)
+            seen.discard(item)
+        else:
+            seen.add(item)
         accesses.append(Access(item, use, 1.0, 0 if uniform else draw(st.integers(0, 15))))
     trace = Trace(None, tuple(Item(f"t{n}", size) for n, size in enumerate(sizes)), tuple(accesses))
     least = max(access.held_bytes + sizes[access.item] for access in accesses)

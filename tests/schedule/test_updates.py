@@ -1,0 +1,80 @@
+"""Updates as part of a pass: where they stand in it, and what a plan makes of them."""
+
+from __future__ import annotations
+
+from ptm_accel.schedule.actions import Move
+from ptm_accel.schedule.plan import plan_pass
+from ptm_accel.schedule.trace import Access, Item, Trace, Use
+from ptm_accel.schedule.updates import with_updates
+
+LAYERS = 6
+
+
+def recorded() -> Trace:
+    """Layers in a row, forward and backward, with a gradient of each."""
+    items = [Item(f"w{n}", 10) for n in range(LAYERS)] + [Item(f"w{n}.grad", 10) for n in range(LAYERS)]
+    forward = [Access(n, Use.READ, 1.0, 3) for n in range(LAYERS)]
+    backward = []
+    for n in reversed(range(LAYERS)):
+        backward += [Access(n, Use.READ, 1.0, 3, backward=True), Access(LAYERS + n, Use.CREATE, 1.0, 3, backward=True)]
+    return Trace("key", tuple(items), (*forward, *backward), 0.5)
+
+
+def updates() -> dict[str, list[Item]]:
+    return {f"w{n}": [Item(f"w{n}.m", 20), Item(f"w{n}.v", 20), Item(f"w{n}.grad", 10)] for n in range(LAYERS)}
+
+
+def text(trace: Trace) -> list[str]:
+    return [f"{access.use.value} {trace.items[access.item].name}" for access in trace.accesses]
+
+
+def test_an_update_stands_before_the_first_read_of_its_parameter() -> None:
+    trace = with_updates(recorded(), updates(), most_bytes=60)
+    assert text(trace)[:8] == [
+        "read w0.m",
+        "read w0.v",
+        "read w0.grad",
+        "read w0.m",
+        "read w0.v",
+        "consume w0.grad",
+        "read w0",
+        "read w1.m",
+    ]
+    assert [access for access in trace.accesses if not access.update] == list(recorded().accesses)
+    assert all(access.held_bytes == 3 and access.compute_s == 0 for access in trace.accesses if access.update)
+    assert trace.compute_s == recorded().compute_s
+    assert trace.key == "key"
+    # Gradients that the backward makes are the ones that the updates of the next pass use.
+    assert len(trace.items) == len(recorded().items) + 2 * LAYERS
+
+
+def test_updates_that_need_too_much_or_that_nobody_asked_for_are_left_out() -> None:
+    assert with_updates(recorded(), updates(), most_bytes=59) == recorded()
+    assert with_updates(recorded(), {}, most_bytes=60) == recorded()
+    only = with_updates(recorded(), {"w3": updates()["w3"]}, most_bytes=60)
+    assert sum(access.update for access in only.accesses) == 6
+
+
+def test_a_parameter_that_only_the_backward_reads_has_no_update_there() -> None:
+    trace = Trace(None, (Item("w0", 10),), (Access(0, Use.READ, backward=True),))
+    assert with_updates(trace, updates(), most_bytes=60) == trace
+
+
+def test_a_share_of_the_state_stays_and_the_rest_streams() -> None:
+    trace = with_updates(recorded(), updates(), most_bytes=60)
+    plan = plan_pass(trace, capacity_bytes=200, ahead_bytes=60)
+    loads = [trace.items[a.item].name for starts in plan.starts for a in starts if a.move is Move.LOAD]
+    assert len(loads) == len(set(loads)), "nothing is sent for twice"
+    state = {item.name for item in trace.items if item.name.endswith((".m", ".v"))}
+    stays = state - set(loads)
+    assert stays
+    assert stays < state
+    gradients = {number for number, item in enumerate(trace.items) if item.name.endswith(".grad")}
+    assert plan.resident & gradients, "the backward left some for the updates"
+
+
+def test_where_all_fits_nothing_moves() -> None:
+    trace = with_updates(recorded(), updates(), most_bytes=60)
+    plan = plan_pass(trace, capacity_bytes=trace.item_bytes + 3)
+    assert not any(plan.starts)
+    assert len(plan.resident) == len(trace.items)
