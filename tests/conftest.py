@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before torch is imported: spinning OpenMP threads beside a busy neighbour are tens of times slower, silently.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -14,6 +15,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+# What is measured of this machine under a test is not for the user's own cache; child processes share this one.
+_CACHE = tempfile.TemporaryDirectory(prefix="ptm_accel-cache-")
+os.environ["PTM_ACCEL_CACHE"] = _CACHE.name
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,284 @@
+"""The measurements: a disk, updates on the CPU, a device. Each takes about a second and leaves nothing behind.
+
+Disk and link are measured through the very tiers that move pages, with the same blocks and threads. What is in memory
+meanwhile is small (`_BUFFER_BYTES`, `_UPDATE_BYTES`) and less still where little is available, since it comes on top
+of all budgets. No random numbers are drawn: those of the program must stay what they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from torch.optim.adamw import adamw
+
+from ptm_accel.hardware.profile import DeviceRates, LinkRates
+from ptm_accel.machine import available_bytes
+from ptm_accel.memory.budget import Budget, Tag, Tier
+from ptm_accel.memory.device import CudaTier, register_pinned
+from ptm_accel.memory.disk import DiskTier
+from ptm_accel.memory.mapping import MappedRun, anonymous_run
+from ptm_accel.units import MIB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 4 * MIB
+"""A page of the default size, which is the greatest piece that tiers move at a time."""
+_BUFFER_BYTES = 32 * MIB
+_LEAST_BUFFER_BYTES = 4 * _BLOCK_BYTES
+_AREA_BYTES = 256 * MIB
+"""More measures the same, and takes longer to free where the file system discards blocks."""
+_LEAST_ROOM_BYTES = 64 * MIB
+_SLICE_S = 0.02
+_DISK_S = 0.5
+_LEAST_SLICE, _GREATEST_SLICE, _PILOT = 2, 16, 4
+_ROUNDS = 16
+_UPDATE_BYTES = 64 * MIB
+_LEAST_UPDATE_BYTES = 4 * MIB
+_DEVICE_UPDATE_BYTES = 256 * MIB
+_UPDATE_PASSES = 9
+_LINK_ROUNDS = 5
+_PINNED_COPIES, _PAGEABLE_COPIES = 64, 16
+
+
+# ---- disk ----------------------------------------------------------------------------------------------------------
+
+
+def measure_disk(folder: Path) -> LinkRates | None:
+    """The rates of the disk that holds `folder`, of bytes that were written before.
+
+    At most 256 MiB, and half of what is free, are written to an unlinked file. Where the file system refuses direct
+    transfers the page cache is emptied in between, so that its speed is not taken for the disk's.
+
+    Returns:
+        None where there is too little room, on the disk or in memory; the log says which.
+
+    Raises:
+        DiskError: the folder cannot be used, or a transfer failed.
+        BudgetError: the machine gives no memory.
+        OSError: there is no such folder.
+    """
+    room, memory = shutil.disk_usage(folder).free, available_bytes()
+    if room < _LEAST_ROOM_BYTES:
+        logger.info(
+            "the speed of the disk path %s is not measured: %s are free and %s are needed; free space there, or set "
+            "disk.paths to a folder with more room.",
+            folder,
+            format_bytes(room),
+            format_bytes(_LEAST_ROOM_BYTES),
+        )
+        return None
+    buffer_bytes = min(_BUFFER_BYTES, memory // 4 // _LEAST_BUFFER_BYTES * _LEAST_BUFFER_BYTES)
+    if buffer_bytes == 0:
+        logger.info(
+            "the speed of the disk path %s is not measured: %s of memory are available and %s are needed; give the "
+            "process more memory.",
+            folder,
+            format_bytes(memory),
+            format_bytes(4 * _LEAST_BUFFER_BYTES),
+        )
+        return None
+    blocks = min(_AREA_BYTES, room // 2) // _BLOCK_BYTES
+    with warnings.catch_warnings():
+        # What is to be said about the folder is said when the tier that trains is opened.
+        warnings.simplefilter("ignore")
+        tier = DiskTier([folder], Budget(Tier.DISK, blocks * _BLOCK_BYTES), block_bytes=_BLOCK_BYTES)
+    try:
+        return _disk_rates(_DiskCourse(tier, blocks, buffer_bytes))
+    finally:
+        tier.close()
+
+
+class _DiskCourse:
+    """A slot of the tier that is measured, cut into blocks, with buffers for both directions that are used in turns."""
+
+    def __init__(self, tier: DiskTier, blocks: int, buffer_bytes: int) -> None:
+        self.blocks = blocks
+        self._tier = tier
+        self._slot = tier.new(blocks * _BLOCK_BYTES, Tag.STAGING, "the measurement of the disk")
+        buffers = anonymous_run(buffer_bytes, "the measurement of the disk").tensor().view(-1, _BLOCK_BYTES)
+        # Bytes that do not compress, in memory that has been touched.
+        buffers.copy_(torch.frombuffer(bytearray(os.urandom(_BLOCK_BYTES)), dtype=torch.uint8))
+        self._read_into, self._written_from = buffers.chunk(2)
+
+    def seconds(self, read: range, written: range) -> float:
+        """The time to read and to write these blocks, block by block in turns if both."""
+        self._settle()
+        begin = time.perf_counter()
+        transfers = []
+        for into, out in zip_longest(read, written):
+            if out is not None:
+                source = self._written_from[out % len(self._written_from)]
+                transfers.append(self._tier.store(self._slot, out * _BLOCK_BYTES, source))
+            if into is not None:
+                target = self._read_into[into % len(self._read_into)]
+                transfers.append(self._tier.load(self._slot, into * _BLOCK_BYTES, target))
+        for transfer in transfers:
+            transfer.wait()
+        self._settle()
+        return time.perf_counter() - begin
+
+    def _settle(self) -> None:
+        """Sends what the page cache holds to the disk and empties it; there is nothing in it of direct transfers."""
+        if not self._tier.direct:
+            for piece in self._tier.pieces(self._slot):
+                os.fdatasync(piece.fd)
+                os.posix_fadvise(piece.fd, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _disk_rates(course: _DiskCourse) -> LinkRates:
+    nothing = range(0)
+    # A slice takes about as long on any disk. The first blocks tell how large that is.
+    wish = _PILOT * _SLICE_S / course.seconds(nothing, range(_PILOT))
+    size = max(_LEAST_SLICE, min(_GREATEST_SLICE, course.blocks // 2, int(wish)))
+    # A very slow one gets along with the blocks it has: two slices, one to read and one to write at the same time.
+    slices = course.blocks // size if wish >= 1 else 2
+    # Fresh blocks are slower to write than those that have been written, and cannot be read.
+    course.seconds(nothing, range(_PILOT, size * slices))
+    times: list[tuple[float, float, float]] = []
+    deadline = time.perf_counter() + _DISK_S
+    while not times or (len(times) < _ROUNDS and time.perf_counter() < deadline):
+        first, second = (range(at % slices * size, (at % slices + 1) * size) for at in (len(times), len(times) + 1))
+        times.append((course.seconds(first, nothing), course.seconds(nothing, first), course.seconds(first, second)))
+    return _link_rates(times, size * _BLOCK_BYTES)
+
+
+def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRates:
+    """The median rates of rounds in which `nbytes` were read, then written, then both."""
+    read, write, both = (statistics.median(column) for column in zip(*times, strict=True))
+    return LinkRates(nbytes / read, nbytes / write, 2 * nbytes / both)
+
+
+# ---- updates -------------------------------------------------------------------------------------------------------
+
+
+def measure_cpu_update(threads: int) -> float:
+    """Parameters per second of torch's fused fp32 AdamW with so many threads; torch's own number is as before.
+
+    Args:
+        threads: positive.
+
+    Raises:
+        BudgetError: the machine gives no memory.
+    """
+    assert threads > 0, f"an update with {threads} threads"
+    nbytes = max(_LEAST_UPDATE_BYTES, min(_UPDATE_BYTES, available_bytes() // 4 // _BLOCK_BYTES * _BLOCK_BYTES))
+    # Huge pages, as those that training updates.
+    parts = anonymous_run(nbytes, "the measurement of updates").tensor().view(torch.float32).chunk(4)
+    before = torch.get_num_threads()
+    try:
+        if threads != before:
+            torch.set_num_threads(threads)
+        update = _updater(parts)
+        return parts[0].numel() / statistics.median(_timed(update) for _ in range(_UPDATE_PASSES))
+    finally:
+        if threads != before:
+            torch.set_num_threads(before)
+
+
+def _updater(parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+    """One update of a parameter, over its value, gradient and moments; has been called once."""
+    param, grad, average, square = parts
+    for tensor, value in zip(parts, (0.1, 1e-3, 1e-4, 1e-6), strict=True):
+        tensor.fill_(value)
+    step = torch.zeros((), dtype=torch.float32, device=param.device)
+
+    @torch.no_grad()
+    def update() -> None:
+        # The function and not the class: hooks that others have put on all optimizers must not run.
+        adamw(
+            [param],
+            [grad],
+            [average],
+            [square],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=1e-4,
+            weight_decay=0.01,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    update()
+    return update
+
+
+def _timed(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+# ---- device --------------------------------------------------------------------------------------------------------
+
+
+def measure_device(device: torch.device) -> DeviceRates:
+    """The rates of a CUDA device: its link, pinned and pageable, and updates on it.
+
+    Raises:
+        BudgetError: the machine gives no memory.
+        RuntimeError: the device has no memory left (`torch.OutOfMemoryError`), or failed.
+    """
+    # Never closed: that would lift the limit on the card which the tier that trains has set.
+    tier = CudaTier(device)
+    run = anonymous_run(2 * _BUFFER_BYTES, "the measurement of a device link")
+    pageable = _device_link(tier, run, _PAGEABLE_COPIES)
+    pinned: LinkRates | None = None
+    try:
+        unpin = register_pinned(run.address, run.nbytes)
+    except OSError as error:
+        logger.info("the pinned link of %s is not measured: %s.", tier.device, error)
+    else:
+        try:
+            pinned = _device_link(tier, run, _PINNED_COPIES)
+        finally:
+            unpin()
+    return DeviceRates(pinned, pageable, _device_update_rate(tier.device))
+
+
+def _device_link(tier: CudaTier, run: MappedRun, copies: int) -> LinkRates:
+    into, out = run.tensor().fill_(1).view(2, -1, _BLOCK_BYTES)
+    on_device = torch.ones(2, _BLOCK_BYTES, dtype=torch.uint8, device=tier.device)
+
+    def seconds(read: int, written: int) -> float:
+        torch.cuda.current_stream(tier.device).synchronize()
+        begin = time.perf_counter()
+        transfers = []
+        for index in range(max(read, written)):
+            if index < read:
+                transfers.append(tier.copy_in(on_device[0], into[index % len(into)]))
+            if index < written:
+                transfers.append(tier.copy_out(out[index % len(out)], on_device[1]))
+        for transfer in transfers:
+            transfer.wait()
+        return time.perf_counter() - begin
+
+    # The first time, streams are made and memory is touched.
+    seconds(2, 2)
+    times = [(seconds(copies, 0), seconds(0, copies), seconds(copies, copies)) for _ in range(_LINK_ROUNDS)]
+    return _link_rates(times, copies * _BLOCK_BYTES)
+
+
+def _device_update_rate(device: torch.device) -> float:
+    parts = torch.empty(_DEVICE_UPDATE_BYTES // 4, dtype=torch.float32, device=device).chunk(4)
+    with torch.cuda.device(device):
+        update = _updater(parts)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(_UPDATE_PASSES):
+            update()
+        end.record()
+        end.synchronize()
+    return parts[0].numel() * _UPDATE_PASSES / (float(begin.elapsed_time(end)) / 1e3)

@@ -1,0 +1,152 @@
+"""The time that two directions take together, and the form of a profile in a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptm_accel.hardware.profile import FORMAT, HardwareProfile, LinkRates, from_json, to_json
+from tests.hardware.machines import CARD, DISK, HERE, LINK, PROFILE
+
+RATE = st.floats(1e6, 1e12)
+AMOUNT = st.floats(0, 1e12)
+LINKS = st.builds(LinkRates, RATE, RATE, RATE)
+JUST_ABOVE = 1 + 1e-9
+
+
+@given(LINKS, AMOUNT, AMOUNT)
+def test_both_take_between_the_longer_and_one_after_the_other(link: LinkRates, read: float, written: float) -> None:
+    reading, writing = read / link.read_bytes_s, written / link.write_bytes_s
+    assert max(reading, writing) <= link.seconds(read, written) <= (reading + writing) * JUST_ABOVE
+
+
+@given(LINKS, AMOUNT)
+def test_one_direction_alone_takes_its_own_rate(link: LinkRates, amount: float) -> None:
+    assert link.seconds(amount, 0) == amount / link.read_bytes_s
+    assert link.seconds(0, amount) == amount / link.write_bytes_s
+
+
+@given(LINKS, AMOUNT, AMOUNT, AMOUNT)
+def test_more_never_takes_less(link: LinkRates, read: float, written: float, more: float) -> None:
+    least = link.seconds(read, written)
+    assert link.seconds(read + more, written) * JUST_ABOVE >= least
+    assert link.seconds(read, written + more) * JUST_ABOVE >= least
+
+
+@given(LINKS, AMOUNT, AMOUNT, AMOUNT, AMOUNT)
+def test_two_moves_together_never_take_longer_than_apart(
+    link: LinkRates, read: float, written: float, read_too: float, written_too: float
+) -> None:
+    apart = link.seconds(read, written) + link.seconds(read_too, written_too)
+    assert link.seconds(read + read_too, written + written_too) <= apart * JUST_ABOVE
+
+
+@given(RATE, RATE, st.floats(0, 1), st.floats(1, 1e12))
+def test_equal_amounts_take_what_was_measured(read: float, write: float, shared: float, amount: float) -> None:
+    """Whatever a link can do between duplex and turns, `both_bytes_s` says it, and comes back."""
+    longer, shorter = max(1 / read, 1 / write), min(1 / read, 1 / write)
+    both = 2 / (longer + shared * shorter)
+    link = LinkRates(read, write, both)
+    assert link.seconds(amount, amount) == pytest.approx(2 * amount / both)
+
+
+@given(LINKS, AMOUNT, AMOUNT)
+def test_the_fastest_rate_bounds_the_total(link: LinkRates, read: float, written: float) -> None:
+    fastest = max(link.read_bytes_s + link.write_bytes_s, link.both_bytes_s)
+    assert link.seconds(read, written) * JUST_ABOVE >= (read + written) / fastest
+
+
+@given(LINKS, AMOUNT, AMOUNT)
+def test_a_link_no_faster_with_both_takes_turns(link: LinkRates, read: float, written: float) -> None:
+    turns = 2 / (1 / link.read_bytes_s + 1 / link.write_bytes_s)
+    slow = replace(link, both_bytes_s=min(link.both_bytes_s, turns * (1 - 1e-9)))
+    assert slow.seconds(read, written) == pytest.approx(read / link.read_bytes_s + written / link.write_bytes_s)
+
+
+@pytest.mark.parametrize(
+    ("link", "read", "written", "seconds"),
+    [
+        # Duplex: the shorter hides.
+        (LinkRates(2.0, 2.0, 4.0), 8, 6, 4.0),
+        (LinkRates(1.0, 10.0, 2.0), 5, 50, 5.0),
+        # Half way: 8 of each take 6 s where 4 would be duplex and 8 would be turns.
+        (LinkRates(2.0, 2.0, 16 / 6), 8, 8, 6.0),
+        (LinkRates(2.0, 2.0, 16 / 6), 8, 4, 5.0),
+        # A disk: turns, although the rate of both lies above that of reading.
+        (LinkRates(4.0, 8.0, 16 / 3), 8, 8, 3.0),
+        (LinkRates(4.0, 8.0, 16 / 3), 8, 0, 2.0),
+    ],
+)
+def test_examples(link: LinkRates, read: int, written: int, seconds: float) -> None:
+    assert link.seconds(read, written) == pytest.approx(seconds)
+
+
+def test_rates_that_cannot_be_are_refused() -> None:
+    with pytest.raises(AssertionError, match="rates of a link"):
+        LinkRates(1e9, 0.0, 1e9)
+
+
+def test_a_profile_comes_back_from_its_text() -> None:
+    assert from_json(to_json(PROFILE), HERE) == PROFILE
+
+
+@pytest.mark.parametrize(
+    "field", [{"cores": 8}, {"torch": "2.12.0"}, {"kernel": "6.1"}, {"gpus": ""}, {"driver": "551"}, {"memory_gib": 17}]
+)
+def test_a_profile_of_another_machine_is_none(field: dict[str, Any]) -> None:
+    other = replace(HERE, **field)
+    assert from_json(to_json(PROFILE), other) is None
+    assert other.digest() != HERE.digest()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "7", "null", "{}", "[" * 100_000, to_json(PROFILE)[:-20], json.dumps({"format": FORMAT})]
+)
+def test_what_is_no_profile_is_none(text: str) -> None:
+    assert from_json(text, HERE) is None
+
+
+def test_another_format_is_none() -> None:
+    found = json.loads(to_json(PROFILE))
+    found["format"] = FORMAT - 1
+    assert from_json(json.dumps(found), HERE) is None
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, "fast", None, True, [1], float("nan"), float("inf"), 10**400])
+def test_entries_that_make_no_sense_are_left_out(bad: Any) -> None:
+    found = json.loads(to_json(PROFILE))
+    found["disks"]["bad"] = {"read_bytes_s": 1e9, "write_bytes_s": bad, "both_bytes_s": 1e9}
+    found["disks"]["short"] = {"read_bytes_s": 1e9}
+    found["disks"]["none"] = bad
+    found["devices"]["bad"] = {"pinned": None, "pageable": bad, "update_params_s": 1e9}
+    found["devices"]["Card X"]["pinned"]["read_bytes_s"] = bad
+    found["cpu_update_params_s"] |= {"4": bad, "many": 1e9, "²": 1e9}
+    read = from_json(json.dumps(found), HERE)
+    assert read is not None
+    assert read.disks == PROFILE.disks
+    assert read.cpu_update_params_s == PROFILE.cpu_update_params_s
+    assert read.devices == {**PROFILE.devices, "Card X": replace(CARD, pinned=None)}
+
+
+@pytest.mark.parametrize("name", ["disks", "devices", "cpu_update_params_s"])
+def test_a_part_that_is_missing_is_empty(name: str) -> None:
+    found = json.loads(to_json(PROFILE))
+    del found[name]
+    read = from_json(json.dumps(found), HERE)
+    assert read is not None
+    assert getattr(read, name) == {}
+
+
+def test_merged_takes_the_newer_of_what_both_have() -> None:
+    newer = HardwareProfile(
+        fingerprint=HERE, disks={"254:0 ext4 /dev/vda": LINK, "other": DISK}, cpu_update_params_s={2: 5e9}
+    )
+    both = PROFILE.merged(newer)
+    assert both.disks == {"254:0 ext4 /dev/vda": LINK, "other": DISK}
+    assert both.devices == PROFILE.devices
+    assert both.cpu_update_params_s == {1: 2e9, 2: 5e9}

@@ -1,0 +1,170 @@
+"""The file in the cache: where it lies, what is taken from it, and that nothing about it can fail a run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ptm_accel.hardware import store as store_module
+from ptm_accel.hardware.profile import HardwareProfile
+from ptm_accel.hardware.store import ProfileStore, cache_directory
+from tests.hardware.machines import DISK, HERE, LINK, PROFILE
+
+EMPTY = HardwareProfile(fingerprint=HERE)
+KEY = "254:0 ext4 /dev/vda"
+
+
+@pytest.fixture(autouse=True)
+def _hear(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ptm_accel.hardware")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert cache_directory({"PTM_ACCEL_CACHE": "/own", "XDG_CACHE_HOME": "/xdg"}) == Path("/own")
+    assert cache_directory({"PTM_ACCEL_CACHE": "own"}) == Path.cwd() / "own"
+    assert cache_directory({"PTM_ACCEL_CACHE": "", "XDG_CACHE_HOME": "/xdg"}) == Path("/xdg/ptm_accel")
+    assert cache_directory({"XDG_CACHE_HOME": "relative"}) == Path("/home/ada/.cache/ptm_accel")
+    assert cache_directory({}) == Path("/home/ada/.cache/ptm_accel")
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    assert cache_directory({}) is None
+    store = ProfileStore(HERE, None)
+    with store.alone():
+        store.add(PROFILE)
+    assert store.read() == EMPTY
+
+
+def test_what_is_added_is_read_by_others_and_nothing_else_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "cache"
+    ProfileStore(HERE, folder).add(PROFILE)
+    store = ProfileStore(HERE, folder)
+    assert store.read() == PROFILE
+    store.add(HardwareProfile(fingerprint=HERE, disks={"other": LINK}))
+    assert ProfileStore(HERE, folder).read().disks == {KEY: DISK, "other": LINK}
+    assert [entry.name for entry in folder.iterdir()] == [f"hardware-{HERE.digest()}.json"]
+
+
+def test_machines_that_share_a_folder_keep_their_own(tmp_path: Path) -> None:
+    other = replace(HERE, cpu="Abacus 10")
+    ProfileStore(HERE, tmp_path).add(PROFILE)
+    ProfileStore(other, tmp_path).add(HardwareProfile(fingerprint=other, disks={KEY: LINK}))
+    assert ProfileStore(HERE, tmp_path).read() == PROFILE
+    assert ProfileStore(other, tmp_path).read().disks == {KEY: LINK}
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 0}', b"[]"])
+def test_a_damaged_file_is_ignored_said_and_replaced(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ProfileStore(HERE, tmp_path)
+    assert store.path is not None
+    store.path.write_bytes(damage)
+    assert store.read() == EMPTY
+    assert "measured again" in caplog.text
+    assert str(store.path) in caplog.text
+    store.add(PROFILE)
+    assert store.read() == PROFILE
+
+
+def test_a_file_of_another_machine_is_ignored(tmp_path: Path) -> None:
+    ProfileStore(HERE, tmp_path).add(PROFILE)
+    mine, theirs = ProfileStore(replace(HERE, torch="3.0"), tmp_path), ProfileStore(HERE, tmp_path)
+    assert mine.path is not None
+    assert theirs.path is not None
+    theirs.path.rename(mine.path)
+    assert mine.read() == HardwareProfile(fingerprint=mine.fingerprint)
+
+
+def test_a_file_that_is_a_folder_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = ProfileStore(HERE, tmp_path)
+    assert store.path is not None
+    store.path.mkdir()
+    store.add(PROFILE)
+    assert store.read() == EMPTY
+    assert "cannot be read" in caplog.text
+    assert list(tmp_path.iterdir()) == [store.path]
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    store = ProfileStore(HERE, blocked / "cache")
+    entered = 0
+    for _ in range(2):
+        with store.alone():
+            entered += 1
+        store.add(PROFILE)
+    assert entered == 2
+    said = [record.getMessage() for record in caplog.records if "cannot be kept" in record.getMessage()]
+    assert said == [
+        f"the hardware profile cannot be kept in {blocked / 'cache'} (Not a directory): it is measured in each "
+        f"process anew; set PTM_ACCEL_CACHE to a folder that can be written to."
+    ]
+
+
+def _no_room(source: str, target: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _interrupted(source: str, target: Path) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ProfileStore(HERE, tmp_path)
+    store.add(PROFILE)
+    monkeypatch.setattr(store_module.os, "replace", _no_room)
+    store.add(HardwareProfile(fingerprint=HERE, disks={KEY: LINK}))
+    assert store.read() == PROFILE
+    assert list(tmp_path.iterdir()) == [store.path]
+
+
+def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module.os, "replace", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ProfileStore(HERE, tmp_path).add(PROFILE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_measures_at_a_time(tmp_path: Path) -> None:
+    store = ProfileStore(HERE, tmp_path)
+    assert store.path is not None
+    with store.alone(), open(store.path.with_suffix(".lock")) as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(store.path.with_suffix(".lock")) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _never(fd: int, operation: int) -> None:
+    raise BlockingIOError
+
+
+def _unknown(fd: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("flock", [_never, _unknown])
+def test_a_lock_that_cannot_be_had_does_not_stop_anyone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flock: Callable[[int, int], None]
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(store_module, "_PATIENCE_S", 0.1)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    store = ProfileStore(HERE, tmp_path)
+    with store.alone():
+        store.add(PROFILE)
+    assert store.read() == PROFILE
+    assert len(os.listdir("/proc/self/fd")) == descriptors
