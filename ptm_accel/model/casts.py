@@ -133,7 +133,7 @@ class CastCache:
         """A copy for one op: of a frozen parameter, of a view of one, or without gradients."""
         if torch.is_grad_enabled():
             copy = self._copy(tensor, slot, dtype)
-            self._cached.single.append(copy.untyped_storage().data_ptr())
+            self._cached.single.append(self._table.address(copy))
             return copy
         with self._pool.room.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
             copy = tensor.to(dtype)

@@ -64,8 +64,7 @@ class _Pack:
         self._other = other
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        # Subclasses (fake tensors while something is being traced, quantised ones) have no storage to ask for.
-        if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        if type(tensor) in self.table.kinds:
             source = self.table.find(tensor)
             if source is not None:
                 return SavedView(source, tensor)

@@ -20,23 +20,31 @@ class ExtentTable:
     Keyed by address, and addresses are reused: an entry counts only as long as the very storage it was made for lives.
     """
 
+    kinds: tuple[type, ...] = (torch.Tensor, nn.Parameter)
+    """The types of the tensors that lie in extents. Subclasses (quantised tensors, fake ones while something is being
+    traced) have no storage to ask for."""
+
+    @staticmethod
+    def address(tensor: torch.Tensor) -> int:
+        """What `tensor`'s storage is known by."""
+        return tensor.untyped_storage().data_ptr()
+
     def __init__(self) -> None:
         self._by_address: dict[int, tuple[ParamSlot | CastSource, StorageWeakRef]] = {}
 
     def add(self, tensor: torch.Tensor, source: ParamSlot | CastSource) -> int:
         """Notes that `tensor`'s storage holds the values of `source`; returns its address."""
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        self._by_address[address] = (source, StorageWeakRef(storage))
+        address = self.address(tensor)
+        self._by_address[address] = (source, StorageWeakRef(tensor.untyped_storage()))
         return address
 
     def remove(self, tensor: torch.Tensor) -> None:
         """Forgets `tensor`'s storage."""
-        self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
+        self._by_address.pop(self.address(tensor), None)
 
     def find(self, tensor: torch.Tensor) -> ParamSlot | CastSource | None:
         """The source whose values lie in `tensor`'s storage, if any."""
-        address = tensor.untyped_storage().data_ptr()
+        address = self.address(tensor)
         known = self._by_address.get(address)
         if known is None:
             return None
