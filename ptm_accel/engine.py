@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError
+from ptm_accel.hardware.profile import side_by_side
+from ptm_accel.hardware.rates import disk_rates
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.heap import Glibc, HeapTide
@@ -81,7 +83,7 @@ class Engine:
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.optimizer: PagedOptimizer | None = None
         self.gradients: Gradients | None = None
-        self.metrics = Metrics(memory)
+        self.metrics = Metrics(memory, self.run_ahead.tally)
         self._finaliser = weakref.finalize(model, _close_unasked, memory)
 
     # ---- beginning and end -----------------------------------------------------------------------------------
@@ -188,6 +190,8 @@ class Engine:
         self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         heap = self._watch_heap()
         self._decide_to_plan()
+        if self.run_ahead.enabled and pool.home is self.memory.disk:
+            self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
         left = 0
         for slot in self.slots:
             if slot.param in blank or slot.param in values:

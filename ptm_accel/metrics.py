@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+import time
+from dataclasses import dataclass, replace
 
+from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
+from ptm_accel.schedule.bound import StepCost, lower_bound_s
+from ptm_accel.schedule.tally import Tally
 from ptm_accel.units import format_bytes
 
 _GIB = float(1 << 30)
@@ -24,6 +29,11 @@ class Reading:
     disk_read_bytes: int
     disk_written_bytes: int
     stall_s: float
+    tally: Tally
+
+
+_WARM_UP = 3
+"""Steps before plans are carried out and memory has been touched; they are no part of the summary's times."""
 
 
 class Metrics:
@@ -31,12 +41,37 @@ class Metrics:
 
     Args:
         memory: the tiers.
+        tally: what passes and updates take.
+
+    Attributes:
+        steps: how many have ended.
+        rates: of the link between the compute tier and its home, where they are known.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, tally: Tally | None = None) -> None:
         self._memory = memory
+        self._tally = tally if tally is not None else Tally()
+        self.rates: LinkRates | None = None
         self.steps = 0
+        self._ended_s: float | None = None
+        self._steps_s: list[float] = []
         self._last = self.read()
+        self._warm: Reading | None = None
+
+    def step_ended(self) -> None:
+        """Counts a step of training."""
+        now = time.perf_counter()
+        if self._ended_s is not None:
+            self._steps_s.append(now - self._ended_s)
+        self._ended_s = now
+        self.steps += 1
+        if self.steps == _WARM_UP:
+            self._warm = self.read()
+            self._steps_s.clear()
+
+    def rest(self) -> None:
+        """Training pauses: what comes until the next step is no part of it."""
+        self._ended_s = None
 
     def read(self) -> Reading:
         """The totals now."""
@@ -51,6 +86,7 @@ class Metrics:
             disk_read_bytes=disk.bytes_read if disk is not None else 0,
             disk_written_bytes=disk.bytes_written if disk is not None else 0,
             stall_s=stats.stall_s,
+            tally=replace(self._tally),
         )
 
     def peaks(self) -> dict[Tier, int]:
@@ -71,14 +107,53 @@ class Metrics:
             keys["ptm_disk_read_gib"] = round((now.disk_read_bytes - before.disk_read_bytes) / steps / _GIB, 4)
             keys["ptm_disk_written_gib"] = round((now.disk_written_bytes - before.disk_written_bytes) / steps / _GIB, 4)
         keys["ptm_stall_s"] = round((now.stall_s - before.stall_s) / steps, 4)
+        bound = self._bound_s(before, now)
+        if bound is not None:
+            keys["ptm_bound_s"] = round(bound, 4)
         return keys
+
+    def _bound_s(self, before: Reading, now: Reading) -> float | None:
+        """The least that a step between two readings could have taken; None where that is not known."""
+        steps = now.steps - before.steps
+        first, last = before.tally, now.tally
+        if self.rates is None or steps <= 0 or last.passes == first.passes:
+            return None
+        cost = StepCost(
+            forward_s=(last.compute_s - first.compute_s) / steps,
+            backward_s=0.0,
+            update_s=(last.update_s - first.update_s) / steps,
+            read_bytes=(now.loaded_bytes - before.loaded_bytes) / steps,
+            written_bytes=(now.stored_bytes - before.stored_bytes) / steps,
+        )
+        return lower_bound_s(cost, self.rates)
+
+    def _limit_bytes(self, tier: Tier) -> int:
+        pool = self._memory.pool
+        return pool.room.limit_bytes if tier is pool.budget.tier else self._memory.budgets[tier].capacity_bytes
+
+    def times(self) -> str | None:
+        """The time of a step beside its lower bound, and of a pass beside what was foretold; None if not known."""
+        if self._warm is None or not self._steps_s:
+            return None
+        now = self.read()
+        bound = self._bound_s(self._warm, now)
+        if bound is None or not bound:
+            return None
+        step = statistics.median(self._steps_s)
+        text = f"step {step:.3f} s (median), {step / bound:.2f} times its lower bound of {bound:.3f} s"
+        first, last = self._warm.tally, now.tally
+        passes = last.foretold - first.foretold
+        if passes:
+            took, said = last.foretold_took_s - first.foretold_took_s, last.foretold_s - first.foretold_s
+            text += f"; pass {took / passes:.3f} s, foretold {said / passes:.3f} s"
+        return text
 
     def summary(self) -> str:
         """One line for the end of training."""
         now = self.read()
         steps = max(now.steps, 1)
         peaks = ", ".join(
-            f"{tier.value} {format_bytes(n)} of {format_bytes(self._memory.budgets[tier].capacity_bytes)}"
+            f"{tier.value} {format_bytes(n)} of {format_bytes(self._limit_bytes(tier))}"
             for tier, n in self.peaks().items()
         )
         disk = ""
@@ -87,7 +162,8 @@ class Metrics:
                 f"; disk read {format_bytes(now.disk_read_bytes // steps)} and written "
                 f"{format_bytes(now.disk_written_bytes // steps)} a step"
             )
+        times = self.times()
         return (
             f"{now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults and {now.hits / steps:.1f} hits a "
-            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}"
+            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}{'; ' + times if times else ''}"
         )

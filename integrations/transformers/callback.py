@@ -23,8 +23,22 @@ class PTMCallback(TrainerCallback):
         """
         engine = _engine(kwargs.get("model"))
         if engine is not None:
-            engine.metrics.steps += 1
+            engine.metrics.step_ended()
             engine.zero_grad()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What was between two trainings is no part of a step's time."""
+        _rest(kwargs.get("model"))
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Nor is an evaluation."""
+        _rest(kwargs.get("model"))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Nor is a checkpoint."""
+        _rest(kwargs.get("model"))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -38,6 +52,12 @@ class PTMCallback(TrainerCallback):
             engine.zero_grad()
             engine.settle()
             logger.info("%s", engine.metrics.summary())
+
+
+def _rest(model: nn.Module | None) -> None:
+    engine = _engine(model)
+    if engine is not None:
+        engine.metrics.rest()
 
 
 def _engine(model: nn.Module | None) -> Engine | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -61,6 +61,18 @@ class LinkRates:
         """
         reading, writing = read_bytes / self.read_bytes_s, written_bytes / self.write_bytes_s
         return max(reading, writing) + self.shared * min(reading, writing)
+
+
+def side_by_side(links: Sequence[LinkRates | None]) -> LinkRates | None:
+    """The rates of links that bytes are dealt out to in proportion to their speed; None if one is not known."""
+    known = [link for link in links if link is not None]
+    if not known or len(known) < len(links):
+        return None
+    return LinkRates(
+        sum(link.read_bytes_s for link in known),
+        sum(link.write_bytes_s for link in known),
+        sum(link.both_bytes_s for link in known),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,14 @@ from typing import Protocol
 import torch
 
 from ptm_accel.errors import BudgetError, ScheduleError
+from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.schedule.actions import Action, Move, Plan
 from ptm_accel.schedule.plan import plan_pass
+from ptm_accel.schedule.simulate import Simulation, simulate
+from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace, Use
 from ptm_accel.schedule.updates import with_updates
 
@@ -35,8 +38,14 @@ _JOIN_WITHIN = 64
 _DEPARTURES = 0.05
 """The share of accesses that may differ from the trace before it is written down anew."""
 
-_AHEAD_SHARE = 0.25
-"""The share of the budget that may be held for what is not used yet."""
+_AHEAD_SHARES = (0.4, 0.25, 0.15, 0.1, 0.05)
+"""The shares of the budget that may be held for what is not used yet, of which the simulation chooses one."""
+
+_AHEAD_UNKNOWN = 0.25
+"""The one that is taken where the link has not been measured."""
+
+_AS_GOOD = 1.01
+"""Of shares whose times differ by less than this factor the largest is taken: it makes up for what is not foreseen."""
 
 _CAPACITY_GRAIN = 64
 """A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
@@ -53,6 +62,7 @@ class Route:
         plan: what to start when; None where none can be made.
         capacity_bytes: the budget that the plan was made for.
         recorded: the trace as it was recorded, without updates.
+        simulated: what the plan should come to; None where the link has not been measured.
         places: the accesses of each item, ascending, by the item's name.
         rank: how many accesses of the pass itself come before each access; the last entry is their number.
     """
@@ -61,6 +71,7 @@ class Route:
     plan: Plan | None
     capacity_bytes: int
     recorded: Trace
+    simulated: Simulation | None = None
     places: dict[str, list[int]] = field(default_factory=dict)
     rank: list[int] = field(default_factory=lambda: [0])
 
@@ -115,6 +126,8 @@ class RunAhead:
         routes: what is known, by kind of pass.
         departures: accesses that were not where the trace had them, since the beginning.
         beside: is given its turn at each access.
+        rates: of the link between the compute tier and the home; None where they are not known.
+        tally: what passes and updates have taken.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -123,6 +136,8 @@ class RunAhead:
         self.routes: dict[Hashable, Route] = {}
         self.departures = 0
         self.beside: Beside | None = None
+        self.rates: LinkRates | None = None
+        self.tally = Tally()
         self._pool = pool
         self._tensors: dict[str, PagedTensor] = {}
         self._updates: dict[str, list[Item]] = {}
@@ -132,8 +147,8 @@ class RunAhead:
         self._strays = 0
         self._coming: deque[PagedTensor] = deque()
         self._going: deque[PagedTensor] = deque()
-        self._excluded_s = 0.0
         self._with_updates = False
+        self._began_s = 0.0
 
     # ---- passes ----------------------------------------------------------------------------------------------
 
@@ -154,6 +169,7 @@ class RunAhead:
         if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
             route = self.routes[key] = self._planned(route.recorded, updates=updates)
         self._with_updates = updates
+        self._began_s = time.perf_counter()
         self._recorder = Recorder(key, self._now_s())
         self._route, self._position, self._strays = route, 0, 0
         self._pool.adviser = self
@@ -164,9 +180,20 @@ class RunAhead:
         self.give_up()
         if recorder is None:
             return
+        self._count(recorder, route)
         departed = route is not None and self._strays > _DEPARTURES * route.rank[-1]
         if len(recorder) and (route is None or departed):
             self.routes[recorder.key] = self._planned(recorder.finish(self._now_s()), updates=self._with_updates)
+
+    def _count(self, recorder: Recorder, route: Route | None) -> None:
+        tally, took_s = self.tally, time.perf_counter() - self._began_s
+        tally.passes += 1
+        tally.passes_s += took_s
+        tally.compute_s += self._now_s() - recorder.began_s
+        if route is not None and route.simulated is not None:
+            tally.foretold += 1
+            tally.foretold_s += route.simulated.seconds
+            tally.foretold_took_s += took_s
 
     def give_up(self) -> None:
         """The pass was torn down by an exception: what was seen of it says nothing."""
@@ -190,11 +217,14 @@ class RunAhead:
         """
         self._updates = {name: [Item(t.name, t.slot_bytes) for t in tensors] for name, tensors in used.items()}
         for tensors in used.values():
+            self.tally.updated_bytes += tensors[-1].slot_bytes
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
 
     def exclude(self, seconds: float) -> None:
-        """Time that the thread has spent on something else than the pass."""
-        self._excluded_s += seconds
+        """Time that the thread has spent on updates, waiting left out."""
+        self.tally.update_s += seconds
+        if self.beside is not None:
+            self.tally.beside_s += seconds
 
     def sends_for(self, parameter: str) -> bool:
         """Whether the plan that is being carried out brings in what the update of a parameter needs."""
@@ -206,9 +236,19 @@ class RunAhead:
         return places is not None and places[0] > 0 and route.trace.accesses[places[0] - 1].update
 
     def _planned(self, recorded: Trace, *, updates: bool) -> Route:
+        """The best plan for a pass: of those that hold more or less ahead, one that is simulated to take least."""
         capacity = self._pool.budget.capacity_bytes
-        largest = max((item.nbytes for item in recorded.items), default=0)
-        ahead = max(int(capacity * _AHEAD_SHARE), 2 * largest)
+        shares = (_AHEAD_UNKNOWN,) if self.rates is None else _AHEAD_SHARES
+        routes = [self._planned_with(recorded, int(capacity * share), updates=updates) for share in shares]
+        times = [route.simulated.seconds for route in routes if route.simulated is not None]
+        if not times:
+            return routes[0]
+        least = min(times) * _AS_GOOD
+        return next(route for route in routes if route.simulated is not None and route.simulated.seconds <= least)
+
+    def _planned_with(self, recorded: Trace, ahead: int, *, updates: bool) -> Route:
+        capacity = self._pool.budget.capacity_bytes
+        ahead = max(ahead, 2 * max((item.nbytes for item in recorded.items), default=0))
         trace = recorded
         if updates:
             # Beside the one that is carried out there must be room for the next, and for what the pass holds.
@@ -218,10 +258,15 @@ class RunAhead:
         except ScheduleError:
             # What was held when the trace was made does not fit what there is now; paging on demand still may.
             plan = None
-        return Route(trace, plan, capacity, recorded)
+        simulated = None
+        if plan is not None and self.rates is not None:
+            tally = self.tally
+            update_s = tally.beside_s / tally.updated_bytes if tally.updated_bytes else 0.0
+            simulated = simulate(trace, plan, self.rates, lambda gradient: gradient.nbytes * update_s)
+        return Route(trace, plan, capacity, recorded, simulated)
 
     def _now_s(self) -> float:
-        return time.perf_counter() - self._pool.stats.stall_s - self._excluded_s
+        return time.perf_counter() - self._pool.stats.stall_s - self.tally.update_s
 
     # ---- accesses --------------------------------------------------------------------------------------------
 

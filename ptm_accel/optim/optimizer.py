@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -116,7 +117,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             # What stays in the compute tier is read without anybody being asked, and has nothing to wait for.
             later = [entry for entry in work if entry[1].slot.value.movable and not entry[1].empty]
             work = [entry for entry in work if not entry[1].slot.value.movable or entry[1].empty]
+        begin = time.perf_counter() - self._pool.stats.stall_s
         self._sweep.run(work, scale)
+        self._run_ahead.exclude(time.perf_counter() - self._pool.stats.stall_s - begin)
         self._updated(work)
         if order is not None and later:
             self._begin_chase(ordered([(group, state, grad.hand_over()) for group, state, grad in later], order), scale)

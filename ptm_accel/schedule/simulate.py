@@ -1,0 +1,200 @@
+"""Carries a plan out on paper: discrete events on a line of compute and a link whose transfers queue in order.
+
+It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored first,
+and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in order, and an
+access waits for what has not arrived. The pass is repeated until it begins as it ends; the last time is reported.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ptm_accel.hardware.profile import LinkRates
+from ptm_accel.schedule.actions import Move, Plan
+from ptm_accel.schedule.trace import Access, Item, Trace, Use
+
+_ROUNDS = 3
+"""How often the pass is gone through; the first begins with an idle link, and clean."""
+
+_TAKES_TURNS = 0.5
+"""A link that shares more than this between its directions is one queue for both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What came of it, for one pass with the updates in it.
+
+    Attributes:
+        seconds: how long it took.
+        compute_s: of that, arithmetic of the pass.
+        update_s: of that, arithmetic of updates.
+        load_stall_s: of that, waiting for something to arrive.
+        room_stall_s: of that, waiting for room, until stores had ended.
+        read_bytes: bytes that came in.
+        written_bytes: bytes that went out.
+        peak_bytes: the most that was there at once, what is held beside the items included.
+        late: accesses that had to wait.
+    """
+
+    seconds: float
+    compute_s: float
+    update_s: float
+    load_stall_s: float
+    room_stall_s: float
+    read_bytes: int
+    written_bytes: int
+    peak_bytes: int
+    late: int
+
+
+def simulate(
+    trace: Trace, plan: Plan, rates: LinkRates, update_s: Callable[[Item], float] = lambda item: 0.0
+) -> Simulation:
+    """The pass, carried out by its plan.
+
+    Args:
+        trace: the pass, with the updates that are carried out beside it.
+        plan: made from it.
+        rates: of the link.
+        update_s: seconds of arithmetic that the update takes which uses a gradient up, by the gradient.
+    """
+    run = _Run(trace, plan, rates, update_s)
+    before = run.totals()
+    for _ in range(_ROUNDS):
+        before = run.totals()
+        run.go_through()
+    after = run.totals()
+    seconds, load_stall_s, room_stall_s, update, read, written, late = (
+        b - a for a, b in zip(before, after, strict=True)
+    )
+    return Simulation(
+        seconds=seconds,
+        compute_s=trace.compute_s,
+        update_s=update,
+        load_stall_s=load_stall_s,
+        room_stall_s=room_stall_s,
+        read_bytes=int(read),
+        written_bytes=int(written),
+        peak_bytes=run.peak_bytes,
+        late=int(late),
+    )
+
+
+class _Run:
+    """The state of the machine on paper."""
+
+    def __init__(self, trace: Trace, plan: Plan, rates: LinkRates, update_s: Callable[[Item], float]) -> None:
+        self._trace = trace
+        self._plan = plan
+        self._rates = rates
+        self._update_s = update_s
+        self._now = 0.0
+        self._reader = self._writer = 0.0
+        self._turns = rates.shared > _TAKES_TURNS
+        self._arrival = dict.fromkeys(plan.resident, 0.0)
+        self._dirty: set[int] = set()
+        self._used = sum(trace.items[item].nbytes for item in plan.resident)
+        # When memory comes free, in order, since stores end in order.
+        self._leaving: deque[tuple[float, int]] = deque()
+        self._stored: dict[int, float] = {}
+        self._coming: deque[int] = deque()
+        self._load_stall = self._room_stall = self._update = self._read = self._written = 0.0
+        self._late = 0
+        self._updated = False
+        self.peak_bytes = 0
+
+    def totals(self) -> tuple[float, ...]:
+        """Running totals: seconds, stalls, updates, bytes, late accesses."""
+        return self._now, self._load_stall, self._room_stall, self._update, self._read, self._written, self._late
+
+    def go_through(self) -> None:
+        """One pass."""
+        self._now += self._trace.lead_s
+        for access, actions in zip(self._trace.accesses, self._plan.starts, strict=True):
+            for action in actions:
+                if action.move is Move.EVICT:
+                    self._evict(action.item)
+                else:
+                    self._coming.append(action.item)
+            self._access(access)
+            self._send(access.held_bytes)
+            self._now += access.compute_s
+
+    def _room(self, held_bytes: int) -> int:
+        while self._leaving and self._leaving[0][0] <= self._now:
+            self._used -= self._leaving.popleft()[1]
+        return self._plan.capacity_bytes - held_bytes - self._used
+
+    def _access(self, access: Access) -> None:
+        item = access.item
+        if item not in self._arrival:
+            self._wait_for_room(self._trace.items[item].nbytes, access.held_bytes)
+            if access.use is Use.CREATE:
+                self._take(item, self._now)
+            else:
+                self._load(item)
+        arrives = self._arrival[item]
+        if arrives > self._now:
+            self._late += 1
+            self._load_stall += arrives - self._now
+            self._now = arrives
+        if access.use is not Use.READ or access.update or self._updated:
+            self._dirty.add(item)
+        self._updated = False
+        self.peak_bytes = max(self.peak_bytes, self._used + access.held_bytes)
+        if access.use is Use.CONSUME:
+            spent = self._update_s(self._trace.items[item])
+            self._update += spent
+            self._now += spent
+            # The parameter that the update writes is read next.
+            self._updated = True
+            self._dirty.discard(item)
+            del self._arrival[item]
+            self._used -= self._trace.items[item].nbytes
+
+    def _wait_for_room(self, nbytes: int, held_bytes: int) -> None:
+        while self._room(held_bytes) < nbytes and self._leaving:
+            ends = self._leaving[0][0]
+            self._room_stall += ends - self._now
+            self._now = ends
+
+    def _take(self, item: int, arrives: float) -> None:
+        self._arrival[item] = arrives
+        self._used += self._trace.items[item].nbytes
+
+    def _send(self, held_bytes: int) -> None:
+        while self._coming:
+            item = self._coming[0]
+            if item not in self._arrival:
+                if self._room(held_bytes) < self._trace.items[item].nbytes:
+                    return
+                self._load(item)
+            self._coming.popleft()
+
+    def _load(self, item: int) -> None:
+        nbytes = self._trace.items[item].nbytes
+        # What is on its way out must be there first.
+        begin = max(self._now, self._reader, self._stored.get(item, 0.0))
+        self._reader = begin + nbytes / self._rates.read_bytes_s
+        if self._turns:
+            self._writer = self._reader
+        self._read += nbytes
+        self._take(item, self._reader)
+
+    def _evict(self, item: int) -> None:
+        if item not in self._arrival:
+            return
+        nbytes = self._trace.items[item].nbytes
+        del self._arrival[item]
+        if item not in self._dirty:
+            self._used -= nbytes
+            return
+        self._dirty.discard(item)
+        self._writer = max(self._now, self._writer) + nbytes / self._rates.write_bytes_s
+        if self._turns:
+            self._reader = self._writer
+        self._written += nbytes
+        self._stored[item] = self._writer
+        self._leaving.append((self._writer, nbytes))

@@ -1,0 +1,32 @@
+"""Running totals of what passes and updates took, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Tally:
+    """Totals since the beginning; differences of two of them describe what lies between.
+
+    Attributes:
+        passes: forwards, each with the backward that followed it.
+        passes_s: from their begin to their end, waiting and updates beside them included.
+        compute_s: of that, their own arithmetic.
+        update_s: the arithmetic of updates, beside a pass or between two.
+        beside_s: of that, since passes are planned, with updates that follow the reading order.
+        updated_bytes: of the gradients that those used up.
+        foretold: passes that had been simulated.
+        foretold_s: what the simulation said of those.
+        foretold_took_s: what they took.
+    """
+
+    passes: int = 0
+    passes_s: float = 0.0
+    compute_s: float = 0.0
+    update_s: float = 0.0
+    beside_s: float = 0.0
+    updated_bytes: int = 0
+    foretold: int = 0
+    foretold_s: float = 0.0
+    foretold_took_s: float = 0.0
