@@ -23,7 +23,8 @@ from types import FrameType
 import torch
 
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.optim.sweep import Cursor, Sweep, Unit, Work
+from ptm_accel.optim.sweep import Sweep
+from ptm_accel.optim.units import Cursor, Unit, Work
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""

@@ -20,7 +20,8 @@ from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.optim.chase import Chase, ordered
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
-from ptm_accel.optim.sweep import ParamState, Sweep, Work
+from ptm_accel.optim.sweep import Sweep
+from ptm_accel.optim.units import ParamState, Work
 
 MASTER_KEY = "master"
 """Name of the fp32 master among the state of a parameter, in checkpoints."""

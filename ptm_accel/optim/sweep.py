@@ -1,152 +1,30 @@
 """One optimizer step as a sweep over the parameters: a batch of windows at a time is brought in, updated, sent home.
 
-The update itself is the user's own optimizer, unchanged: it is called with the windows as its parameters. For
-element-wise optimizers a window is a slice of a few pages, so that a step needs little more than the windows in memory;
-for any other it is the whole tensor. The next batch is opened before the present one is computed, so that its transfers
-run meanwhile; where there is no room for that it waits. So a step needs room for a single window at the least.
+The update itself is the user's own optimizer, unchanged: it is called with the windows as its parameters
+(`ptm_accel.optim.arithmetic`). For element-wise optimizers a window is a slice of a few pages, so that a step needs
+little more than the windows in memory; for any other it is the whole tensor. The next batch is opened before the
+present one is computed, so that its transfers run meanwhile; where there is no room for that it waits. So a step needs
+room for a single window at the least.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from ptm_accel.errors import BudgetError, PTMError
-from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
-from ptm_accel.model.floor import Appetite, update_extra_bytes
-from ptm_accel.model.gradients import GradSlot
-from ptm_accel.model.slots import ParamSlot
-
-Work = list[tuple[int, "ParamState", GradSlot]]
-"""What a step updates: group index, state and gradient of each parameter, in the optimizer's order."""
-
-
-@dataclass(slots=True)
-class ParamState:
-    """What the optimizer keeps for one parameter.
-
-    Attributes:
-        slot: the parameter.
-        paged: full-size tensors by the optimizer's own key.
-        small: all the rest (step counts, factored moments).
-        master: the fp32 master of a narrower parameter, where master weights are on.
-        mastered: how many elements of the master, from the start, have been taken from the parameter.
-        rewritten: the parameter may have been written from outside since the last update: where it is no longer what
-            its master rounds to, the master is taken from it anew.
-    """
-
-    slot: ParamSlot
-    paged: dict[str, PagedTensor] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)
-    master: PagedTensor | None = None
-    mastered: int = 0
-    rewritten: bool = False
-
-    @property
-    def empty(self) -> bool:
-        """Whether the optimizer has not met this parameter yet."""
-        return not self.paged and not self.small
-
-    def tensors(self) -> list[PagedTensor]:
-        """The parameter and what is kept for it on pages."""
-        masters = [self.master] if self.master is not None else []
-        return [self.slot.value, *masters, *self.paged.values()]
-
-    @property
-    def wide(self) -> PagedTensor:
-        """What the optimizer updates: the master if there is one, else the parameter."""
-        return self.master if self.master is not None else self.slot.value
-
-
-@dataclass(slots=True)
-class Unit:
-    """A window of one parameter with everything its update reads and writes."""
-
-    group: int
-    state: ParamState
-    grad: GradSlot
-    start: int
-    stop: int
-    last: bool
-    new: bool
-    stays: bool = False
-    windows: dict[str, Window] = field(default_factory=dict)
-    extra: Reservation | None = None
-    space: Reservation | None = None
-    wide_grad: torch.Tensor | None = None
-
-    def arrived(self) -> bool:
-        """Whether nothing would have to be waited for to update it."""
-        return all(window.arrived() for window in self.windows.values())
-
-    def under_way(self) -> bool:
-        """Whether all that it reads is there or on its way."""
-        return all(tensor.place is not Place.AWAY for tensor in self.involved().values())
-
-    @property
-    def whole(self) -> bool:
-        """Whether this is all of the parameter."""
-        return self.start == 0 and self.last
-
-    def involved(self) -> dict[str, PagedTensor]:
-        """The paged tensors that its update reads and writes, by the key of their window."""
-        assert self.grad.value is not None
-        named = {"": self.state.slot.value, "grad": self.grad.value}
-        if self.state.master is not None:
-            named["master"] = self.state.master
-        if not self.new:
-            named |= {f"state.{key}": tensor for key, tensor in self.state.paged.items()}
-        return named
-
-    def extra_bytes(self, appetite: Appetite) -> int:
-        """What the optimizer will allocate for it."""
-        assert self.grad.value is not None
-        wide = self.state.wide.dtype
-        widened = self.state.master is not None and self.grad.value.dtype != wide
-        return update_extra_bytes(appetite, self.stop - self.start, wide.itemsize, new=self.new, widened=widened)
-
-    def space_bytes(self, appetite: Appetite) -> int:
-        """What the windows of state that the optimizer will make take; a whole parameter's state needs none."""
-        if not self.new or self.whole:
-            return 0
-        return appetite.state_tensors * round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)
-
-
-@dataclass(slots=True)
-class Cursor:
-    """How far a sweep has come.
-
-    Attributes:
-        work: what it goes over.
-        index: the parameter it is at.
-        start: the first of its elements that is in no window yet.
-        new: whether the optimizer has not met the parameter before this step; of use once part of it has been met.
-        stays: whether parameters are read right after their update, so that they are brought in whole if they can be;
-            then nothing is waited for to open a window, unless it must be open now.
-        sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
-            been done there is no use in opening windows of it.
-    """
-
-    work: Work
-    index: int = 0
-    start: int = 0
-    new: bool = False
-    stays: bool = False
-    sent_for: Callable[[str], bool] = lambda name: False
-
-    def advance(self, unit: Unit) -> None:
-        """Goes on behind `unit`."""
-        self.new = unit.new
-        self.index, self.start = (self.index + 1, 0) if unit.last else (self.index, unit.stop)
+from ptm_accel.model.floor import Appetite
+from ptm_accel.optim.arithmetic import Arithmetic
+from ptm_accel.optim.units import Cursor, Unit, Work
 
 
 class Sweep:
@@ -169,6 +47,7 @@ class Sweep:
         batch_bytes: Callable[[], int],
     ) -> None:
         self.inner = inner
+        self._arithmetic = Arithmetic(inner, pool, appetite)
         self.pool = pool
         self.appetite = appetite
         self.window_bytes = window_bytes
@@ -250,7 +129,7 @@ class Sweep:
 
     def _cost(self, unit: Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
-        total = unit.extra_bytes(self.appetite) + unit.space_bytes(self.appetite)
+        total = unit.extra_bytes(self.appetite, self._arithmetic.grain) + unit.space_bytes(self.appetite)
         for tensor in unit.involved().values():
             if tensor.extent is not None:
                 total += tensor.extent.reservation.nbytes if not moving_only and self.pool.is_idle(tensor) else 0
@@ -306,8 +185,10 @@ class Sweep:
 
     def _open_unit(self, unit: Unit) -> None:
         name = f"the update of {unit.state.slot.name}"
-        unit.extra = self.pool.room.reserve(unit.extra_bytes(self.appetite), Tag.STAGING, name)
-        unit.space = self.pool.room.reserve(unit.space_bytes(self.appetite), Tag.STAGING, name)
+        if extra := unit.extra_bytes(self.appetite, self._arithmetic.grain):
+            unit.extra = self.pool.room.reserve(extra, Tag.STAGING, name)
+        if space := unit.space_bytes(self.appetite):
+            unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
         for key, tensor in unit.involved().items():
             if (unit.whole or (unit.start == 0 and self._admit(tensor, unit))) and not self.pool.ahead.prefetch(tensor):
                 self.pool.fault(tensor)
@@ -321,59 +202,10 @@ class Sweep:
         return kept and (tensor.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes)
 
     def _update(self, units: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
-        inner = self.inner
-        groups = inner.param_groups
-        saved = [group["params"] for group in groups]
-        pseudo: list[list[nn.Parameter]] = [[] for _ in groups]
-        made: list[tuple[Unit, nn.Parameter]] = []
-        try:
-            for unit in units:
-                param = self._pseudo_parameter(unit, scale)
-                pseudo[unit.group].append(param)
-                made.append((unit, param))
-            for group, params, values in zip(groups, pseudo, hyper, strict=True):
-                group["params"] = params
-                # Some optimizers count steps in their groups; every part of a step starts from the same count.
-                group.update(values)
-            inner.param_groups = [group for group in groups if group["params"]]
-            _bare_step(inner)
-            for unit, param in made:
-                param.grad = unit.wide_grad = None
-                self._harvest(unit, inner.state.pop(param, {}))
-        finally:
-            inner.param_groups = groups
-            for group, params in zip(groups, saved, strict=True):
-                group["params"] = params
-            for _, param in made:
-                inner.state.pop(param, None)
-
-    def _pseudo_parameter(self, unit: Unit, scale: torch.Tensor | None) -> nn.Parameter:
-        tensors = {key: self.pool.windows.ready(window) for key, window in unit.windows.items()}
-        slot, master = unit.state.slot, unit.state.master
-        shape = slot.value.shape if unit.start == 0 and unit.last else torch.Size([unit.stop - unit.start])
-        grad = tensors["grad"]
-        target = tensors[""]
-        if master is not None:
-            target = tensors["master"]
-            if unit.state.rewritten and unit.start < unit.state.mastered:
-                kept = target.to(tensors[""].dtype) == tensors[""]
-                target.copy_(torch.where(kept, target, tensors[""].float()))
-            if unit.start >= unit.state.mastered:
-                target.copy_(tensors[""])
-            if grad.dtype != torch.float32:
-                grad = unit.wide_grad = grad.float()
-        if scale is not None:
-            grad.mul_(scale)
-        param = nn.Parameter(target.view(shape))
-        param.grad = grad.view(shape)
-        if not unit.new:
-            paged = {k: tensors[f"state.{k}"].view(shape) for k in unit.state.paged}
-            small = unit.state.small
-            if not unit.last:
-                # Every window starts from the same counts; the last one's are kept.
-                small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in small.items()}
-            self.inner.state[param] = {**small, **paged}
-        return param
+        left = deque(self._arithmetic.update(units, scale, hyper))
+        for unit in units:
+            # Nothing here may keep what it was charged for.
+            self._harvest(unit, left.popleft())
 
     def _harvest(self, unit: Unit, after: dict[str, Any]) -> None:
         """Takes what the optimizer left in its state: new full-size tensors go on pages, the rest is kept as it is."""
@@ -419,11 +251,7 @@ class Sweep:
         for unit in units:
             state = unit.state
             if state.master is not None:
-                value, master = unit.windows[""].tensor, unit.windows["master"].tensor
-                assert value is not None and master is not None
-                value.copy_(master)
                 state.mastered = max(state.mastered, unit.stop)
-            unit.wide_grad = None
             for key in list(unit.windows):
                 self.pool.windows.close(unit.windows.pop(key), wrote=key != "grad")
             opened.remove(unit)
@@ -445,11 +273,3 @@ class Sweep:
         """After a failure in the middle: ends the windows that are still open."""
         for unit in list(opened):
             self._give_up(unit, opened)
-
-
-def _bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without its step hooks, which belong to a whole step and not to each part of it."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    step(optimizer)

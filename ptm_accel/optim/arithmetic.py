@@ -1,0 +1,257 @@
+"""The arithmetic of an update: the user's own optimizer, called with windows in the place of parameters.
+
+What surrounds its kernel (a gradient is widened and scaled, a master is rounded into its parameter) costs little while
+the elements are in a processor's cache, and as much as the kernel itself when each is a pass over all of memory. So on
+a CPU, when an element-wise optimizer calls torch's fused kernel for whole windows, that call is carried out piece by
+piece, with what surrounds it done for each piece (`InPieces`). Neither the optimizer nor the numbers change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.floor import Appetite
+from ptm_accel.optim.units import Unit
+
+PIECE_ELEMENTS = 1 << 20
+"""How many elements are updated at a time on a CPU; a multiple of 64.
+
+With fewer the calls begin to cost, more do not stay in the cache (`tests/benchmarks/update.py`).
+"""
+
+_KERNELS = {
+    torch.ops.aten._fused_adam_: torch._fused_adam_,
+    torch.ops.aten._fused_adamw_: torch._fused_adamw_,
+    torch.ops.aten._fused_sgd_: torch._fused_sgd_,
+    torch.ops.aten._fused_adagrad_: torch._fused_adagrad_,
+}
+"""torch's fused kernels, each with its quicker way in: lists of tensors are updated element by element.
+
+The first list is of parameters, the second of their gradients.
+"""
+
+
+class Arithmetic:
+    """Updates windows by calling an optimizer.
+
+    Args:
+        inner: the user's optimizer.
+        pool: where the windows are.
+        appetite: what its update needs, and whether it may be cut.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, pool: Pool, appetite: Appetite) -> None:
+        self._inner = inner
+        self._pool = pool
+        self._cuts = not appetite.whole and pool.compute.device.type == "cpu"
+
+    @property
+    def grain(self) -> int | None:
+        """How many elements of a window are updated at a time at the most; None for all of them."""
+        return PIECE_ELEMENTS if self._in_pieces(self._inner.param_groups) else None
+
+    def _in_pieces(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether groups of these hyperparameters are updated in pieces; a state that is loaded may change them."""
+        return self._cuts and all(group.get("fused") for group in groups)
+
+    def update(
+        self, units: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Updates windows in one step of the optimizer, once they have arrived.
+
+        Args:
+            units: the windows; what they hold as `extra` covers what is allocated here.
+            scale: what gradients are multiplied by first (clipping), if anything.
+            hyper: the hyperparameters of each group.
+
+        Returns:
+            what the optimizer has left in its state for each window.
+        """
+        inner, groups = self._inner, self._inner.param_groups
+        saved = [group["params"] for group in groups]
+        params: list[nn.Parameter] = []
+        pieces = InPieces(scale) if self._in_pieces(hyper) else None
+        try:
+            for group, values in zip(groups, hyper, strict=True):
+                group["params"] = []
+                # Some optimizers count steps in their groups; every part of a step starts from the same count.
+                group.update(values)
+            for unit in units:
+                param = self._parameter(unit, scale, pieces)
+                groups[unit.group]["params"].append(param)
+                params.append(param)
+            inner.param_groups = [group for group in groups if group["params"]]
+            with pieces if pieces is not None else nullcontext():
+                _bare_step(inner)
+            if pieces is not None:
+                pieces.check_done()
+            for unit, param in zip(units, params, strict=True):
+                param.grad = None
+                if pieces is None and unit.state.master is not None:
+                    self._pool.windows.ready(unit.windows[""]).copy_(param.view(-1))
+            return [inner.state.pop(param, {}) for param in params]
+        finally:
+            inner.param_groups = groups
+            for group, before in zip(groups, saved, strict=True):
+                group["params"] = before
+            for param in params:
+                inner.state.pop(param, None)
+
+    def _parameter(self, unit: Unit, scale: torch.Tensor | None, pieces: InPieces | None) -> nn.Parameter:
+        """A window as the optimizer is to see it."""
+        state = unit.state
+        shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
+        flat = {key: self._pool.windows.ready(window) for key, window in unit.windows.items()}
+        tensors = {key: tensor.view(shape) for key, tensor in flat.items()}
+        value, grad, master = tensors[""], tensors["grad"], tensors.get("master")
+        if master is not None:
+            _follow(unit, master, value)
+        param = nn.Parameter(value if master is None else master)
+        if pieces is not None:
+            grad = pieces.take(param, grad, None if master is None else value)
+        else:
+            grad = grad.float() if unit.widened else grad
+            grad = grad if scale is None else grad.mul_(scale)
+        param.grad = grad
+        if not unit.new:
+            # Every window starts from the same counts; the last one's are kept.
+            small = state.small if unit.last else {key: _apart(entry) for key, entry in state.small.items()}
+            self._inner.state[param] = {**small, **{key: tensors[f"state.{key}"] for key in state.paged}}
+        return param
+
+
+_Row = list[Any]
+"""The tensors of one parameter, or pieces of them: as the kernel has them, and last what is rounded to (or None)."""
+
+
+@dataclass(slots=True)
+class _Operand:
+    """What surrounds the kernel for one tensor: its own gradient, and what is to be rounded to, if anything."""
+
+    grad: torch.Tensor
+    value: torch.Tensor | None
+
+
+class InPieces(TorchDispatchMode):
+    """While it lasts, torch's fused kernels run piece by piece over the tensors that were taken.
+
+    Args:
+        scale: what gradients are multiplied by first, if anything.
+    """
+
+    def __init__(self, scale: torch.Tensor | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._scale = scale
+        self._operands: dict[int, _Operand] = {}
+        self._widened = 0
+        self._scratch: torch.Tensor | None = None
+
+    def take(self, param: torch.Tensor, grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+        """Has the kernel run over `param` in pieces, if anything surrounds it.
+
+        Args:
+            param: what will be updated.
+            grad: its gradient, as wide or narrower; it is scaled in place if it is as wide.
+            value: what `param` is rounded into afterwards, if anything.
+
+        Returns:
+            what the optimizer is to take for the gradient.
+        """
+        narrow = grad.dtype != param.dtype
+        if not param.numel() or not (narrow or value is not None or self._scale is not None):
+            return grad.to(param.dtype)
+        self._operands[param.data_ptr()] = _Operand(grad, value)
+        if not narrow:
+            return grad
+        self._widened += grad.numel()
+        # Not a number, so that it shows if anybody should compute with it.
+        return torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
+
+    def check_done(self) -> None:
+        """Asserts that the optimizer has called its kernel for all that was taken."""
+        assert not self._operands, f"{len(self._operands)} windows were not updated"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kernel = _KERNELS.get(func.overloadpacket)
+        if kernel is None:
+            return func(*args, **(kwargs or {}))
+        rows: list[_Row] = []
+        elements = 0
+        for index in range(len(args[0])):
+            for row in self._cut([column[index] if column else None for column in args]):
+                rows.append(row)
+                elements += row[0].numel()
+                # Small tensors share a call; the piece that fills it is its last.
+                if elements >= PIECE_ELEMENTS:
+                    self._run(kernel, rows, args, kwargs)
+                    rows, elements = [], 0
+        if rows:
+            self._run(kernel, rows, args, kwargs)
+        return None
+
+    def _cut(self, tensors: list[Any]) -> Iterator[_Row]:
+        numel = tensors[0].numel()
+        operand = self._operands.pop(tensors[0].data_ptr(), None)
+        if operand is None:
+            yield [*tensors, None]
+            return
+        tensors = [tensors[0], operand.grad, *tensors[2:], operand.value]
+        if numel <= PIECE_ELEMENTS:
+            yield tensors
+            return
+        # What is not of this size belongs to the tensor as a whole: a step count.
+        cut = [
+            repeat(tensor) if tensor is None or tensor.numel() != numel else tensor.view(-1).split(PIECE_ELEMENTS)
+            for tensor in tensors
+        ]
+        for row in zip(*cut, strict=False):
+            yield list(row)
+
+    def _run(self, kernel: Any, rows: list[_Row], columns: Any, kwargs: Any) -> None:
+        used = 0
+        for row in rows:
+            param, grad = row[0], row[1]
+            if grad.dtype != param.dtype:
+                begin, used = used, used + grad.numel()
+                row[1] = grad = self._room()[begin:used].view(param.shape).copy_(grad)
+            if self._scale is not None:
+                grad.mul_(self._scale)
+        kernel(*([row[at] for row in rows] if column else [] for at, column in enumerate(columns)), **(kwargs or {}))
+        for row in rows:
+            if row[-1] is not None:
+                row[-1].copy_(row[0])
+
+    def _room(self) -> torch.Tensor:
+        """Memory for the widened gradients of one call, whose last piece may find it nearly full of others."""
+        if self._scratch is None:
+            self._scratch = torch.empty(min(self._widened, 2 * PIECE_ELEMENTS), dtype=torch.float32)
+        return self._scratch
+
+
+def _follow(unit: Unit, master: torch.Tensor, value: torch.Tensor) -> None:
+    """Takes the master from the parameter: all of it at first, later where it has been written from outside."""
+    if unit.start >= unit.state.mastered:
+        master.copy_(value)
+    elif unit.state.rewritten:
+        master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
+
+
+def _apart(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without its step hooks, which belong to a whole step and not to each part of it."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)

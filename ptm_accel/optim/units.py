@@ -1,0 +1,148 @@
+"""What an optimizer step goes over: parameters with their state, and windows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ptm_accel.memory.budget import Reservation
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.transfer import round_up
+from ptm_accel.memory.windows import Window
+from ptm_accel.model.floor import Appetite, update_extra_bytes
+from ptm_accel.model.gradients import GradSlot
+from ptm_accel.model.slots import ParamSlot
+
+Work = list[tuple[int, "ParamState", GradSlot]]
+"""What a step updates: group index, state and gradient of each parameter, in the optimizer's order."""
+
+
+@dataclass(slots=True)
+class ParamState:
+    """What the optimizer keeps for one parameter.
+
+    Attributes:
+        slot: the parameter.
+        paged: full-size tensors by the optimizer's own key.
+        small: all the rest (step counts, factored moments).
+        master: the fp32 master of a narrower parameter, where master weights are on.
+        mastered: how many elements of the master, from the start, have been taken from the parameter.
+        rewritten: the parameter may have been written from outside since the last update: where it is no longer what
+            its master rounds to, the master is taken from it anew.
+    """
+
+    slot: ParamSlot
+    paged: dict[str, PagedTensor] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)
+    master: PagedTensor | None = None
+    mastered: int = 0
+    rewritten: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether the optimizer has not met this parameter yet."""
+        return not self.paged and not self.small
+
+    def tensors(self) -> list[PagedTensor]:
+        """The parameter and what is kept for it on pages."""
+        masters = [self.master] if self.master is not None else []
+        return [self.slot.value, *masters, *self.paged.values()]
+
+    @property
+    def wide(self) -> PagedTensor:
+        """What the optimizer updates: the master if there is one, else the parameter."""
+        return self.master if self.master is not None else self.slot.value
+
+
+@dataclass(slots=True)
+class Unit:
+    """A window of one parameter with everything its update reads and writes."""
+
+    group: int
+    state: ParamState
+    grad: GradSlot
+    start: int
+    stop: int
+    last: bool
+    new: bool
+    stays: bool = False
+    windows: dict[str, Window] = field(default_factory=dict)
+    extra: Reservation | None = None
+    space: Reservation | None = None
+
+    def arrived(self) -> bool:
+        """Whether nothing would have to be waited for to update it."""
+        return all(window.arrived() for window in self.windows.values())
+
+    def under_way(self) -> bool:
+        """Whether all that it reads is there or on its way."""
+        return all(tensor.place is not Place.AWAY for tensor in self.involved().values())
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is all of the parameter."""
+        return self.start == 0 and self.last
+
+    def involved(self) -> dict[str, PagedTensor]:
+        """The paged tensors that its update reads and writes, by the key of their window."""
+        assert self.grad.value is not None
+        named = {"": self.state.slot.value, "grad": self.grad.value}
+        if self.state.master is not None:
+            named["master"] = self.state.master
+        if not self.new:
+            named |= {f"state.{key}": tensor for key, tensor in self.state.paged.items()}
+        return named
+
+    @property
+    def widened(self) -> bool:
+        """Whether its gradient is narrower than what is updated."""
+        assert self.grad.value is not None
+        return self.state.master is not None and self.grad.value.dtype != self.state.wide.dtype
+
+    def extra_bytes(self, appetite: Appetite, grain: int | None) -> int:
+        """What is allocated for its update.
+
+        Args:
+            appetite: of the optimizer.
+            grain: how many elements of it are updated at a time at the most; None for all of them.
+        """
+        elements = self.stop - self.start
+        if grain is not None and not self.new:
+            elements = min(elements, grain)
+        wide = self.state.wide.dtype.itemsize
+        return update_extra_bytes(appetite, elements, wide, new=self.new, widened=self.widened)
+
+    def space_bytes(self, appetite: Appetite) -> int:
+        """What the windows of state that the optimizer will make take; a whole parameter's state needs none."""
+        if not self.new or self.whole:
+            return 0
+        return appetite.state_tensors * round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How far a sweep has come.
+
+    Attributes:
+        work: what it goes over.
+        index: the parameter it is at.
+        start: the first of its elements that is in no window yet.
+        new: whether the optimizer has not met the parameter before this step; of use once part of it has been met.
+        stays: whether parameters are read right after their update, so that they are brought in whole if they can be;
+            then nothing is waited for to open a window, unless it must be open now.
+        sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
+            been done there is no use in opening windows of it.
+    """
+
+    work: Work
+    index: int = 0
+    start: int = 0
+    new: bool = False
+    stays: bool = False
+    sent_for: Callable[[str], bool] = lambda name: False
+
+    def advance(self, unit: Unit) -> None:
+        """Goes on behind `unit`."""
+        self.new = unit.new
+        self.index, self.start = (self.index + 1, 0) if unit.last else (self.index, unit.stop)
