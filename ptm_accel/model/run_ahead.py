@@ -97,7 +97,9 @@ class Route:
         count = len(self.trace.accesses)
         places = self.places.get(tensor.name)
         if places is None:
-            return count
+            # Where updates come after several passes, what they use is wanted after the parameters of the next.
+            far = tensor.tag in (Tag.STATE, Tag.MASTER) and self.trace is self.recorded
+            return 2 * (count + 1) if far else count
         at = bisect_left(places, position)
         if at < len(places):
             return places[at]
@@ -149,6 +151,7 @@ class RunAhead:
         self._going: deque[PagedTensor] = deque()
         self._with_updates = False
         self._began_s = 0.0
+        self._passes_a_step = self._passes = 0
 
     # ---- passes ----------------------------------------------------------------------------------------------
 
@@ -175,9 +178,12 @@ class RunAhead:
         self._pool.adviser = self
 
     def end(self) -> None:
-        """The pass has ended: its optimizer step begins, or another forward."""
-        recorder, route = self._recorder, self._route
+        """The pass has ended, if there is one."""
+        recorder, route, coming = self._recorder, self._route, self._coming
+        # What the next pass begins with may have been sent for in vain yet.
+        self._coming = deque()
         self.give_up()
+        self._coming = coming
         if recorder is None:
             return
         self._count(recorder, route)
@@ -185,9 +191,15 @@ class RunAhead:
         if len(recorder) and (route is None or departed):
             self.routes[recorder.key] = self._planned(recorder.finish(self._now_s()), updates=self._with_updates)
 
+    def end_step(self) -> None:
+        """The passes of a step have ended: its update begins."""
+        self.end()
+        self._passes_a_step, self._passes = self._passes, 0
+
     def _count(self, recorder: Recorder, route: Route | None) -> None:
         tally, took_s = self.tally, time.perf_counter() - self._began_s
         tally.passes += 1
+        self._passes += 1
         tally.passes_s += took_s
         tally.compute_s += self._now_s() - recorder.began_s
         if route is not None and route.simulated is not None:
@@ -239,14 +251,20 @@ class RunAhead:
         """The best plan for a pass: of those that hold more or less ahead, one that is simulated to take least."""
         capacity = self._pool.budget.capacity_bytes
         shares = (_AHEAD_UNKNOWN,) if self.rates is None else _AHEAD_SHARES
-        routes = [self._planned_with(recorded, int(capacity * share), updates=updates) for share in shares]
+        # The next pass is not of this kind where several make a step, and only the first has updates beside it.
+        again = (True, False) if not updates or self._passes_a_step == 1 else (False,)
+        routes = [
+            self._planned_with(recorded, int(capacity * share), updates=updates, repeats=repeats)
+            for share in shares
+            for repeats in again
+        ]
         times = [route.simulated.seconds for route in routes if route.simulated is not None]
         if not times:
             return routes[0]
         least = min(times) * _AS_GOOD
         return next(route for route in routes if route.simulated is not None and route.simulated.seconds <= least)
 
-    def _planned_with(self, recorded: Trace, ahead: int, *, updates: bool) -> Route:
+    def _planned_with(self, recorded: Trace, ahead: int, *, updates: bool, repeats: bool) -> Route:
         capacity = self._pool.budget.capacity_bytes
         ahead = max(ahead, 2 * max((item.nbytes for item in recorded.items), default=0))
         trace = recorded
@@ -254,7 +272,7 @@ class RunAhead:
             # Beside the one that is carried out there must be room for the next, and for what the pass holds.
             trace = with_updates(recorded, self._updates, most_bytes=(capacity - ahead) // 3)
         try:
-            plan: Plan | None = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead)
+            plan: Plan | None = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead, repeats=repeats)
         except ScheduleError:
             # What was held when the trace was made does not fit what there is now; paging on demand still may.
             plan = None

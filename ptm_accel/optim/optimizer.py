@@ -98,7 +98,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UnsupportedError("optimizer.step(closure) is not possible on pages; call backward first, then step()")
-        self._run_ahead.end()
+        self._run_ahead.end_step()
         self.settle()
         work: Work = []
         for index, group in enumerate(self.param_groups):

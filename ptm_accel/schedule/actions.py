@@ -40,12 +40,14 @@ class Plan:
         capacity_bytes: the budget it was made for.
         starts: for each access, what is started as it begins, in this order.
         resident: the items that are expected in the compute tier when the pass begins.
+        coming: those that the end of the pass before has sent for by then.
     """
 
     key: Hashable
     capacity_bytes: int
     starts: tuple[tuple[Action, ...], ...]
     resident: frozenset[int] = frozenset()
+    coming: frozenset[int] = frozenset()
 
     def text(self, trace: Trace) -> str:
         """One action a line: the access it starts at, the move, the tensor."""

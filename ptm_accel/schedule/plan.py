@@ -58,13 +58,14 @@ class _Residents:
         return frozenset(self._next)
 
 
-def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0) -> Plan:
-    """The plan of a pass that is repeated.
+def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0, repeats: bool = False) -> Plan:
+    """The plan of a pass.
 
     Args:
         trace: the pass.
         capacity_bytes: the budget, `Access.held_bytes` included.
         ahead_bytes: the part of it that may be held for what is not used yet.
+        repeats: the same pass follows: what its beginning needs may be sent for as this one ends.
 
     Raises:
         ScheduleError: a single access needs more than the budget.
@@ -87,9 +88,12 @@ def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0) -> Pla
         if after - created == there:
             break
     starts: list[list[Action]] = [[Action(Move.EVICT, item) for item in items] for items in leaving]
-    for index, item in _brought_forward(trace, loading, leaving, used, capacity_bytes, ahead_bytes):
+    coming: set[int] = set()
+    for index, item in _brought_forward(trace, loading, leaving, used, capacity_bytes, ahead_bytes, repeats=repeats):
         starts[index].append(Action(Move.LOAD, item))
-    return Plan(trace.key, capacity_bytes, tuple(map(tuple, starts)), there)
+        if index < 0:
+            coming.add(item)
+    return Plan(trace.key, capacity_bytes, tuple(map(tuple, starts)), there, frozenset(coming))
 
 
 def _go_through(
@@ -130,22 +134,26 @@ def _brought_forward(
     used: list[int],
     capacity_bytes: int,
     ahead_bytes: int,
+    *,
+    repeats: bool,
 ) -> list[tuple[int, int]]:
-    """Each load with the earliest access at which it can start; loads that cannot start before their access are left
-    to the access itself.
+    """Each load with the earliest access at which it can start, counted from the end (below zero) where that is in the
+    pass before; loads that cannot start before their access are left to the access itself.
     """
+    count = len(used)
     held = [access.held_bytes for access in trace.accesses]
-    ahead = [0] * len(used)
+    ahead = [0] * count
     left_at: dict[int, list[int]] = {}
     for index, items in enumerate(leaving):
         for item in items:
             left_at.setdefault(item, []).append(index)
     started: list[tuple[int, int]] = []
-    earliest = 0
+    earliest = 1 - count if repeats else 0
     for index, item in loading:
         size = trace.items[item].nbytes
-        # Not before it has left, and not before the load that is needed sooner.
-        bound = max([earliest, *(at + 1 for at in left_at.get(item, ()) if at < index)])
+        # Not before it has left (in this pass or the one before), and not before the load that is needed sooner.
+        left = [(at if at < index else at - count) + 1 for at in left_at.get(item, ())]
+        bound = max([earliest, index - count + 1, *left])
         begin = index
         while begin > bound:
             before = begin - 1

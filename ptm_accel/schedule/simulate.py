@@ -93,9 +93,9 @@ class _Run:
         self._now = 0.0
         self._reader = self._writer = 0.0
         self._turns = rates.shared > _TAKES_TURNS
-        self._arrival = dict.fromkeys(plan.resident, 0.0)
+        self._arrival = dict.fromkeys(plan.resident | plan.coming, 0.0)
         self._dirty: set[int] = set()
-        self._used = sum(trace.items[item].nbytes for item in plan.resident)
+        self._used = sum(trace.items[item].nbytes for item in self._arrival)
         # When memory comes free, in order, since stores end in order.
         self._leaving: deque[tuple[float, int]] = deque()
         self._stored: dict[int, float] = {}

@@ -141,10 +141,10 @@ def test_a_piece_at_a_time_is_charged(called: list[list[int]], monkeypatch: pyte
     charged: list[int] = []
     reserve = Room.reserve
 
-    def watched(self: Room, nbytes: int, tag: Tag, name: str) -> Any:
+    def watched(self: Room, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Any:
         if name.startswith("the update of"):
             charged.append(nbytes)
-        return reserve(self, nbytes, tag, name)
+        return reserve(self, nbytes, tag, name, allocates=allocates)
 
     monkeypatch.setattr(Room, "reserve", watched)
     entry = narrow(ENTRIES["llama"])

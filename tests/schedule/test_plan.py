@@ -31,8 +31,8 @@ class Walk:
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.loads = self.late = self.early = 0
         self.least_free = plan.capacity_bytes
-        there = set(plan.resident)
-        unused: set[int] = set()
+        there = set(plan.resident | plan.coming)
+        unused: set[int] = set(plan.coming)
         for access, actions in zip(trace.accesses, plan.starts, strict=True):
             for action in actions:
                 if action.move is Move.LOAD:
@@ -90,9 +90,21 @@ def traces(draw: st.DrawFn, *, uniform: bool = False) -> tuple[Trace, int, int]:
 @given(traces())
 def test_any_plan_can_be_carried_out(given_: tuple[Trace, int, int]) -> None:
     trace, capacity, ahead = given_
-    plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead)
-    assert len(plan.starts) == len(trace.accesses)
-    assert Walk(trace, plan).least_free >= 0
+    for repeats in (False, True):
+        plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead, repeats=repeats)
+        assert len(plan.starts) == len(trace.accesses)
+        assert Walk(trace, plan).least_free >= 0
+        assert repeats or not plan.coming
+
+
+def test_the_end_of_a_pass_sends_for_what_the_next_begins_with() -> None:
+    trace = layers(20)
+    plan = plan_pass(trace, capacity_bytes=80, ahead_bytes=20, repeats=True)
+    walk = Walk(trace, plan)
+    # The first weight is used up to the very end, where its own gradient takes its place.
+    assert walk.late == 1
+    assert {trace.items[item].name for item in plan.coming} == {"w1", "w2"}
+    assert plan.resident | plan.coming <= walk.after
 
 
 def fewest_loads(trace: Trace, capacity: int, there: frozenset[int]) -> int:
