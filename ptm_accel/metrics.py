@@ -32,6 +32,7 @@ class Reading:
     tally: Tally
 
 
+_DAY_S = 24 * 60 * 60
 _WARM_UP = 3
 """Steps before plans are carried out and memory has been touched; they are no part of the summary's times."""
 
@@ -146,6 +147,9 @@ class Metrics:
         if passes:
             took, said = last.foretold_took_s - first.foretold_took_s, last.foretold_s - first.foretold_s
             text += f"; pass {took / passes:.3f} s, foretold {said / passes:.3f} s"
+        written = (now.disk_written_bytes - self._warm.disk_written_bytes) / max(now.steps - self._warm.steps, 1)
+        if written:
+            text += f"; {format_bytes(int(written / step * _DAY_S))} written to disk in a day of this"
         return text
 
     def summary(self) -> str:

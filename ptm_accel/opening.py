@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
+from ptm_accel.hardware.rates import disk_rates
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 
 logger = logging.getLogger(__name__)
+
+
+def _speeds(paths: Sequence[Path]) -> list[float] | None:
+    """How fast each of several disks moves as many bytes in as out, as measured; None where one is not known."""
+    if len(paths) < 2:
+        return None
+    rates = disk_rates(paths)
+    return [1 / link.seconds(1, 1) for link in rates if link is not None] if None not in rates else None
 
 
 def open_memory(
@@ -34,6 +45,7 @@ def open_memory(
             device_bytes=resolved.device_bytes,
             disk_bytes=resolved.disk_limit_bytes,
             disk_paths=resolved.disk_paths,
+            disk_weights=_speeds(resolved.disk_paths),
         )
         memory = build_memory(capacities, device)
         for line in resolved.lines():

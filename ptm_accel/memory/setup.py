@@ -28,6 +28,7 @@ class Capacities:
         device_bytes: device memory; None without a device.
         disk_bytes: disk space; None without a limit.
         disk_paths: directories for the scratch files; empty for no disk tier.
+        disk_weights: how fast each is, for dealing bytes out; None for all alike.
     """
 
     page_bytes: int
@@ -35,6 +36,7 @@ class Capacities:
     device_bytes: int | None = None
     disk_bytes: int | None = None
     disk_paths: Sequence[Path] = ()
+    disk_weights: Sequence[float] | None = None
 
 
 @dataclass(slots=True)
@@ -86,7 +88,11 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
         limit = capacities.disk_bytes if capacities.disk_bytes is not None else 1 << 62
         budgets[Tier.DISK] = Budget(Tier.DISK, limit)
         disk = DiskTier(
-            list(capacities.disk_paths), budgets[Tier.DISK], block_bytes=capacities.page_bytes, staging=host
+            list(capacities.disk_paths),
+            budgets[Tier.DISK],
+            block_bytes=capacities.page_bytes,
+            weights=capacities.disk_weights,
+            staging=host,
         )
     if isinstance(device, torch.device) and device.type == "cpu":
         arena = HostArena(host)

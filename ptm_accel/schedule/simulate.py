@@ -103,6 +103,8 @@ class _Run:
         self._load_stall = self._room_stall = self._update = self._read = self._written = 0.0
         self._late = 0
         self._updated = False
+        first = {access.item: access.use for access in reversed(trace.accesses)}
+        self._made = {item for item, use in first.items() if use is Use.CREATE}
         self.peak_bytes = 0
 
     def totals(self) -> tuple[float, ...]:
@@ -121,6 +123,11 @@ class _Run:
             self._access(access)
             self._send(access.held_bytes)
             self._now += access.compute_s
+        # What the pass has brought into being is used up by an update after it.
+        for item in self._made & self._arrival.keys():
+            del self._arrival[item]
+            self._dirty.discard(item)
+            self._used -= self._trace.items[item].nbytes
 
     def _room(self, held_bytes: int) -> int:
         while self._leaving and self._leaving[0][0] <= self._now:
@@ -129,8 +136,9 @@ class _Run:
 
     def _access(self, access: Access) -> None:
         item = access.item
-        if item not in self._arrival:
-            self._wait_for_room(self._trace.items[item].nbytes, access.held_bytes)
+        missing = item not in self._arrival
+        self._wait_for_room(self._trace.items[item].nbytes if missing else 0, access.held_bytes)
+        if missing:
             if access.use is Use.CREATE:
                 self._take(item, self._now)
             else:
