@@ -77,19 +77,3 @@ def test_what_is_between_two_trainings_is_no_step(monkeypatch: pytest.MonkeyPatc
         clock[0] += 2.0
         metrics.step_ended()
         assert metrics._steps_s == [2.0, 2.0, 2.0]
-
-
-def test_of_several_plans_one_that_is_simulated_best_is_taken(tmp_path: Path) -> None:
-    with trained(tmp_path, 4) as engine:
-        run_ahead = engine.run_ahead
-        (route,) = (route for key, route in run_ahead.routes.items() if key[2])
-        assert route.simulated is not None
-        others = [
-            engine.run_ahead._planned_with(
-                route.recorded, int(route.capacity_bytes * share), updates=True, repeats=again
-            )
-            for share in (0.4, 0.25, 0.15, 0.1, 0.05)
-            for again in (True, False)
-        ]
-        best = min(other.simulated.seconds for other in others if other.simulated is not None)
-        assert route.simulated.seconds <= best * 1.25

@@ -20,32 +20,22 @@ from typing import Protocol
 
 import torch
 
-from ptm_accel.errors import BudgetError, ScheduleError
+from ptm_accel.errors import BudgetError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.schedule.actions import Action, Move, Plan
-from ptm_accel.schedule.plan import plan_pass
-from ptm_accel.schedule.simulate import Simulation, simulate
+from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.simulate import Simulation
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace, Use
-from ptm_accel.schedule.updates import with_updates
 
 _JOIN_WITHIN = 64
 """How many accesses ahead a place is searched for where the next one is not the expected one."""
 
 _DEPARTURES = 0.05
 """The share of accesses that may differ from the trace before it is written down anew."""
-
-_AHEAD_SHARES = (0.4, 0.25, 0.15, 0.1, 0.05)
-"""The shares of the budget that may be held for what is not used yet, of which the simulation chooses one."""
-
-_AHEAD_UNKNOWN = 0.25
-"""The one that is taken where the link has not been measured."""
-
-_AS_GOOD = 1.01
-"""Of shares whose times differ by less than this factor the largest is taken: it makes up for what is not foreseen."""
 
 _CAPACITY_GRAIN = 64
 """A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
@@ -232,6 +222,11 @@ class RunAhead:
             self.tally.updated_bytes += tensors[-1].slot_bytes
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
 
+    @property
+    def updates(self) -> Mapping[str, Sequence[Item]]:
+        """What the update of each parameter uses beside it, by the parameter's name; the gradient last."""
+        return self._updates
+
     def exclude(self, seconds: float) -> None:
         """Time that the thread has spent on updates, waiting left out."""
         self.tally.update_s += seconds
@@ -248,40 +243,17 @@ class RunAhead:
         return places is not None and places[0] > 0 and route.trace.accesses[places[0] - 1].update
 
     def _planned(self, recorded: Trace, *, updates: bool) -> Route:
-        """The best plan for a pass: of those that hold more or less ahead, one that is simulated to take least."""
         capacity = self._pool.budget.capacity_bytes
-        shares = (_AHEAD_UNKNOWN,) if self.rates is None else _AHEAD_SHARES
-        # The next pass is not of this kind where several make a step, and only the first has updates beside it.
-        again = (True, False) if not updates or self._passes_a_step == 1 else (False,)
-        routes = [
-            self._planned_with(recorded, int(capacity * share), updates=updates, repeats=repeats)
-            for share in shares
-            for repeats in again
-        ]
-        times = [route.simulated.seconds for route in routes if route.simulated is not None]
-        if not times:
-            return routes[0]
-        least = min(times) * _AS_GOOD
-        return next(route for route in routes if route.simulated is not None and route.simulated.seconds <= least)
-
-    def _planned_with(self, recorded: Trace, ahead: int, *, updates: bool, repeats: bool) -> Route:
-        capacity = self._pool.budget.capacity_bytes
-        ahead = max(ahead, 2 * max((item.nbytes for item in recorded.items), default=0))
-        trace = recorded
-        if updates:
-            # Beside the one that is carried out there must be room for the next, and for what the pass holds.
-            trace = with_updates(recorded, self._updates, most_bytes=(capacity - ahead) // 3)
-        try:
-            plan: Plan | None = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead, repeats=repeats)
-        except ScheduleError:
-            # What was held when the trace was made does not fit what there is now; paging on demand still may.
-            plan = None
-        simulated = None
-        if plan is not None and self.rates is not None:
-            tally = self.tally
-            update_s = tally.beside_s / tally.updated_bytes if tally.updated_bytes else 0.0
-            simulated = simulate(trace, plan, self.rates, lambda gradient: gradient.nbytes * update_s)
-        return Route(trace, plan, capacity, recorded, simulated)
+        choice = choose_plan(
+            recorded,
+            capacity_bytes=capacity,
+            updates=self._updates if updates else {},
+            # The next pass is of another kind where several make a step, and only the first has updates beside it.
+            repeats=not updates or self._passes_a_step == 1,
+            rates=self.rates,
+            update_s=self.tally.update_s_per_byte,
+        )
+        return Route(choice.trace, choice.plan, capacity, recorded, choice.simulated)
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._pool.stats.stall_s - self.tally.update_s

@@ -30,3 +30,8 @@ class Tally:
     foretold: int = 0
     foretold_s: float = 0.0
     foretold_took_s: float = 0.0
+
+    @property
+    def update_s_per_byte(self) -> float:
+        """Seconds of an update for each byte of gradient that it uses up; 0 before there was one."""
+        return self.beside_s / self.updated_bytes if self.updated_bytes else 0.0

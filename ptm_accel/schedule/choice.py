@@ -1,0 +1,94 @@
+"""Chooses among the plans of a pass the one that is simulated to take least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ptm_accel.errors import ScheduleError
+from ptm_accel.hardware.profile import LinkRates
+from ptm_accel.schedule.actions import Plan
+from ptm_accel.schedule.plan import plan_pass
+from ptm_accel.schedule.simulate import Simulation, simulate
+from ptm_accel.schedule.trace import Item, Trace
+from ptm_accel.schedule.updates import with_updates
+
+_AHEAD_SHARES = (0.4, 0.25, 0.15, 0.1, 0.05)
+"""The shares of the budget that may be held for what is not used yet: what they hold, state cannot stay in."""
+
+_AHEAD_UNKNOWN = 0.25
+"""The one that is taken where the link has not been measured."""
+
+_AS_GOOD = 1.01
+"""Of plans whose times differ by less than this factor the one that holds most is taken: it makes up for what is not
+foreseen.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan with what it is of.
+
+    Attributes:
+        trace: the pass, with the updates that are carried out beside it.
+        plan: what to start when; None where none can be made.
+        simulated: what it should come to; None where the link has not been measured.
+    """
+
+    trace: Trace
+    plan: Plan | None
+    simulated: Simulation | None
+
+
+def choose_plan(
+    recorded: Trace,
+    *,
+    capacity_bytes: int,
+    updates: Mapping[str, Sequence[Item]],
+    repeats: bool,
+    rates: LinkRates | None,
+    update_s: float,
+) -> Choice:
+    """The best plan for a pass.
+
+    Args:
+        recorded: the pass, without updates.
+        capacity_bytes: the budget.
+        updates: what the update of each parameter uses beside it, the gradient last; empty where none are carried out
+            beside the pass.
+        repeats: whether the same pass follows it.
+        rates: of the link between the compute tier and the home; None where they are not known.
+        update_s: seconds of arithmetic for each byte of gradient that an update uses up.
+    """
+    choices = [
+        _planned(recorded, capacity_bytes, int(capacity_bytes * share), updates, again, rates, update_s)
+        for share in ((_AHEAD_UNKNOWN,) if rates is None else _AHEAD_SHARES)
+        for again in ((True, False) if repeats else (False,))
+    ]
+    times = [choice.simulated.seconds for choice in choices if choice.simulated is not None]
+    if not times:
+        return choices[0]
+    least = min(times) * _AS_GOOD
+    return next(choice for choice in choices if choice.simulated is not None and choice.simulated.seconds <= least)
+
+
+def _planned(
+    recorded: Trace,
+    capacity_bytes: int,
+    ahead_bytes: int,
+    updates: Mapping[str, Sequence[Item]],
+    repeats: bool,
+    rates: LinkRates | None,
+    update_s: float,
+) -> Choice:
+    ahead_bytes = max(ahead_bytes, 2 * max((item.nbytes for item in recorded.items), default=0))
+    # Beside the update that is carried out there must be room for the next, and for what the pass holds.
+    trace = with_updates(recorded, updates, most_bytes=(capacity_bytes - ahead_bytes) // 3) if updates else recorded
+    try:
+        plan = plan_pass(trace, capacity_bytes=capacity_bytes, ahead_bytes=ahead_bytes, repeats=repeats)
+    except ScheduleError:
+        # What was held when the trace was made does not fit what there is now; paging on demand still may.
+        return Choice(trace, None, None)
+    if rates is None:
+        return Choice(trace, plan, None)
+    return Choice(trace, plan, simulate(trace, plan, rates, lambda gradient: gradient.nbytes * update_s))

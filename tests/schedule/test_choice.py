@@ -1,0 +1,57 @@
+"""Of several plans the one that is simulated best is chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptm_accel.hardware.profile import LinkRates
+from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.plan import plan_pass
+from ptm_accel.schedule.simulate import simulate
+from ptm_accel.schedule.trace import Access, Item, Trace, Use
+from ptm_accel.schedule.updates import with_updates
+
+COUNT = 24
+SLOW, FAST = LinkRates(4.0, 8.0, 5.0), LinkRates(1e6, 1e6, 1e6)
+UPDATES = {f"w{n}": [Item(f"w{n}.m", 20), Item(f"w{n}.grad", 10)] for n in range(COUNT)}
+
+
+def recorded(held: int = 0) -> Trace:
+    items = [Item(f"w{n}", 10) for n in range(COUNT)] + [Item(f"w{n}.grad", 10) for n in range(COUNT)]
+    accesses = [Access(n, Use.READ, 1.0, held) for n in range(COUNT)]
+    for n in reversed(range(COUNT)):
+        accesses += [Access(n, Use.READ, 1.0, held, True), Access(COUNT + n, Use.CREATE, 1.0, held, True)]
+    return Trace(None, tuple(items), tuple(accesses))
+
+
+@pytest.mark.parametrize("rates", [SLOW, FAST])
+def test_no_share_and_no_way_to_begin_is_better_by_more_than_is_worth_it(rates: LinkRates) -> None:
+    capacity = 400
+    chosen = choose_plan(recorded(), capacity_bytes=capacity, updates=UPDATES, repeats=True, rates=rates, update_s=0.01)
+    assert chosen.plan is not None
+    assert chosen.simulated is not None
+    for share in (0.4, 0.25, 0.15, 0.1, 0.05):
+        ahead = max(int(capacity * share), 20)
+        trace = with_updates(recorded(), UPDATES, most_bytes=(capacity - ahead) // 3)
+        for repeats in (True, False):
+            plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead, repeats=repeats)
+            other = simulate(trace, plan, rates, lambda gradient: gradient.nbytes * 0.01)
+            assert chosen.simulated.seconds <= other.seconds * 1.01 + 1e-9
+
+
+def test_where_nothing_was_measured_nothing_is_foretold() -> None:
+    chosen = choose_plan(recorded(), capacity_bytes=400, updates={}, repeats=True, rates=None, update_s=0.0)
+    assert chosen.plan is not None
+    assert chosen.simulated is None
+    assert chosen.trace == recorded()
+
+
+def test_a_pass_that_no_longer_fits_has_no_plan() -> None:
+    chosen = choose_plan(recorded(held=395), capacity_bytes=400, updates={}, repeats=True, rates=SLOW, update_s=0.0)
+    assert (chosen.plan, chosen.simulated) == (None, None)
+
+
+def test_only_what_follows_itself_is_sent_for_at_its_end() -> None:
+    chosen = choose_plan(recorded(), capacity_bytes=400, updates=UPDATES, repeats=False, rates=SLOW, update_s=0.0)
+    assert chosen.plan is not None
+    assert not chosen.plan.coming
