@@ -82,8 +82,8 @@ def _planned(
     update_s: float,
 ) -> Choice:
     ahead_bytes = max(ahead_bytes, 2 * max((item.nbytes for item in recorded.items), default=0))
-    # Beside the update that is carried out there must be room for the next, and for what the pass holds.
-    trace = with_updates(recorded, updates, most_bytes=(capacity_bytes - ahead_bytes) // 3) if updates else recorded
+    # Beside the update that is carried out there must be room for what the pass holds.
+    trace = with_updates(recorded, updates, most_bytes=(capacity_bytes - ahead_bytes) // 2) if updates else recorded
     try:
         plan = plan_pass(trace, capacity_bytes=capacity_bytes, ahead_bytes=ahead_bytes, repeats=repeats)
     except ScheduleError:

@@ -89,7 +89,9 @@ def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0, repeat
             break
     starts: list[list[Action]] = [[Action(Move.EVICT, item) for item in items] for items in leaving]
     coming: set[int] = set()
-    for index, item in _brought_forward(trace, loading, leaving, used, capacity_bytes, ahead_bytes, repeats=repeats):
+    # What the pass leaves there need not be sent for again as it ends.
+    absent = frozenset(first_use) - after if repeats else frozenset()
+    for index, item in _brought_forward(trace, loading, leaving, used, capacity_bytes, ahead_bytes, absent):
         starts[index].append(Action(Move.LOAD, item))
         if index < 0:
             coming.add(item)
@@ -134,11 +136,11 @@ def _brought_forward(
     used: list[int],
     capacity_bytes: int,
     ahead_bytes: int,
-    *,
-    repeats: bool,
+    absent: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """Each load with the earliest access at which it can start, counted from the end (below zero) where that is in the
-    pass before; loads that cannot start before their access are left to the access itself.
+    """Each load with the earliest access at which it can start; loads that cannot start before their access are left
+    to the access itself. Those of `absent` items may start in the pass before: then it is counted from the end, and is
+    below zero.
     """
     count = len(used)
     held = [access.held_bytes for access in trace.accesses]
@@ -148,12 +150,12 @@ def _brought_forward(
         for item in items:
             left_at.setdefault(item, []).append(index)
     started: list[tuple[int, int]] = []
-    earliest = 1 - count if repeats else 0
+    earliest = 1 - count
     for index, item in loading:
         size = trace.items[item].nbytes
         # Not before it has left (in this pass or the one before), and not before the load that is needed sooner.
         left = [(at if at < index else at - count) + 1 for at in left_at.get(item, ())]
-        bound = max([earliest, index - count + 1, *left])
+        bound = max([earliest, index - count + 1 if item in absent else 0, *left])
         begin = index
         while begin > bound:
             before = begin - 1
