@@ -1,0 +1,174 @@
+"""Predicted beside measured: a step's time and peak under budgets that nothing was calibrated on.
+
+    OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--steps 9]
+
+One process trains under a budget of 1 GiB, clipped, and from what it recorded there (the trace of a pass, the rate of
+its updates, the disk's rates) says what a step will take under others. Then each of those is run, in a process of its
+own. Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints the result as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from machine_facts import facts
+from random_tokens import Tokens
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
+
+CALIBRATION = ("1024MiB", 1.0)
+OTHERS = (("640MiB", 1.0), ("768MiB", 1.0), ("896MiB", 1.0), ("1280MiB", 1.0), ("1536MiB", 1.0), ("896MiB", 0.0))
+WARM_UP = 4
+MIB = 1 << 20
+
+
+class Clock(TrainerCallback):
+    """Times from the end of one step to the end of the next."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.last: float | None = None
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if self.last is not None:
+            self.times.append(now - self.last)
+        self.last = now
+
+
+def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: list[str]) -> None:
+    """Trains under one budget, and foretells others."""
+    from ptm_accel.integrations.transformers import Trainer
+
+    import ptm_accel
+
+    shape = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        vocab_size=8192,
+        use_cache=False,
+    )
+    dials = {"host_memory": host_memory, "disk": str(directory), "master_weights": "fp32"}
+    torch.manual_seed(0)
+    model = ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=torch.bfloat16)
+    arguments = TrainingArguments(
+        output_dir=str(directory / "run"),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        learning_rate=1e-4,
+        max_grad_norm=clip,
+    )
+    clock = Clock()
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Tokens(256, 128, 8192), callbacks=[clock], ptm_config=dials
+    )
+    trainer.train()
+    step_s = statistics.median(clock.times[WARM_UP:])
+    engine = ptm_accel.engine_of(model)
+    assert engine is not None
+    (tier,) = (tier for tier in engine.metrics.peaks() if tier.value == "host")
+    said = {budget: foretell(engine, budget, step_s) for budget in foretold}
+    print(
+        json.dumps(
+            {
+                "step_s": step_s,
+                "peak_mib": engine.metrics.peaks()[tier] / MIB,
+                "stall_s": trainer.state.log_history[-2]["ptm_stall_s"],
+                "times": engine.metrics.times(),
+                "said": said,
+            }
+        ),
+        flush=True,
+    )
+
+
+def foretell(engine: Any, budget: str, step_s: float) -> dict[str, float]:
+    """What a step takes under another budget, by the trace that was recorded under this one."""
+    from ptm_accel.schedule.choice import choose_plan
+    from ptm_accel.units import parse_bytes
+
+    run_ahead, pool = engine.run_ahead, engine.pool
+    (route,) = (route for key, route in run_ahead.routes.items() if key[2])
+    tally = run_ahead.tally
+    # What lies between two passes, and in holes of the heap, is the same under each budget.
+    pass_s = tally.foretold_took_s / tally.foretold
+    outside_s = max(step_s - pass_s, 0.0)
+    capacity = parse_bytes(budget) - (pool.room.limit_bytes - pool.budget.capacity_bytes)
+    choice = choose_plan(
+        route.recorded,
+        capacity_bytes=capacity,
+        updates=run_ahead.updates,
+        repeats=True,
+        rates=run_ahead.rates,
+        update_s=tally.update_s_per_byte,
+    )
+    assert choice.simulated is not None, f"no plan for {budget}"
+    # The pass was recorded when memory was first touched; its arithmetic is what later passes took.
+    excess_s = route.recorded.compute_s - tally.compute_s / tally.passes
+    peak = choice.simulated.peak_bytes + parse_bytes(budget) - capacity
+    return {"step_s": choice.simulated.seconds - max(excess_s, 0.0) + outside_s, "peak_mib": peak / MIB}
+
+
+def run(options: argparse.Namespace, budget: str, clip: float, foretold: tuple[str, ...] = ()) -> dict[str, Any]:
+    """One process."""
+    command = [sys.executable, __file__, str(options.directory), "--child", budget, "--clip", str(clip)]
+    command += ["--steps", str(options.steps), "--foretell", *foretold]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{budget} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Calibrates, runs the others, and prints the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--child")
+    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--foretell", nargs="*", default=[])
+    options = parser.parse_args()
+    if options.child:
+        child(options.directory, options.steps, options.child, options.clip, options.foretell)
+        return
+    budget, clip = CALIBRATION
+    known = run(options, budget, clip, tuple(sorted({name for name, _ in OTHERS})))
+    print("# Predicted and measured steps\n")
+    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY --steps {options.steps}"))
+    print(
+        f"* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128; calibrated under {budget}, clipped\n"
+    )
+    print("| host_memory | clipping | predicted step | measured | ratio | predicted peak | measured | of its bound |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, norm in OTHERS:
+        said, seen = known["said"][name], run(options, name, norm)
+        bound = seen["times"].split(" times its")[0].split(", ")[-1] if seen["times"] else "?"
+        print(
+            f"| {name} | {norm or 'none'} | {said['step_s']:.2f} s | {seen['step_s']:.2f} s "
+            f"| {said['step_s'] / seen['step_s']:.2f} | {said['peak_mib']:.0f} MiB | {seen['peak_mib']:.0f} MiB "
+            f"| {bound} |",
+            flush=True,
+        )
+    print(f"\nCalibration itself: {known['step_s']:.2f} s, {known['times']}.")
+
+
+if __name__ == "__main__":
+    main()
