@@ -9,6 +9,10 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
+
+# `_disable_current_modes` imports it when first called, which may be at the end of the process; importing there makes
+# Python forget that it ends by Ctrl-C.
+import torch._subclasses.schema_check_mode
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,6 +23,7 @@ from ptm_accel.hardware.rates import disk_rates
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.heap import Glibc, HeapTide
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
@@ -410,13 +415,17 @@ class Engine:
         Returns:
             the norm before clipping, a scalar.
         """
+        with INTERRUPTS:
+            return self._clip_grad_norm(float(max_norm), float(norm_type))
+
+    def _clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         assert self.gradients is not None
         if self.optimizer is not None:
             self.optimizer.apply_scale()
         present = self.gradients.present()
-        norm = total_norm(present, float(norm_type), self.pool.compute.device)
+        norm = total_norm(present, norm_type, self.pool.compute.device)
         if present:
-            coefficient = clip_coefficient(norm, float(max_norm))
+            coefficient = clip_coefficient(norm, max_norm)
             if self.optimizer is not None:
                 self.optimizer.scale_gradients(coefficient)
             else:

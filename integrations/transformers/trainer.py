@@ -18,6 +18,7 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.logs import speak
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.optimizer import blank_state
 
 from ..accelerate import PTMAccelerator
@@ -125,7 +126,8 @@ class PTMTrainerMixin(PagedCheckpoints):
     def _ending_cleanly(self) -> Iterator[None]:
         """Whatever interrupts (Ctrl-C as well), nothing stays half done: saving and training on are possible."""
         try:
-            yield
+            with INTERRUPTS.watched():
+                yield
         except BaseException:
             engine = self._engine if self.model is not None else None
             if engine is not None:

@@ -135,9 +135,10 @@ class Chained:
     def _begin(self) -> None:
         start, before = self._start, self._before
         assert start is not None
+        # Ctrl-C may break this off; then nothing has begun.
+        self._error = settle(before)
         # Dropped together with the tensors that it holds.
         self._start, self._before = None, ()
-        self._error = settle(before)
         if self._error is None:
             try:
                 self._copy = start()

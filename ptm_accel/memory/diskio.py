@@ -27,13 +27,14 @@ import torch
 
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.budget import Reservation
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
 from ptm_accel.memory.scratch import Direction, ScratchFile
 from ptm_accel.memory.slots import Segment
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
 
-_LOOK_AGAIN_S = 1.0
+_LOOK_AGAIN_S = 0.2
 """How often a waiting thread makes sure that somebody still works on what it waits for."""
 
 
@@ -242,11 +243,14 @@ class Lanes:
         Raises:
             DiskError: nobody is left who could make it so.
         """
-        with self.lock:
+        with INTERRUPTS, self.lock:
             while not ended():
-                if not self._is_staffed():
+                if not (self._is_staffed() and self._is_busy()):
                     raise self._unavailable(what)
                 self._changed.wait(_LOOK_AGAIN_S)
+                # Whoever was to wake a thread may have been interrupted.
+                self._wake()
+                INTERRUPTS.look()
 
     def require_open(self, what: str) -> None:
         """Raises if nothing can be started any more.
@@ -284,6 +288,10 @@ class Lanes:
         self._wake()
         self.lock.release()
 
+    def _is_busy(self) -> bool:
+        """Whether a thread has something to do, or will have as soon as it looks."""
+        return self._moving > 0 or any(lane.queue for lane in self._lanes)
+
     def _is_staffed(self) -> bool:
         return os.getpid() == self._process and any(thread.is_alive() for thread in self._threads)
 
@@ -317,7 +325,7 @@ class Lanes:
     def _take(self, lane: _Lane) -> Piece | None:
         with self.lock:
             while self._holds or not lane.queue:
-                if self._closing and not self._running:
+                if self._closing and not self._is_busy():
                     return None
                 lane.ready.wait()
             self._moving += 1
@@ -335,6 +343,8 @@ class Lanes:
                 self._end(transfer)
             if self._holds:
                 self._changed.notify_all()
+            if self._closing and not self._is_busy():
+                self._wake()
 
     def _end(self, transfer: DiskTransfer) -> None:
         slot, failure = transfer.slot, transfer.failure
@@ -358,8 +368,6 @@ class Lanes:
         # Last, since `done` looks without the lock.
         transfer.unfinished = 0
         self._changed.notify_all()
-        if self._closing and not self._running:
-            self._wake()
 
     def _close_files(self) -> None:
         for lane in self._lanes:
@@ -373,6 +381,9 @@ class Lanes:
         elif self._closing:
             reason = f"the disk tier in {folder} has been closed, with {self._running} transfers running"
             remedy = "keep the engine open for as long as its model is used"
+        elif self._is_staffed():
+            reason = f"nothing moves or is queued in the disk tier in {folder}, and {self._running} transfers are lost"
+            remedy = "save the model if it is needed, and start the run again from the last checkpoint"
         else:
             reason = f"all {len(self._threads)} threads of the disk tier in {folder} have ended"
             remedy = "start the run again"

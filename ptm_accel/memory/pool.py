@@ -10,7 +10,6 @@ What is moved on demand is moved while the caller waits. Somebody who knows what
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.copies import settle
+from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.traffic import PoolStats, Traffic
@@ -74,7 +74,7 @@ class Pool:
         self.budget = budget
         self.home = home
         self.stats = PoolStats()
-        self.lock = threading.RLock()
+        self.lock = BookLock()
         self.traffic = Traffic(home, self.stats)
         self.room = Room(compute, budget, self.traffic, self, self.lock)
         self.windows = Windows(self)

@@ -7,7 +7,6 @@ is needed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.heap import HeapTide
+from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.tide import Tide
 from ptm_accel.memory.traffic import Traffic
@@ -75,7 +75,7 @@ class Room:
     """
 
     def __init__(
-        self, compute: ComputeTier, budget: Budget, traffic: Traffic, evictor: Evictor, lock: threading.RLock
+        self, compute: ComputeTier, budget: Budget, traffic: Traffic, evictor: Evictor, lock: BookLock
     ) -> None:
         self.compute = compute
         self.budget = budget

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ptm_accel.memory.copies import Keeping
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
@@ -52,7 +53,8 @@ class Traffic:
         """Counts the time inside as stalled."""
         begin = time.perf_counter()
         try:
-            yield
+            with INTERRUPTS.waiting():
+                yield
         finally:
             self.stats.stall_s += time.perf_counter() - begin
 

@@ -48,10 +48,10 @@ class Window:
         self.reservation: Reservation | None = None
         self.load: Transfer | None = None
 
-    def arrived(self) -> bool:
-        """Whether `Windows.ready` would not have to wait."""
-        awaited = self.load if self.tensor is not None else self.source.arrival
-        return awaited is None or awaited.done()
+    @property
+    def awaited(self) -> Transfer | None:
+        """What `Windows.ready` waits for, if anything."""
+        return self.load if self.tensor is not None else self.source.arrival
 
 
 class Windows:

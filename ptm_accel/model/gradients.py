@@ -13,6 +13,7 @@ import torch
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.slots import ParamSlot
@@ -178,8 +179,9 @@ class Gradients:
 
     def drop(self) -> None:
         """Forgets all gradients (`zero_grad`)."""
-        for grad in self._by_param.values():
-            grad.drop()
+        with INTERRUPTS:
+            for grad in self._by_param.values():
+                grad.drop()
 
     def remove(self) -> None:
         """Takes the hooks off and gives all room back."""
@@ -193,7 +195,8 @@ class Gradients:
 
     def _taker(self) -> Callable[[torch.Tensor], None]:
         def take(param: torch.Tensor) -> None:
-            self.take(param)
+            with INTERRUPTS:
+                self.take(param)
 
         return take
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pin, Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
@@ -198,10 +199,11 @@ class Residency:
             self.pool.owed.before_use(value)
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
             return
-        if not stack:
-            self.pool.fault(value, write=self.writing)
-        elif id(slot) not in stack[-1].reads:
-            stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
+        with INTERRUPTS:
+            if not stack:
+                self.pool.fault(value, write=self.writing)
+            elif id(slot) not in stack[-1].reads:
+                stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
 
     @contextmanager
     def written(self) -> Iterator[None]:
@@ -216,6 +218,10 @@ class Residency:
 
     def enter(self, module: nn.Module, region: Region | None = None) -> None:
         """A module's forward begins: pins its own parameters, or those of the compiled region that begins here."""
+        with INTERRUPTS:
+            self._enter(module, region)
+
+    def _enter(self, module: nn.Module, region: Region | None) -> None:
         frames = self._frames
         if not frames.stack and module is self.root:
             self.regions.scan()
@@ -250,11 +256,12 @@ class Residency:
         # An exception may have torn down inner forwards whose hooks were not called; they end with this one.
         if not any(frame.module is module for frame in frames.stack):
             return
-        while frames.stack[-1].module is not module:
+        with INTERRUPTS:
+            while frames.stack[-1].module is not module:
+                self._pop(frames)
+            if len(frames.stack) > 1:
+                self._hand_up(frames.stack[-2], output)
             self._pop(frames)
-        if len(frames.stack) > 1:
-            self._hand_up(frames.stack[-2], output)
-        self._pop(frames)
 
     def _hand_up(self, caller: _Frame, output: Any) -> None:
         """Pins parameters that a forward returns for the forward that called it."""
@@ -295,6 +302,7 @@ class Residency:
 
     def abort(self) -> None:
         """Ends forwards that an exception has torn down without their hooks being called (Ctrl-C)."""
-        self.run_ahead.give_up()
-        while self._frames.stack:
-            self._pop(self._frames)
+        with INTERRUPTS:
+            self.run_ahead.give_up()
+            while self._frames.stack:
+                self._pop(self._frames)

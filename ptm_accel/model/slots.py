@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import PlaceholderError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, is_intact, placeholder
 from ptm_accel.memory.pool import Pool
 
@@ -175,15 +176,12 @@ class ParamSlot:
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy in `dtype` of a view of the values, charged as long as it lives."""
-        pin = self._pool.pin(self.value)
-        try:
-            view = pin.tensor.detach().as_strided(shape, strides, offset)
+        with INTERRUPTS, self._pool.pin(self.value) as values:
+            view = values.detach().as_strided(shape, strides, offset)
             with self._pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
                 copy = view.to(dtype)
                 keep(copy)
             return copy
-        finally:
-            pin.release()
 
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""

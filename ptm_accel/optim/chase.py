@@ -12,45 +12,21 @@ that computes: on a CPU it needs the same cores, and on a device it is queued li
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, suppress
 
 import torch
 
+from ptm_accel.errors import DiskError
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Cursor, Unit, Work
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Puts off Ctrl-C until the end, so that an update is done or not done. A second one is not put off."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    pressed: list[tuple[int, FrameType | None]] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        pressed.append((number, frame))
-        if len(pressed) > 1:
-            before(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if len(pressed) == 1:
-        before(*pressed[0])
 
 
 class Chase:
@@ -99,11 +75,13 @@ class Chase:
     def pump(self) -> None:
         """Updates what has arrived and opens what there is room for; never waits."""
         if self._owed and not self._working:
-            with self._at_work():
-                while self._batches and all(unit.arrived() for unit in self._batches[0]):
+            while self._batches and all(unit.arrived() for unit in self._batches[0]):
+                with self._at_work():
                     self._update()
                     self._open(insist=False)
-                self._open(insist=False)
+            if self._owed:
+                with self._at_work():
+                    self._open(insist=False)
 
     def finish(self) -> None:
         """Carries out all that is left.
@@ -112,8 +90,7 @@ class Chase:
             DiskError, BudgetError: a transfer failed, or there is no room; the step is not whole then.
         """
         if self._owed and not self._working:
-            with self._at_work():
-                self._advance(len(self._cursor.work) - 1)
+            self._advance(len(self._cursor.work) - 1)
 
     def give_up(self) -> None:
         """Ends what is open without updating it; what was asked for is lost."""
@@ -128,16 +105,30 @@ class Chase:
     def before_use(self, tensor: PagedTensor) -> None:
         """See `Owed`."""
         if not self._working and tensor in self._owed:
-            with self._at_work():
-                self._advance(self._owed[tensor])
+            self._advance(self._owed[tensor])
 
     def _advance(self, index: int) -> None:
-        """Carries out updates until that of parameter `index` is done."""
-        while self._done <= index:
+        """Carries out updates until that of parameter `index` is done. Ctrl-C ends it between two batches."""
+        while self._owed and self._done <= index:
             if not self._batches:
-                self._open(insist=True)
-            self._update()
-            self._open(insist=False)
+                with self._at_work():
+                    self._open(insist=True)
+            # A handler of signals may look at parameters, and so carry out what this is about.
+            if self._batches:
+                self._await(self._batches[0])
+            if self._batches:
+                with self._at_work():
+                    self._update()
+                    self._open(insist=False)
+
+    def _await(self, batch: list[Unit]) -> None:
+        """Waits for what a batch reads. Ctrl-C is not put off any longer here, since nothing is half done."""
+        with self._sweep.pool.traffic.stalled():
+            INTERRUPTS.look()
+            for transfer in [transfer for unit in batch for transfer in unit.awaited()]:
+                # An error is raised again by the update itself.
+                with suppress(DiskError):
+                    transfer.order()
 
     def _open(self, *, insist: bool) -> None:
         if len(self._batches) < _AT_ONCE:
@@ -170,7 +161,7 @@ class Chase:
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
             plain = torch.autocast(pool.compute.device.type, enabled=False)
-            with uninterrupted(), pool.unadvised(), torch.no_grad(), plain, torch._C.DisableTorchFunction():
+            with INTERRUPTS.uninterrupted(), pool.unadvised(), torch.no_grad(), plain, torch._C.DisableTorchFunction():
                 try:
                     yield
                 except BaseException:

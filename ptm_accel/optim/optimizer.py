@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.gradients import Gradients
@@ -100,6 +101,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError("optimizer.step(closure) is not possible on pages; call backward first, then step()")
         self._run_ahead.end_step()
         self.settle()
+        # What is updated here and what is left to be chased are one step: half of it would be no state of the model.
+        with INTERRUPTS.uninterrupted():
+            self._step()
+
+    def _step(self) -> None:
         work: Work = []
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -168,11 +174,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch."""
-        self.apply_scale(but_its_own=True)
-        for param in self._params():
-            slot = self._slot(param)
-            if slot.param.requires_grad:
-                self._gradients.of(slot).drop()
+        with INTERRUPTS:
+            self.apply_scale(but_its_own=True)
+            for param in self._params():
+                slot = self._slot(param)
+                if slot.param.requires_grad:
+                    self._gradients.of(slot).drop()
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
         """Multiplies every gradient by `coefficient`, at the latest when it is used."""

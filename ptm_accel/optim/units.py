@@ -8,7 +8,7 @@ from typing import Any
 
 from ptm_accel.memory.budget import Reservation
 from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.transfer import round_up
+from ptm_accel.memory.transfer import Transfer, round_up
 from ptm_accel.memory.windows import Window
 from ptm_accel.model.floor import Appetite, update_extra_bytes
 from ptm_accel.model.gradients import GradSlot
@@ -73,7 +73,12 @@ class Unit:
 
     def arrived(self) -> bool:
         """Whether nothing would have to be waited for to update it."""
-        return all(window.arrived() for window in self.windows.values())
+        return all(transfer.done() for transfer in self.awaited())
+
+    def awaited(self) -> list[Transfer]:
+        """The transfers that its update would wait for."""
+        transfers = [window.awaited for window in self.windows.values()]
+        return [transfer for transfer in transfers if transfer is not None]
 
     def under_way(self) -> bool:
         """Whether all that it reads is there or on its way."""

@@ -18,7 +18,7 @@ from ptm_accel.errors import DiskError
 from ptm_accel.memory import scratch
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier
-from ptm_accel.memory.diskio import Lanes
+from ptm_accel.memory.diskio import DiskTransfer, Lanes
 from ptm_accel.memory.mapping import FilePiece, anonymous_run, private_run
 from ptm_accel.memory.scratch import Io
 
@@ -269,6 +269,41 @@ def test_waiting_for_threads_that_are_gone_raises(tier: DiskTier, monkeypatch: p
         DiskError, match=r"cannot finish read of w: all 2 threads of the disk tier .* have ended; start"
     ):
         transfer.wait()
+
+
+def test_a_transfer_that_was_never_queued_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    """Ctrl-C can fall between noting a transfer and queueing it, where nothing puts it off."""
+    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK)
+    slot, other = tier.new(NBYTES, Tag.PARAM, "w"), tier.new(NBYTES, Tag.PARAM, "v")
+    enqueue, tier._lanes._enqueue = tier._lanes._enqueue, raise_interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        tier.store(slot, 0, bytes_of(1))
+    tier._lanes._enqueue = enqueue  # type: ignore[method-assign]
+    text = (
+        rf"cannot finish .* w: nothing moves or is queued in the disk tier in {tmp_path}, and \d transfers are lost; "
+        "save the model if it is needed, and start the run again from the last checkpoint"
+    )
+    for call in (partial(tier.pieces, slot), tier.load(slot, 0, bytes_of(0)).wait, partial(tier.free, slot)):
+        with pytest.raises(DiskError, match=text):
+            call()
+    tier.store(other, 0, bytes_of(1)).wait()
+    tier.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ptm-disk-")]
+
+
+def raise_interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_thread_that_was_not_woken_is_woken_by_who_waits(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def enqueue(transfer: DiskTransfer) -> None:
+        for piece in transfer.pieces:
+            tier._lanes._lanes[piece.path].queue.append(piece)
+
+    slot = tier.new(BLOCK, Tag.PARAM, "w")
+    monkeypatch.setattr(tier._lanes, "_enqueue", enqueue)
+    tier.store(slot, 0, bytes_of(1, BLOCK)).wait()
+    assert tier.bytes_written == BLOCK
 
 
 def test_a_forgotten_tier_closes_itself(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DiskError, PlaceholderError
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.scratch import Io
-from ptm_accel.optim.chase import uninterrupted
 from ptm_accel.optim.optimizer import PagedOptimizer
 from tests.plain_loop import same_bits
 from tests.tiers import MEMORIES, needs, on_pages
@@ -314,7 +314,7 @@ def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
     done: list[str] = []
 
     def update(presses: int) -> None:
-        with uninterrupted():
+        with INTERRUPTS.uninterrupted():
             for _ in range(presses):
                 signal.raise_signal(signal.SIGINT)
             done.append("update")
@@ -326,7 +326,7 @@ def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
     with pytest.raises(KeyboardInterrupt):
         update(2)
     assert done == ["update"], "a second one is not put off"
-    with uninterrupted():
+    with INTERRUPTS.uninterrupted():
         done.append("quiet")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     other = threading.Thread(target=_in_a_thread, args=(done,))
@@ -336,7 +336,7 @@ def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
 
 
 def _in_a_thread(done: list[str]) -> None:
-    with uninterrupted():
+    with INTERRUPTS.uninterrupted():
         done.append("thread")
 
 

@@ -1,0 +1,66 @@
+"""Trains the tiny model in a process of its own, which is sent a signal in the middle of a step.
+
+Started by tests with one argument, a JSON object: the folder, the dials, which signal, and where.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from ptm_accel.integrations.transformers import Trainer
+from transformers import trainer_jit_checkpoint
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class AtOnce:
+    """A timer without patience."""
+
+    def __init__(self, seconds: float, then: Callable[[], object]) -> None:
+        self.start = then
+
+
+def main(job: dict[str, Any]) -> None:
+    tiny, faulty = load("tiny"), load("faulty_disk")
+    patch = pytest.MonkeyPatch()
+    disk = faulty.FaultyDisk("preadv", hangs=job.get("hangs", False))
+    disk.install(patch)
+    sent: list[bool] = []
+
+    def send() -> None:
+        if not sent:
+            sent.append(True)
+            os.kill(os.getpid(), getattr(signal, job["signal"]))
+
+    disk.on_hang = send
+    jit = job.get("jit", False)
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": job["steps"], "enable_jit_checkpoint": jit}
+    trainer = Trainer(
+        model=tiny.model(),
+        args=tiny.arguments(Path(job["folder"]), **changes),
+        train_dataset=tiny.data(),
+        ptm_config=job["dials"],
+        callbacks=[faulty.call_at(job["place"], disk.armed.set if job.get("hangs") else send, patch)],
+    )
+    patch.setattr(trainer_jit_checkpoint, "threading", SimpleNamespace(Timer=AtOnce))
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
