@@ -98,7 +98,7 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
     """Has `then` called when a run is in a certain place, from its fourth step on.
 
     Args:
-        place: `forward` or `backward`, when a parameter is sent for; `update`, when a step is carried out beside the
+        place: `forward`, when a parameter is sent for; `backward`, when something is loaded; `update`, when a step is carried out beside the
             next forward; `gradient`, when the store of a gradient begins in backward.
         then: what to call.
         patch: takes all back.
@@ -122,7 +122,8 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
         before(Chase, "_update", lambda chase: not in_backward())
     elif place == "gradient":
         before(Traffic, "start_store_whole", lambda traffic, tensor: in_backward() and tensor.tag is Tag.GRAD)
+    elif place == "backward":
+        before(Traffic, "start_load", lambda traffic, *_: in_backward())
     else:
-        within = place == "backward"
-        before(Ahead, "prefetch", lambda ahead, tensor: in_backward() is within and tensor.tag is Tag.PARAM)
+        before(Ahead, "prefetch", lambda ahead, tensor: not in_backward() and tensor.tag is Tag.PARAM)
     return FromStep(3, lambda: begun.append(True))
