@@ -98,8 +98,8 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
     """Has `then` called when a run is in a certain place, from its fourth step on.
 
     Args:
-        place: `forward`, when a parameter is sent for; `backward`, when something is loaded; `update`, when a step is carried out beside the
-            next forward; `gradient`, when the store of a gradient begins in backward.
+        place: `forward`, when a parameter is sent for; `backward`, when something is loaded; `update`, when a step is
+            carried out beside the next forward; `gradient`, when the store of a gradient begins in backward.
         then: what to call.
         patch: takes all back.
 
