@@ -16,6 +16,7 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
+from ptm_accel.model.gradients import Gradients
 from ptm_accel.optim.chase import Chase
 
 HANGS_S = 2.0
@@ -99,7 +100,8 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
 
     Args:
         place: `forward`, when a parameter is sent for; `backward`, when something is loaded; `update`, when a step is
-            carried out beside the next forward; `gradient`, when the store of a gradient begins in backward.
+            carried out beside the next forward; `arrival`, when a gradient arrives; `gradient`, when its store begins
+            in backward.
         then: what to call.
         patch: takes all back.
 
@@ -120,6 +122,8 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
 
     if place == "update":
         before(Chase, "_update", lambda chase: not in_backward())
+    elif place == "arrival":
+        before(Gradients, "take", lambda gradients, param: True)
     elif place == "gradient":
         before(Traffic, "start_store_whole", lambda traffic, tensor: in_backward() and tensor.tag is Tag.GRAD)
     elif place == "backward":

@@ -288,7 +288,7 @@ def test_a_transfer_that_was_never_queued_is_an_error_and_no_hang(tmp_path: Path
             call()
     tier.store(other, 0, bytes_of(1)).wait()
     tier.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ptm-disk-")]
+    assert not any(thread.is_alive() for thread in tier._lanes._threads)
 
 
 def raise_interrupt(*args: object) -> None:
