@@ -225,7 +225,7 @@ class Engine:
     def _watch_heap(self) -> Glibc | None:
         """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
         pool = self.pool
-        if self._all_fits() or pool.budget.tier is not Tier.HOST or not Glibc.found():
+        if pool.home is None or pool.budget.tier is not Tier.HOST or self._all_fits() or not Glibc.found():
             return None
         heap = Glibc()
         heap.give_back()

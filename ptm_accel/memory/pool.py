@@ -27,6 +27,9 @@ from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import ComputeTier, Home, Transfer
 from ptm_accel.memory.windows import Windows
 
+_ROUNDED_BY = 64
+"""What is adopted is copied where that takes less than this part of it more."""
+
 
 class Pin:
     """Bytes that stay in the compute tier while this value is held; the only way to them."""
@@ -115,7 +118,9 @@ class Pool:
                 self.ahead.turn_back(tensor)
             if self.adviser is not None and not self._silent:
                 self.adviser.created(tensor)
-            alone = not self.copies_in and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
+            # Small ones leave small holes, and a copy of them is rounded up to more than they are.
+            copied = self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
+            alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device.type != self.compute.device.type:
                 self._make_extent(tensor).tensor.copy_(data)
                 self.settle_in(tensor, Place.DIRTY)

@@ -45,8 +45,8 @@ class GradSlot:
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds a gradient that has just arrived; the first is kept as it is, since adding to zeros loses -0.0."""
-        self._norm = None
         if self.value is None:
+            self._norm = None
             self._keep(gradient)
             return
         if self._wide and self.value.dtype != torch.float32:
@@ -55,6 +55,8 @@ class GradSlot:
             self._keep(wide)
         assert self.value is not None
         with self._pool.pin(self.value, write=True) as total:
+            # Bringing it in may have moved it away first, with the norm of what it was.
+            self._norm = None
             total.add_(gradient)
 
     def _keep(self, gradient: torch.Tensor) -> None:

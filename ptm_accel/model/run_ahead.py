@@ -339,18 +339,18 @@ class RunAhead:
         while self._coming:
             tensor = self._coming[0]
             if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
-                self._make_way(tensor)
+                self._make_way(tensor, accessed)
                 return
             self._coming.popleft()
 
-    def _make_way(self, coming: PagedTensor) -> None:
+    def _make_way(self, coming: PagedTensor, accessed: PagedTensor) -> None:
         """Lets what is wanted after `coming` go, so that there will be room; memory comes free as the stores end."""
         pool, route = self._pool, self._route
         assert route is not None
         wanted = route.next_use(coming, self._position)
         free = pool.budget.free_bytes + pool.room.ending_bytes
         while free < coming.slot_bytes:
-            spared = self.victim(pool.idle())
+            spared = self.victim(tensor for tensor in pool.idle() if tensor is not accessed)
             if spared is None or route.next_use(spared, self._position) <= wanted:
                 return
             free += spared.slot_bytes
