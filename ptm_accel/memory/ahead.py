@@ -47,14 +47,6 @@ class Ahead:
             pool.touch(tensor)
             return True
 
-    def keep(self, tensor: PagedTensor, *, kept: bool) -> None:
-        """Whether a tensor that was sent for is not to be moved away again before it has been used."""
-        assert tensor.place is Place.ARRIVING, tensor
-        if kept:
-            self._pool.busy(tensor)
-        else:
-            self._pool.touch(tensor)
-
     def receive(self, tensor: PagedTensor) -> None:
         """Waits for a tensor that was sent for: ARRIVING -> CLEAN.
 

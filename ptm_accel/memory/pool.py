@@ -193,11 +193,20 @@ class Pool:
             self.busy(tensor)
             return Pin(self, tensor)
 
+    def pin_arriving(self, tensor: PagedTensor) -> Pin:
+        """Keeps a tensor that was sent for; there is nothing to see of it until it has been asked for (`fault`)."""
+        with self.lock:
+            assert tensor.place is Place.ARRIVING, tensor
+            tensor.pins += 1
+            self.busy(tensor)
+            return Pin(self, tensor)
+
     def _unpin(self, tensor: PagedTensor) -> None:
         with self.lock:
             tensor.pins -= 1
             assert tensor.pins >= 0, f"{tensor!r}: unpinned more often than pinned"
-            if not tensor.pins:
+            # One that was sent for may not have come.
+            if not tensor.pins and tensor.extent is not None:
                 self.touch(tensor)
 
     def touch(self, tensor: PagedTensor) -> None:

@@ -83,8 +83,10 @@ class Windows:
             if pool.owed is not None:
                 pool.owed.before_use(tensor)
             if tensor.place is Place.ARRIVING:
-                pool.ahead.keep(tensor, kept=True)
-                return Window(tensor, start, stop)
+                window = Window(tensor, start, stop)
+                # It stays for each of its windows: another may be closed before this one is ready.
+                window.pin = pool.pin_arriving(tensor)
+                return window
             if tensor.place.resident:
                 window = Window(tensor, start, stop)
                 self._view(window)
@@ -119,7 +121,10 @@ class Windows:
 
     def _view(self, window: Window) -> None:
         assert window.block is None, "window used after its end"
-        window.pin = self._pool.pin(window.source)
+        if window.pin is None:
+            window.pin = self._pool.pin(window.source)
+        else:
+            self._pool.fault(window.source)
         window.tensor = window.pin.tensor.view(-1)[window.start : window.stop]
 
     def close(self, window: Window, *, wrote: bool) -> None:
@@ -137,11 +142,7 @@ class Windows:
                 window.pin.release()
                 return
             block, reservation = window.block, window.reservation
-            if block is None:
-                # It was never ready.
-                if tensor.place is Place.ARRIVING:
-                    pool.ahead.keep(tensor, kept=False)
-                return
+            assert block is not None, "window closed twice"
             assert reservation is not None and block.buffer is not None
             octets = block.buffer
             transfer: Transfer | None = None
