@@ -170,6 +170,42 @@ def test_a_window_over_a_tensor_that_arrives(tmp_path: Path) -> None:
         pool.windows.close(window, wrote=False)
 
 
+def test_a_tensor_that_arrives_stays_for_each_of_its_windows(tmp_path: Path) -> None:
+    with memory_of(3, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 3.0, pages=2)
+        pool.evict(tensor)
+        assert pool.ahead.prefetch(tensor)
+        first, second, third = (pool.windows.open(tensor, 0, 1024) for _ in range(3))
+        pool.windows.ready(first)
+        pool.windows.close(first, wrote=False)
+        assert not pool.is_idle(tensor), "the others have not been closed"
+        with pytest.raises(BudgetError):
+            pool.room.reserve(2 * PAGE, Tag.STAGING, "somebody else")
+        faults = pool.stats.faults
+        assert (pool.windows.ready(second) == 3.0).all()
+        pool.windows.close(second, wrote=True)
+        pool.windows.close(third, wrote=False)
+        assert pool.is_idle(tensor)
+        assert (pool.stats.faults, tensor.place) == (faults, Place.DIRTY)
+
+
+def test_windows_of_a_tensor_that_did_not_come_end_without_harm(gate: Gate, tmp_path: Path) -> None:
+    with memory_of(3, tmp_path) as memory:
+        pool = memory.pool
+        tensor = made(pool, "a", 3.0)
+        pool.evict(tensor)
+        gate.failing = {"preadv"}
+        assert pool.ahead.prefetch(tensor)
+        window = pool.windows.open(tensor, 0, 1024)
+        with pytest.raises(DiskError):
+            pool.windows.ready(window)
+        pool.windows.close(window, wrote=False)
+        gate.failing = set()
+        assert tensor.place is Place.AWAY
+        assert (pool.fault(tensor) == 3.0).all()
+
+
 def test_a_load_that_fails_is_told_to_who_reads(gate: Gate, tmp_path: Path) -> None:
     with memory_of(2, tmp_path) as memory:
         pool = memory.pool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.outside import gathered
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, needs, on_pages
@@ -207,3 +209,42 @@ def test_clipping_before_there_is_an_optimizer(tmp_path: Path) -> None:
         expect(engine, plain)
         engine.zero_grad()
         assert not found(engine)
+
+
+class _MovesAwayFirst:
+    """An adviser that moves a gradient away just before it is used."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.moved = 0
+
+    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+        if tensor.tag is Tag.GRAD and self.engine.pool.is_idle(tensor):
+            self.moved += 1
+            self.engine.pool.ahead.evict(tensor)
+
+    def created(self, tensor: PagedTensor) -> None:
+        pass
+
+    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
+        return None
+
+
+def test_a_norm_is_never_that_of_what_a_sum_was_before_it_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = net()
+    for seed in range(2):
+        backward(plain, seed)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    model = net()
+    floor, need = needs(net(), tmp_path, "host+disk")
+    with on_pages(model, "host+disk", (floor + need) // 2, tmp_path) as engine:
+        backward(model, 0)
+        engine.run_ahead.end()
+        monkeypatch.setattr(engine.run_ahead, "begin", lambda kind: None)
+        adviser = engine.pool.adviser = _MovesAwayFirst(engine)
+        backward(model, 1)
+        engine.pool.adviser = None
+        assert adviser.moved
+        assert engine.clip_grad_norm_(1e9) == expected
