@@ -38,8 +38,8 @@ class HeapUse(NamedTuple):
     """What the C library has of the system, in bytes.
 
     Attributes:
-        held: in its heaps, holes included.
-        live: handed out, from its heaps or mapped each by itself.
+        held: in its heaps, holes included, or mapped each by itself.
+        live: of that, what is handed out.
     """
 
     held: int
@@ -90,7 +90,7 @@ class Glibc:
     def use(self) -> HeapUse:
         """See `Heap`."""
         info = self._libc.mallinfo2()
-        return HeapUse(held=info.arena, live=info.uordblks + info.hblkhd)
+        return HeapUse(held=info.arena + info.hblkhd, live=info.uordblks + info.hblkhd)
 
     def give_back(self) -> None:
         """See `Heap`."""
@@ -131,7 +131,7 @@ class HeapTide:
         self._charges = 0
         heap.give_back()
         self._begin = heap.use()
-        self._live_bytes = 0
+        self._live_bytes = self._held_bytes = 0
 
     def need(self, least_bytes: int) -> None:
         """Pages need more than was known: an optimizer has been chosen."""
@@ -140,25 +140,30 @@ class HeapTide:
             self._stop()
 
     def sample(self) -> None:
-        """Called before every reservation: notes how much lives in the heap."""
+        """Called before every reservation: notes how much lives in the heap, and how much that takes."""
         self._charges += 1
         if self._learning or (self.keeping and self._charges % _EVERY == 0):
-            self._live_bytes = max(self._live_bytes, self._heap.use().live - self._begin.live)
+            self._look()
+
+    def _look(self) -> None:
+        use = self._heap.use()
+        self._live_bytes = max(self._live_bytes, use.live - self._begin.live)
+        self._held_bytes = max(self._held_bytes, use.held - self._begin.held)
 
     def end_step(self) -> None:
         """Called after every optimizer step: decides whether blocks are kept, and what that costs.
 
         Where this lowers the capacity, the caller has what is too much moved away (`Room.shrink`).
         """
-        self.sample()
+        if self._learning or self.keeping:
+            self._look()
         if self._learning:
             self._learning = False
             if self._take_off(self._live_bytes // _GUESS):
                 self.keeping = True
                 self._heap.keep()
         elif self.keeping:
-            held = self._heap.use().held - self._begin.held
-            if not self._take_off(max(held - self._live_bytes, 0)):
+            if not self._take_off(max(self._held_bytes - self._live_bytes, 0)):
                 self._stop()
 
     def _take_off(self, nbytes: int) -> bool:
