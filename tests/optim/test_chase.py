@@ -299,17 +299,6 @@ def go_on(model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer) ->
     engine.settle()
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own answer to Ctrl-C: a process that was started in the background ignores it otherwise."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
     done: list[str] = []
 
@@ -340,7 +329,6 @@ def _in_a_thread(done: list[str]) -> None:
         done.append("thread")
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_in_the_middle_of_a_chase_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = plain(4)
     with chasing(tmp_path) as (model, engine, optimizer):
