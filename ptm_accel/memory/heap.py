@@ -162,9 +162,8 @@ class HeapTide:
             if self._take_off(self._live_bytes // _GUESS):
                 self.keeping = True
                 self._heap.keep()
-        elif self.keeping:
-            if not self._take_off(max(self._held_bytes - self._live_bytes, 0)):
-                self._stop()
+        elif self.keeping and not self._take_off(max(self._held_bytes - self._live_bytes, 0)):
+            self._stop()
 
     def _take_off(self, nbytes: int) -> bool:
         """Lowers (or raises) the capacity to what `nbytes` of holes leave; False if that is too little."""
