@@ -139,6 +139,17 @@ class HeapTide:
         if self.keeping and self._budget.capacity_bytes < least_bytes:
             self._stop()
 
+    def give_way(self) -> bool:
+        """Pages have no room left and nothing to move away: holes are given back to them, now and from then on.
+
+        Returns:
+            whether there is more room than before.
+        """
+        before = self._budget.capacity_bytes
+        if self.keeping:
+            self._stop()
+        return self._budget.capacity_bytes > before
+
     def sample(self) -> None:
         """Called before every reservation: notes how much lives in the heap, and how much that takes."""
         self._charges += 1

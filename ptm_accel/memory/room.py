@@ -207,9 +207,12 @@ class Room:
             elif not self._evictor.evict_one():
                 # The last transfer may have ended since its memory was last asked for.
                 self.collect()
-                if nbytes > self.budget.free_bytes and self._running() is None:
+                if nbytes > self.budget.free_bytes and self._running() is None and not self._tide_gives_way():
                     raise self._refusal(nbytes, name)
             self.collect()
+
+    def _tide_gives_way(self) -> bool:
+        return self.tide is not None and self.tide.give_way()
 
     def _running(self) -> Transfer | None:
         """A transfer that still uses memory that is leaving."""

@@ -45,6 +45,10 @@ class Tide:
         self._least_bytes = min(self.total_bytes, least_bytes)
         self._budget.capacity_bytes = max(self._budget.capacity_bytes, self._least_bytes)
 
+    def give_way(self) -> bool:
+        """Other memory cannot be asked for room: False."""
+        return False
+
     @property
     def high_water_bytes(self) -> int:
         """The most that other memory took in this step and the one before."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.heap import Glibc, HeapTide, HeapUse
+from tests.tiers import open_memory
 
 MIB = 1 << 20
 
@@ -96,6 +99,20 @@ def test_an_optimizer_that_needs_the_room_ends_it() -> None:
     assert tide.keeping
     tide.need(900 * MIB)
     assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
+
+
+def test_pages_that_have_no_room_left_get_that_of_the_holes(tmp_path: Path) -> None:
+    memory = open_memory("host+disk", 4 * MIB, tmp_path)
+    heap = Played()
+    tide = memory.pool.room.tide = HeapTide(memory.pool.budget, MIB, heap)
+    first_step(heap, tide, MIB)
+    assert memory.pool.budget.capacity_bytes == 7 * MIB // 2
+    with memory.pool.room.reserve(3 * MIB, Tag.PARAM, "a region"):
+        with memory.pool.room.reserve(MIB - 8192, Tag.PARAM, "its end"):
+            assert (heap.calls[-1], tide.keeping) == ("give back", False)
+        with pytest.raises(BudgetError, match=r"3.01 MiB of 4.00 MiB are in use"):
+            memory.pool.room.reserve(2 * MIB, Tag.PARAM, "too much")
+    memory.close()
 
 
 def test_charges_are_no_business_of_it() -> None:
