@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from ptm_accel.hardware.profile import side_by_side
 from ptm_accel.hardware.rates import disk_rates
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.heap import Glibc, HeapTide
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place
@@ -38,6 +40,7 @@ from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import appetite_of
+from ptm_accel.schedule.watch import LinkUse
 from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless, refuse_oversized_model
 
 logger = logging.getLogger(__name__)
@@ -195,8 +198,9 @@ class Engine:
         self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         heap = self._watch_heap()
         self._decide_to_plan()
-        if self.run_ahead.enabled and pool.home is self.memory.disk:
+        if self.run_ahead.enabled and isinstance(pool.home, DiskTier):
             self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
+            self.run_ahead.link_use = partial(_use_of, pool.home)
         left = 0
         for slot in self.slots:
             if slot.param in blank or slot.param in values:
@@ -536,3 +540,7 @@ def engine_holding(parameters: Iterable[torch.Tensor]) -> Engine | None:
             if engine.slots.of(param) is not None:
                 return engine
     return None
+
+
+def _use_of(disk: DiskTier) -> LinkUse:
+    return LinkUse(disk.bytes_read, disk.bytes_written, disk.busy_s)

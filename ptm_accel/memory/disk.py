@@ -88,6 +88,11 @@ class DiskTier:
         return self._lanes.bytes_written
 
     @property
+    def busy_s(self) -> float:
+        """Seconds in which something was being moved so far."""
+        return self._lanes.busy_s
+
+    @property
     def direct(self) -> bool:
         """Whether all transfers go past the page cache."""
         return all(file.direct for file in self._files)

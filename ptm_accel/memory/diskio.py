@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -202,6 +203,7 @@ class Lanes:
         self._lanes = [_Lane(file, self.lock) for file in files]
         self._running = 0
         self._moving = 0
+        self._busy_s = self._busy_from = 0.0
         self._holds = 0
         self._closing = False
         self._process = os.getpid()
@@ -219,6 +221,12 @@ class Lanes:
         _FORK_GATE.lanes.add(self)
         for thread in self._threads:
             thread.start()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which something was being moved, since the start."""
+        with self.lock:
+            return self._busy_s + (time.perf_counter() - self._busy_from if self._moving else 0.0)
 
     def submit(self, transfer: DiskTransfer) -> None:
         """Starts a transfer, behind those that it conflicts with.
@@ -328,6 +336,8 @@ class Lanes:
                 if self._closing and not self._is_busy():
                     return None
                 lane.ready.wait()
+            if not self._moving:
+                self._busy_from = time.perf_counter()
             self._moving += 1
             return lane.queue.popleft()
 
@@ -335,6 +345,8 @@ class Lanes:
         transfer = piece.transfer
         with self.lock:
             self._moving -= 1
+            if not self._moving:
+                self._busy_s += time.perf_counter() - self._busy_from
             if transfer.failure is None:
                 transfer.failure = failure
             if transfer.unfinished > 1:

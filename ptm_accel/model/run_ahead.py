@@ -30,6 +30,7 @@ from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.simulate import Simulation
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace, Use
+from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
 
 _JOIN_WITHIN = 64
 """How many accesses ahead a place is searched for where the next one is not the expected one."""
@@ -55,6 +56,7 @@ class Route:
         simulated: what the plan should come to; None where the link has not been measured.
         places: the accesses of each item, ascending, by the item's name.
         rank: how many accesses of the pass itself come before each access; the last entry is their number.
+        watch: compares what such passes take with what was simulated.
     """
 
     trace: Trace
@@ -64,6 +66,7 @@ class Route:
     simulated: Simulation | None = None
     places: dict[str, list[int]] = field(default_factory=dict)
     rank: list[int] = field(default_factory=lambda: [0])
+    watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         items = self.trace.items
@@ -119,6 +122,7 @@ class RunAhead:
         departures: accesses that were not where the trace had them, since the beginning.
         beside: is given its turn at each access.
         rates: of the link between the compute tier and the home; None where they are not known.
+        link_use: gives that link's totals; None where they are not known.
         tally: what passes and updates have taken.
     """
 
@@ -129,6 +133,7 @@ class RunAhead:
         self.departures = 0
         self.beside: Beside | None = None
         self.rates: LinkRates | None = None
+        self.link_use: Callable[[], LinkUse] | None = None
         self.tally = Tally()
         self._pool = pool
         self._tensors: dict[str, PagedTensor] = {}
@@ -141,6 +146,7 @@ class RunAhead:
         self._going: deque[PagedTensor] = deque()
         self._with_updates = False
         self._began_s = 0.0
+        self._link_before: LinkUse | None = None
         self._passes_a_step = self._passes = 0
 
     # ---- passes ----------------------------------------------------------------------------------------------
@@ -161,6 +167,8 @@ class RunAhead:
         route = self.routes.get(key)
         if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
             route = self.routes[key] = self._planned(route.recorded, updates=updates)
+        if self.link_use is not None and route is not None and route.watch.calm:
+            self._link_before = self.link_use()
         self._with_updates = updates
         self._began_s = time.perf_counter()
         self._recorder = Recorder(key, self._now_s())
@@ -176,17 +184,35 @@ class RunAhead:
         self._coming = coming
         if recorder is None:
             return
-        self._count(recorder, route)
-        departed = route is not None and self._strays > _DEPARTURES * route.rank[-1]
-        if len(recorder) and (route is None or departed):
-            self.routes[recorder.key] = self._planned(recorder.finish(self._now_s()), updates=self._with_updates)
+        took_s = self._count(recorder, route)
+        if not len(recorder) or (route is not None and not self._is_off(route, took_s)):
+            return
+        trace = recorder.finish(self._now_s())
+        if route is not None:
+            self._look_at_link()
+        newer = self.routes[recorder.key] = self._planned(trace, updates=self._with_updates)
+        if route is not None:
+            newer.watch = route.watch
+
+    def _is_off(self, route: Route, took_s: float) -> bool:
+        """Whether the pass that has ended calls for a new plan: it was another one, or took another time."""
+        foretold = route.simulated
+        late = foretold is not None and route.watch.departs(foretold.seconds, took_s)
+        return late or self._strays > _DEPARTURES * route.rank[-1]
+
+    def _look_at_link(self) -> None:
+        if self.rates is None or self.link_use is None:
+            return
+        if self._link_before is not None:
+            self.rates = rates_as_seen(self.rates, self._link_before, self.link_use())
 
     def end_step(self) -> None:
         """The passes of a step have ended: its update begins."""
         self.end()
         self._passes_a_step, self._passes = self._passes, 0
 
-    def _count(self, recorder: Recorder, route: Route | None) -> None:
+    def _count(self, recorder: Recorder, route: Route | None) -> float:
+        """Adds the pass that has ended to the tally; returns the seconds it took."""
         tally, took_s = self.tally, time.perf_counter() - self._began_s
         tally.passes += 1
         self._passes += 1
@@ -196,6 +222,7 @@ class RunAhead:
             tally.foretold += 1
             tally.foretold_s += route.simulated.seconds
             tally.foretold_took_s += took_s
+        return took_s
 
     def give_up(self) -> None:
         """The pass was torn down by an exception: what was seen of it says nothing."""

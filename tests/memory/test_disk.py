@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,12 +74,17 @@ def test_what_was_stored_is_loaded(make: Make, nbytes: int, shift: int) -> None:
     tier = make()
     data, back = random_bytes(nbytes, shift), random_bytes(nbytes, shift)
     slot = tier.new(nbytes, Tag.PARAM, "w")
+    begin = time.perf_counter()
     tier.store(slot, 0, data).wait()
     transfer = tier.load(slot, 0, back)
     transfer.order()
     assert transfer.done()
     assert torch.equal(data, back)
     assert (tier.bytes_written, tier.bytes_read) == (nbytes, nbytes)
+    busy_s = tier.busy_s
+    assert 0 < busy_s < time.perf_counter() - begin
+    time.sleep(0.01)
+    assert tier.busy_s == busy_s, "nothing moves"
     tier.free(slot)
     assert tier.budget.used_bytes == 0
 

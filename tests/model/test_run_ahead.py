@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ptm_accel.engine import Engine
+from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.model.run_ahead import Route
 from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
 
@@ -206,3 +207,23 @@ def test_a_model_that_is_dropped_takes_its_pages_with_it(end: str, tmp_path: Pat
     del model, engine, optimizer
     gc.collect()
     assert memory.closed
+
+
+def test_passes_that_take_another_time_than_foretold_are_planned_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        ahead = engine.run_ahead
+        ahead.rates = wrong = LinkRates(1e6, 1e6, 1e6)
+        for number in range(3):
+            step(model, optimizer, number)
+        before = beside_updates(engine)
+        assert before.simulated is not None
+        for number in range(3, 9):
+            step(model, optimizer, number)
+        after = beside_updates(engine)
+        assert after is not before
+        assert after.simulated is not None
+        assert ahead.rates.read_bytes_s > 2 * wrong.read_bytes_s, "this disk moves more than a megabyte a second"
+        assert after.simulated.seconds < before.simulated.seconds
+        assert ahead.departures == 0
