@@ -33,7 +33,7 @@ from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import check_model, leave_meta, small_bytes, take_parameters
 from ptm_accel.model.compiled import Region, refuse_oversized_region
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
-from ptm_accel.model.gradients import Gradients, clip_coefficient, total_norm
+from ptm_accel.model.gradients import Gradients, Sums, clip_coefficient, total_norm
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
@@ -87,7 +87,7 @@ class Engine:
         self.residency = Residency(self.pool, self.slots, self.table)
         self.residency.owner = self
         self.run_ahead = self.residency.run_ahead
-        self.run_ahead.adds_up = _asking(self, Engine._has_gradients, False)
+        self.run_ahead.sums = _asking(self, Engine._sums, Sums.NONE)
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.optimizer: PagedOptimizer | None = None
         self.gradients: Gradients | None = None
@@ -359,8 +359,8 @@ class Engine:
     def _decide_to_plan(self) -> None:
         self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()
 
-    def _has_gradients(self) -> bool:
-        return self.gradients is not None and self.gradients.any()
+    def _sums(self) -> Sums:
+        return Sums.NONE if self.gradients is None else self.gradients.sums()
 
     def _may_overlap(self) -> bool:
         """Whether an update may run beside a forward: there is something to move, and room for the worst of both."""

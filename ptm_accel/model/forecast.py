@@ -318,7 +318,7 @@ class _Notes(RunAhead):
     def begin(self, kind: Hashable) -> None:
         """See `RunAhead`."""
         if self._notebook is None:
-            self._notebook = Recorder((kind, self.adds_up(), False), 0.0)
+            self._notebook = Recorder((kind, self.sums(), False), 0.0)
             self._pool.adviser = self
 
     def end(self) -> None:

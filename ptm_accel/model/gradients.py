@@ -7,6 +7,7 @@ away: the last time the whole of it is in one place for free.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 
 import torch
@@ -19,6 +20,16 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model.slots import ParamSlot
 
 NORM_TYPE = 2.0
+
+
+class Sums(enum.Enum):
+    """What is done with the gradients that are there when more of them arrive."""
+
+    NONE = "none"
+    """There are none: the next are kept as they come."""
+    WIDENED = "widened"
+    """They are put into fp32 first, which takes other memory."""
+    ADDED_TO = "added to"
 
 
 class GradSlot:
@@ -49,7 +60,7 @@ class GradSlot:
             self._norm = None
             self._keep(gradient)
             return
-        if self._wide and self.value.dtype != torch.float32:
+        if self.widens:
             wide = self._pool.fault(self.value).float()
             self.drop()
             self._keep(wide)
@@ -58,6 +69,11 @@ class GradSlot:
             # Bringing it in may have moved it away first, with the norm of what it was.
             self._norm = None
             total.add_(gradient)
+
+    @property
+    def widens(self) -> bool:
+        """Whether there is a sum that the next gradient will be added to in fp32, and that is not that yet."""
+        return self._wide and self.value is not None and self.value.dtype != torch.float32
 
     def _keep(self, gradient: torch.Tensor) -> None:
         name = f"{self.slot.name}.grad"
@@ -166,9 +182,12 @@ class Gradients:
         """The gradients that there are, in the order of the model's parameters."""
         return [g for g in self._by_param.values() if g.value is not None]
 
-    def any(self) -> bool:
-        """Whether there is a gradient."""
-        return any(g.value is not None for g in self._by_param.values())
+    def sums(self) -> Sums:
+        """What the next gradients will meet."""
+        present = self.present()
+        if not present:
+            return Sums.NONE
+        return Sums.WIDENED if any(g.widens for g in present) else Sums.ADDED_TO
 
     @torch.no_grad()
     def multiply(self, coefficient: torch.Tensor, gradients: Iterable[GradSlot] | None = None) -> None:

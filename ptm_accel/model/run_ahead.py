@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -25,6 +25,7 @@ from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.gradients import Sums
 from ptm_accel.schedule.actions import Action, Move, Plan
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.simulate import Simulation
@@ -117,7 +118,7 @@ class RunAhead:
 
     Attributes:
         enabled: whether plans are carried out; without them the pool pages on demand, with the same results.
-        adds_up: tells whether there are gradients that the next ones will be added to.
+        sums: tells what the gradients of the next pass will meet.
         routes: what is known, by kind of pass.
         departures: accesses that were not where the trace had them, since the beginning.
         beside: is given its turn at each access.
@@ -128,7 +129,7 @@ class RunAhead:
 
     def __init__(self, pool: Pool) -> None:
         self.enabled = True
-        self.adds_up: Callable[[], bool] = lambda: False
+        self.sums: Callable[[], Sums] = lambda: Sums.NONE
         self.routes: dict[Hashable, Route] = {}
         self.departures = 0
         self.beside: Beside | None = None
@@ -146,7 +147,7 @@ class RunAhead:
         self._going: deque[PagedTensor] = deque()
         self._with_updates = False
         self._began_s = 0.0
-        self._link_before: LinkUse | None = None
+        self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
         self._passes_a_step = self._passes = 0
 
     # ---- passes ----------------------------------------------------------------------------------------------
@@ -162,13 +163,13 @@ class RunAhead:
             return
         # Gradients that are there already are added to, and are not made; and updates may be under way.
         updates = self.beside is not None
-        key = (kind, self.adds_up(), updates)
+        key = (kind, self.sums(), updates)
         capacity = self._pool.budget.capacity_bytes
         route = self.routes.get(key)
         if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
             route = self.routes[key] = self._planned(route.recorded, updates=updates)
-        if self.link_use is not None and route is not None and route.watch.calm:
-            self._link_before = self.link_use()
+        if route is not None and route.watch.calm:
+            self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
         self._with_updates = updates
         self._began_s = time.perf_counter()
         self._recorder = Recorder(key, self._now_s())
@@ -201,10 +202,9 @@ class RunAhead:
         return late or self._strays > _DEPARTURES * route.rank[-1]
 
     def _look_at_link(self) -> None:
-        if self.rates is None or self.link_use is None:
-            return
-        if self._link_before is not None:
-            self.rates = rates_as_seen(self.rates, self._link_before, self.link_use())
+        before = self._before[1]
+        if self.rates is not None and self.link_use is not None and before is not None:
+            self.rates = rates_as_seen(self.rates, before, self.link_use())
 
     def end_step(self) -> None:
         """The passes of a step have ended: its update begins."""
@@ -246,8 +246,12 @@ class RunAhead:
         """
         self._updates = {name: [Item(t.name, t.slot_bytes) for t in tensors] for name, tensors in used.items()}
         for tensors in used.values():
-            self.tally.updated_bytes += tensors[-1].slot_bytes
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
+
+    def updates_ended(self) -> None:
+        """The updates that were carried out beside passes are done."""
+        self.beside = None
+        self.tally.updated_bytes += sum(items[-1].nbytes for items in self._updates.values())
 
     @property
     def updates(self) -> Mapping[str, Sequence[Item]]:
@@ -278,7 +282,7 @@ class RunAhead:
             # The next pass is of another kind where several make a step, and only the first has updates beside it.
             repeats=not updates or self._passes_a_step == 1,
             rates=self.rates,
-            update_s=self.tally.update_s_per_byte,
+            update_s=self.tally.update_s_per_byte(self._before[0]),
         )
         return Route(choice.trace, choice.plan, capacity, recorded, choice.simulated)
 

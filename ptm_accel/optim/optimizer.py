@@ -136,7 +136,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _begin_chase(self, work: Work, scale: torch.Tensor | None) -> None:
         def ended() -> None:
-            self._chase = self._run_ahead.beside = None
+            self._chase = None
+            self._run_ahead.updates_ended()
             self._updated(work)
 
         self._run_ahead.follow_updates(

@@ -22,8 +22,11 @@ _ROUNDS = 4
 class _Residents:
     """The items that are in the compute tier, by when they are next wanted."""
 
-    def __init__(self, trace: Trace, there: frozenset[int], first_use: dict[int, int]) -> None:
+    def __init__(
+        self, trace: Trace, there: frozenset[int], first_use: dict[int, int], kept: frozenset[int] = frozenset()
+    ) -> None:
         self._sizes = [item.nbytes for item in trace.items]
+        self._kept = kept
         self._next: dict[int, int] = {}
         self._order: list[tuple[int, int]] = []
         self.used_bytes = 0
@@ -36,11 +39,12 @@ class _Residents:
     def put(self, item: int, wanted: int) -> None:
         """The item is there, or has been used, and is wanted next at `wanted`."""
         if item in self._next:
-            self._order.remove((self._next[item], item))
+            self._take_out(item)
         else:
             self.used_bytes += self._sizes[item]
         self._next[item] = wanted
-        insort(self._order, (wanted, item))
+        if item not in self._kept:
+            insort(self._order, (wanted, item))
 
     def last_wanted(self) -> int:
         """The item that is wanted last; it leaves."""
@@ -50,15 +54,27 @@ class _Residents:
 
     def remove(self, item: int) -> None:
         """The item is there no longer."""
-        self._order.remove((self._next.pop(item), item))
+        self._take_out(item)
+        del self._next[item]
         self.used_bytes -= self._sizes[item]
+
+    def _take_out(self, item: int) -> None:
+        if item not in self._kept:
+            self._order.remove((self._next[item], item))
 
     def items(self) -> frozenset[int]:
         """All that are there."""
         return frozenset(self._next)
 
 
-def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0, repeats: bool = False) -> Plan:
+def plan_pass(
+    trace: Trace,
+    *,
+    capacity_bytes: int,
+    ahead_bytes: int = 0,
+    repeats: bool = False,
+    kept: frozenset[int] = frozenset(),
+) -> Plan:
     """The plan of a pass.
 
     Args:
@@ -66,25 +82,27 @@ def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0, repeat
         capacity_bytes: the budget, `Access.held_bytes` included.
         ahead_bytes: the part of it that may be held for what is not used yet.
         repeats: the same pass follows: what its beginning needs may be sent for as this one ends.
+        kept: items that never leave.
 
     Raises:
-        ScheduleError: a single access needs more than the budget.
+        ScheduleError: a single access needs more than the budget, or than what is kept leaves of it.
     """
     created: set[int] = set()
     first_use: dict[int, int] = {}
+    kept_bytes = sum(trace.items[item].nbytes for item in kept)
     for index, access in enumerate(trace.accesses):
         if first_use.setdefault(access.item, index) == index and access.use is Use.CREATE:
             created.add(access.item)
-        needed = access.held_bytes + trace.items[access.item].nbytes
+        needed = access.held_bytes + kept_bytes + (0 if access.item in kept else trace.items[access.item].nbytes)
         if needed > capacity_bytes:
             raise ScheduleError(
                 f"access {index} ({trace.items[access.item].name}) needs {format_bytes(needed)} with what is held "
                 f"beside it, and the budget is {format_bytes(capacity_bytes)}. Raise it, or page on demand."
             )
-    after: frozenset[int] = frozenset()
+    after = kept
     for _ in range(_ROUNDS):
         there = after - created
-        leaving, loading, used, after = _go_through(trace, there, first_use, capacity_bytes, ahead_bytes)
+        leaving, loading, used, after = _go_through(trace, there, first_use, kept, capacity_bytes, ahead_bytes)
         if after - created == there:
             break
     starts: list[list[Action]] = [[Action(Move.EVICT, item) for item in items] for items in leaving]
@@ -99,7 +117,12 @@ def plan_pass(trace: Trace, *, capacity_bytes: int, ahead_bytes: int = 0, repeat
 
 
 def _go_through(
-    trace: Trace, there: frozenset[int], first_use: dict[int, int], capacity_bytes: int, ahead_bytes: int
+    trace: Trace,
+    there: frozenset[int],
+    first_use: dict[int, int],
+    kept: frozenset[int],
+    capacity_bytes: int,
+    ahead_bytes: int,
 ) -> tuple[list[list[int]], list[tuple[int, int]], list[int], frozenset[int]]:
     """One pass by Belady's rule.
 
@@ -107,7 +130,8 @@ def _go_through(
         what leaves at each access; the loads as (access, item); the bytes in use at each access; what is there at the
         end.
     """
-    residents = _Residents(trace, there, first_use)
+    residents = _Residents(trace, there, first_use, kept)
+    kept_bytes = sum(trace.items[item].nbytes for item in kept)
     leaving: list[list[int]] = []
     loading: list[tuple[int, int]] = []
     used: list[int] = []
@@ -118,7 +142,8 @@ def _go_through(
             loading.append((index, access.item))
         # What is accessed is never the one to leave.
         residents.put(access.item, -1)
-        room = max(capacity_bytes - ahead_bytes - access.held_bytes, size)
+        least = kept_bytes + (0 if access.item in kept else size)
+        room = max(capacity_bytes - ahead_bytes - access.held_bytes, least)
         while residents.used_bytes > room:
             gone.append(residents.last_wanted())
         residents.put(access.item, wanted)
@@ -143,29 +168,60 @@ def _brought_forward(
     below zero.
     """
     count = len(used)
-    held = [access.held_bytes for access in trace.accesses]
-    ahead = [0] * count
+    shelf = _Shelf(trace, used, capacity_bytes, ahead_bytes)
     left_at: dict[int, list[int]] = {}
     for index, items in enumerate(leaving):
         for item in items:
             left_at.setdefault(item, []).append(index)
-    started: list[tuple[int, int]] = []
-    earliest = 1 - count
+    begins: list[int] = []
+    earliest = 0
     for index, item in loading:
-        size = trace.items[item].nbytes
-        # Not before it has left (in this pass or the one before), and not before the load that is needed sooner.
-        left = [(at if at < index else at - count) + 1 for at in left_at.get(item, ())]
-        bound = max([earliest, index - count + 1 if item in absent else 0, *left])
-        begin = index
-        while begin > bound:
-            before = begin - 1
-            fits = used[before] + ahead[before] + size <= capacity_bytes - held[before]
-            if not fits or ahead[before] + size > ahead_bytes:
-                break
-            begin = before
-        for at in range(begin, index):
-            ahead[at] += size
-        if begin < index:
-            started.append((begin, item))
-            earliest = begin
-    return started
+        # Not before it has left, and not before the load that is needed sooner.
+        left = [at + 1 for at in left_at.get(item, ()) if at < index]
+        begin = shelf.put(item, index, index, max([earliest, *left]))
+        begins.append(begin)
+        earliest = begin if begin < index else earliest
+    # What the next pass begins with comes after all that this one still needs.
+    earliest -= count
+    for place, (index, item) in enumerate(loading):
+        if begins[place] > 0 or item not in absent:
+            break
+        left = [at - count + 1 for at in left_at.get(item, ()) if at >= index]
+        begin = begins[place] = shelf.put(item, 0, index, max([earliest, index - count + 1, *left]))
+        earliest = begin if begin < index else earliest
+    return [(begin, item) for begin, (index, item) in zip(begins, loading, strict=True) if begin < index]
+
+
+class _Shelf:
+    """The part of the budget for what is not used yet, over the accesses of a pass that repeats.
+
+    Args:
+        trace: the pass.
+        used: the bytes that are in use at each access.
+        capacity_bytes: the budget.
+        ahead_bytes: the part of it.
+    """
+
+    def __init__(self, trace: Trace, used: list[int], capacity_bytes: int, ahead_bytes: int) -> None:
+        self._sizes = [item.nbytes for item in trace.items]
+        pairs = zip(trace.accesses, used, strict=True)
+        self._free = [min(capacity_bytes - access.held_bytes - taken, ahead_bytes) for access, taken in pairs]
+
+    def put(self, item: int, end: int, index: int, bound: int) -> int:
+        """Takes room for an item from as early as there is any, up to `end`.
+
+        Args:
+            item: which one.
+            end: where room for it is needed no more, or is taken already.
+            index: its access.
+            bound: the earliest; below zero for accesses of the pass before.
+
+        Returns:
+            where it begins; `end` if there is no room right before that.
+        """
+        size, begin = self._sizes[item], end
+        while begin > max(bound, index - len(self._free)) and self._free[begin - 1] >= size:
+            begin -= 1
+        for at in range(begin, end):
+            self._free[at] -= size
+        return begin

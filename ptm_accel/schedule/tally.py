@@ -31,7 +31,7 @@ class Tally:
     foretold_s: float = 0.0
     foretold_took_s: float = 0.0
 
-    @property
-    def update_s_per_byte(self) -> float:
-        """Seconds of an update for each byte of gradient that it uses up; 0 before there was one."""
-        return self.beside_s / self.updated_bytes if self.updated_bytes else 0.0
+    def update_s_per_byte(self, before: Tally) -> float:
+        """Seconds of an update for each byte of gradient that it uses up, since `before`; 0 if there was none."""
+        nbytes, seconds = self.updated_bytes - before.updated_bytes, self.beside_s - before.beside_s
+        return seconds / nbytes if nbytes else 0.0

@@ -40,3 +40,37 @@ def with_updates(trace: Trace, updates: Mapping[str, Sequence[Item]], *, most_by
             accesses += [*gathered, *gathered[:-1], replace(gathered[-1], use=Use.CONSUME)]
         accesses.append(access)
     return replace(trace, items=tuple(items), accesses=tuple(accesses))
+
+
+def spread_state(trace: Trace, nbytes: int) -> list[int]:
+    """Items of state, `nbytes` in all at the most, spread over the pass: so all of it has as much to move.
+
+    Args:
+        trace: with the updates in it.
+        nbytes: how much.
+
+    Returns:
+        the items, all or none of what one update uses.
+    """
+    groups: list[list[int]] = []
+    begun = False
+    for access in trace.accesses:
+        if access.update and access.use is Use.CONSUME:
+            begun = False
+        elif access.update:
+            if not begun:
+                groups.append([])
+                begun = True
+            if access.item not in groups[-1]:
+                groups[-1].append(access.item)
+    consumed = {access.item for access in trace.accesses if access.use is Use.CONSUME}
+    groups = [[item for item in group if item not in consumed] for group in groups]
+    sizes = [sum(trace.items[item].nbytes for item in group) for group in groups]
+    total, passed, taken = sum(sizes), 0, 0
+    chosen: list[int] = []
+    for group, size in zip(groups, sizes, strict=True):
+        passed += size
+        if taken + size <= nbytes * passed // total:
+            chosen += group
+            taken += size
+    return chosen

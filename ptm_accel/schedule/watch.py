@@ -24,18 +24,21 @@ _MOST = 16.0
 class Watch:
     """Compares the passes of one kind with what was foretold of them.
 
+    The first plan is made from a pass in cold memory, so there is always a second.
+
     Attributes:
-        patience: how many in a row must be off before a new plan is worth making. It doubles with each, so that noise
-            does not lead to planning without end.
+        patience: how many passes in a row must be off before a new plan is worth making. It doubles with each but the
+            second, so that noise does not lead to planning without end.
     """
 
     patience: int = _PATIENCE
-    _off: int = 0
+    _count: int = 0
+    _warm: bool = False
 
     @property
     def calm(self) -> bool:
-        """Whether the last pass took what was foretold."""
-        return not self._off
+        """Whether the passes that the next new plan will be made from have not begun."""
+        return not self._count
 
     def departs(self, foretold_s: float, took_s: float) -> bool:
         """Notes one pass.
@@ -47,14 +50,15 @@ class Watch:
         Returns:
             whether it is time for a new plan.
         """
-        if abs(took_s - foretold_s) <= _TOLERANCE * foretold_s:
-            self._off = 0
+        if self._warm and abs(took_s - foretold_s) <= _TOLERANCE * foretold_s:
+            self._count = 0
             return False
-        self._off += 1
-        if self._off < self.patience:
+        self._count += 1
+        if self._count < self.patience:
             return False
-        self._off = 0
-        self.patience *= 2
+        self._count = 0
+        self.patience *= 2 if self._warm else 1
+        self._warm = True
         return True
 
 

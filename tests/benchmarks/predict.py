@@ -103,6 +103,7 @@ def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: 
 def foretell(engine: Any, budget: str, step_s: float) -> dict[str, float]:
     """What a step takes under another budget, by the trace that was recorded under this one."""
     from ptm_accel.schedule.choice import choose_plan
+    from ptm_accel.schedule.tally import Tally
     from ptm_accel.units import parse_bytes
 
     run_ahead, pool = engine.run_ahead, engine.pool
@@ -118,7 +119,7 @@ def foretell(engine: Any, budget: str, step_s: float) -> dict[str, float]:
         updates=run_ahead.updates,
         repeats=True,
         rates=run_ahead.rates,
-        update_s=tally.update_s_per_byte,
+        update_s=tally.update_s_per_byte(Tally()),
     )
     assert choice.simulated is not None, f"no plan for {budget}"
     # The pass was recorded when memory was first touched; its arithmetic is what later passes took.

@@ -19,6 +19,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.forecast import ShapeSpec, forecast
+from ptm_accel.model.gradients import Sums
 from ptm_accel.model.run_ahead import Route
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.trace import Trace, Use
@@ -94,7 +95,7 @@ def test_an_evaluation_reads_and_creates_nothing() -> None:
     model, batch = build("llama")
     model.eval()
     trace = forecast(model, batch, backward=False, page_bytes=PAGE)
-    assert trace.key == ((False, False, ((2, 12), (2, 12))), False, False)
+    assert trace.key == ((False, False, ((2, 12), (2, 12))), Sums.NONE, False)
     assert {(use, backward) for _, use, backward in uses(trace)} == {(Use.READ, False)}
 
 

@@ -107,6 +107,38 @@ def test_the_end_of_a_pass_sends_for_what_the_next_begins_with() -> None:
     assert plan.resident | plan.coming <= walk.after
 
 
+@pytest.mark.parametrize(("capacity", "ahead"), [(80, 20), (120, 40), (100, 30)])
+def test_what_the_next_pass_begins_with_takes_no_room_from_this_one(capacity: int, ahead: int) -> None:
+    trace = layers(20)
+    alone, repeated = (
+        Walk(trace, plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead, repeats=repeats))
+        for repeats in (False, True)
+    )
+    assert repeated.late <= alone.late
+    assert repeated.loads <= alone.loads
+
+
+@settings(max_examples=150, deadline=None)
+@given(traces(), st.integers(0, 5))
+def test_what_is_kept_never_leaves(given_: tuple[Trace, int, int], number: int) -> None:
+    trace, capacity, ahead = given_
+    changed = {access.item for access in trace.accesses if access.use is not Use.READ}
+    kept = frozenset({number} - changed) & {access.item for access in trace.accesses}
+    capacity += sum(trace.items[item].nbytes for item in kept)
+    for repeats in (False, True):
+        plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead, repeats=repeats, kept=kept)
+        assert Walk(trace, plan).least_free >= 0
+        assert kept <= plan.resident
+        assert not any(action.item in kept for actions in plan.starts for action in actions)
+
+
+def test_more_kept_than_leaves_room_is_refused() -> None:
+    trace = layers(4)
+    plan_pass(trace, capacity_bytes=40, kept=frozenset({0, 1, 2}))
+    with pytest.raises(ScheduleError, match="needs 40 B with what is held"):
+        plan_pass(trace, capacity_bytes=39, kept=frozenset({0, 1, 2}))
+
+
 def fewest_loads(trace: Trace, capacity: int, there: frozenset[int]) -> int:
     """The least number of loads of any policy, by trying all of them (items of one size)."""
     places = capacity // 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
-from ptm_accel.schedule.updates import with_updates
+from ptm_accel.schedule.updates import spread_state, with_updates
 
 LAYERS = 6
 
@@ -78,3 +78,17 @@ def test_where_all_fits_nothing_moves() -> None:
     plan = plan_pass(trace, capacity_bytes=trace.item_bytes + 3)
     assert not any(plan.starts)
     assert len(plan.resident) == len(trace.items)
+
+
+def test_state_that_is_kept_is_spread_over_the_pass_whole_updates_at_a_time() -> None:
+    trace = with_updates(recorded(), updates(), most_bytes=60)
+    assert spread_state(trace, 0) == []
+    for share, kept in (
+        (40, ["w5"]),
+        (80, ["w2", "w5"]),
+        (120, ["w1", "w3", "w5"]),
+        (240, [f"w{n}" for n in range(6)]),
+    ):
+        names = [trace.items[item].name for item in spread_state(trace, share)]
+        assert names == [name for owner in kept for name in (f"{owner}.m", f"{owner}.v")], share
+    assert spread_state(recorded(), 1000) == [], "no updates, no state"

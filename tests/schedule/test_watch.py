@@ -11,21 +11,32 @@ RATES = LinkRates(4e9, 8e9, 5e9)
 START = LinkUse(7, 11, 13.0)
 
 
-def test_what_comes_true_calls_for_nothing() -> None:
+def warm() -> Watch:
+    """One whose second plan has been made."""
     watch = Watch()
+    assert [watch.departs(1.0, 1.0) for _ in range(3)] == [False, False, True]
+    return watch
+
+
+def test_the_first_plan_is_followed_by_one_from_warm_memory() -> None:
+    assert warm().calm
+
+
+def test_what_comes_true_calls_for_nothing() -> None:
+    watch = warm()
     assert not any(watch.departs(1.0, took) for took in (0.81, 1.0, 1.19) * 10)
     assert watch.calm
 
 
 @pytest.mark.parametrize("took", [0.5, 1.5])
 def test_several_passes_in_a_row_call_for_a_new_plan_and_ever_rarer(took: float) -> None:
-    watch = Watch()
+    watch = warm()
     calls = [number for number in range(1, 22) if watch.departs(1.0, took)]
     assert calls == [3, 9, 21]
 
 
 def test_a_pass_that_came_true_in_between_is_noise() -> None:
-    watch = Watch()
+    watch = warm()
     assert not any(watch.departs(1.0, took) for took in (2.0, 2.0, 1.0) * 10)
     watch.departs(1.0, 2.0)
     assert not watch.calm
