@@ -254,6 +254,25 @@ class Pool:
         tensor.extent = Extent(typed, block.buffer, block, reservation)
         return tensor.extent
 
+    def occupy(self, tensor: PagedTensor) -> None:
+        """Makes room for a tensor that is away and will be written whole: AWAY -> DIRTY, and nothing is loaded.
+
+        Whoever asks for it writes it before it can leave, or gives the room back (`vacate`).
+
+        Raises:
+            BudgetError: no room can be made.
+        """
+        with self.lock:
+            assert tensor.place is Place.AWAY, tensor
+            self._make_extent(tensor)
+            self.settle_in(tensor, Place.DIRTY)
+
+    def vacate(self, tensor: PagedTensor) -> None:
+        """Gives back the room of a tensor that was to be written (`occupy`) and was not: it is as it was."""
+        with self.lock:
+            self.let_go(tensor)
+            tensor.place = Place.AWAY
+
     @contextmanager
     def unadvised(self) -> Iterator[None]:
         """While it lasts the adviser is told of no access: they follow an order of their own (an update)."""

@@ -12,10 +12,9 @@ made by the tiers' own threads and streams.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,12 +25,12 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.gradients import Sums
-from ptm_accel.schedule.actions import Action, Move, Plan
+from ptm_accel.model.route import Route
+from ptm_accel.schedule.actions import Action, Move
 from ptm_accel.schedule.choice import choose_plan
-from ptm_accel.schedule.simulate import Simulation
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace, Use
-from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
+from ptm_accel.schedule.watch import LinkUse, rates_as_seen
 
 _JOIN_WITHIN = 64
 """How many accesses ahead a place is searched for where the next one is not the expected one."""
@@ -43,63 +42,6 @@ _CAPACITY_GRAIN = 64
 """A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
 
 _FOLLOWED = (Tag.PARAM, Tag.GRAD)
-
-
-@dataclass(slots=True)
-class Route:
-    """What is known of one kind of pass.
-
-    Attributes:
-        trace: how it went.
-        plan: what to start when; None where none can be made.
-        capacity_bytes: the budget that the plan was made for.
-        recorded: the trace as it was recorded, without updates.
-        simulated: what the plan should come to; None where the link has not been measured.
-        places: the accesses of each item, ascending, by the item's name.
-        rank: how many accesses of the pass itself come before each access; the last entry is their number.
-        watch: compares what such passes take with what was simulated.
-    """
-
-    trace: Trace
-    plan: Plan | None
-    capacity_bytes: int
-    recorded: Trace
-    simulated: Simulation | None = None
-    places: dict[str, list[int]] = field(default_factory=dict)
-    rank: list[int] = field(default_factory=lambda: [0])
-    watch: Watch = field(default_factory=Watch)
-
-    def __post_init__(self) -> None:
-        items = self.trace.items
-        for index, access in enumerate(self.trace.accesses):
-            self.places.setdefault(items[access.item].name, []).append(index)
-            self.rank.append(self.rank[-1] + (not access.update))
-
-    def due(self, position: int) -> int:
-        """The next access of the pass itself, from `position` on."""
-        accesses = self.trace.accesses
-        while position < len(accesses) and accesses[position].update:
-            position += 1
-        return position
-
-    def next_use(self, tensor: PagedTensor, position: int) -> int:
-        """When a tensor is next wanted, from `position` on: an access of this pass, or a number beyond them.
-
-        What updates use has its place in the pass if they are carried out beside it; otherwise it is wanted right
-        after the pass. Parameters are wanted by the pass after it.
-        """
-        count = len(self.trace.accesses)
-        places = self.places.get(tensor.name)
-        if places is None:
-            # Where updates come after several passes, what they use is wanted after the parameters of the next.
-            far = tensor.tag in (Tag.STATE, Tag.MASTER) and self.trace is self.recorded
-            return 2 * (count + 1) if far else count
-        at = bisect_left(places, position)
-        if at < len(places):
-            return places[at]
-        if tensor.tag is Tag.GRAD and not self.trace.accesses[places[0]].update:
-            return count
-        return count + 1 + places[0]
 
 
 class Beside(Protocol):
@@ -139,11 +81,13 @@ class RunAhead:
         self._pool = pool
         self._tensors: dict[str, PagedTensor] = {}
         self._updates: dict[str, list[Item]] = {}
+        self._overwritten: Collection[str] = ()
         self._recorder: Recorder | None = None
         self._route: Route | None = None
         self._position = 0
         self._strays = 0
-        self._coming: deque[PagedTensor] = deque()
+        # What is to be sent for, with the access that it is for.
+        self._coming: deque[tuple[int, PagedTensor]] = deque()
         self._going: deque[PagedTensor] = deque()
         self._with_updates = False
         self._began_s = 0.0
@@ -178,9 +122,10 @@ class RunAhead:
 
     def end(self) -> None:
         """The pass has ended, if there is one."""
-        recorder, route, coming = self._recorder, self._route, self._coming
+        recorder, route = self._recorder, self._route
         # What the next pass begins with may have been sent for in vain yet.
-        self._coming = deque()
+        count = len(route.trace.accesses) if route is not None else 0
+        coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count)
         self.give_up()
         self._coming = coming
         if recorder is None:
@@ -238,12 +183,14 @@ class RunAhead:
                 return {name: places[0] for name, places in route.places.items()}
         return None
 
-    def follow_updates(self, used: Mapping[str, Sequence[PagedTensor]]) -> None:
+    def follow_updates(self, used: Mapping[str, Sequence[PagedTensor]], overwritten: Collection[str]) -> None:
         """Updates are carried out beside the next pass, in its reading order.
 
         Args:
             used: what the update of each parameter uses beside it, by the parameter's name; the gradient last.
+            overwritten: the parameters that are written without being read.
         """
+        self._overwritten = overwritten
         self._updates = {name: [Item(t.name, t.slot_bytes) for t in tensors] for name, tensors in used.items()}
         for tensors in used.values():
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
@@ -279,6 +226,7 @@ class RunAhead:
             recorded,
             capacity_bytes=capacity,
             updates=self._updates if updates else {},
+            overwritten=self._overwritten,
             # The next pass is of another kind where several make a step, and only the first has updates beside it.
             repeats=not updates or self._passes_a_step == 1,
             rates=self.rates,
@@ -330,7 +278,7 @@ class RunAhead:
 
     def _follow(self, route: Route, tensor: PagedTensor) -> None:
         """Finds the access in the trace, and starts what the plan has for it and for those that were skipped."""
-        use = route.next_use(tensor, self._position)
+        use = route.next_own(tensor, self._position)
         if use != route.due(self._position):
             self._strays += 1
             self.departures += 1
@@ -352,7 +300,10 @@ class RunAhead:
     def _take_up(self, route: Route, action: Action) -> None:
         tensor = self._tensors.get(route.trace.items[action.item].name)
         if tensor is not None:
-            (self._coming if action.move is Move.LOAD else self._going).append(tensor)
+            if action.move is Move.LOAD:
+                self._coming.append((action.due, tensor))
+            else:
+                self._going.append(tensor)
 
     def _send_away(self, accessed: PagedTensor) -> None:
         """Starts what is to go. What is still in use has its turn at the next access."""
@@ -368,7 +319,11 @@ class RunAhead:
     def _send_for(self, accessed: PagedTensor) -> None:
         """Starts what is to come, in order, as far as there is room."""
         while self._coming:
-            tensor = self._coming[0]
+            due, tensor = self._coming[0]
+            if due < self._position:
+                # It was late, and is wanted only after all that is sent for behind it.
+                self._coming.popleft()
+                continue
             if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
                 self._make_way(tensor, accessed)
                 return

@@ -141,7 +141,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._updated(work)
 
         self._run_ahead.follow_updates(
-            {state.slot.name: [*state.tensors()[1:], grad.value] for _, state, grad in work if grad.value is not None}
+            {state.slot.name: [*state.tensors()[1:], grad.value] for _, state, grad in work if grad.value is not None},
+            {state.slot.name for _, state, _ in work if state.overwritten},
         )
         chase = Chase(
             self._sweep,

@@ -18,7 +18,7 @@ import torch
 
 from ptm_accel.errors import BudgetError, PTMError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
@@ -122,7 +122,9 @@ class Sweep:
         step = window_elements(self.window_bytes, state.wide.dtype.itemsize)
         if self.appetite.whole or numel - start <= step:
             return unit
-        if start == 0 and not cut and self._cost(unit, moving_only=True) <= self.pool.budget.free_bytes:
+        # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
+        free = self.pool.budget.free_bytes + (self.pool.room.ending_bytes if cursor.stays else 0)
+        if start == 0 and not cut and self._cost(unit, moving_only=True) <= free:
             return unit
         unit.stop, unit.last = start + step, False
         return unit
@@ -190,7 +192,12 @@ class Sweep:
         if space := unit.space_bytes(self.appetite):
             unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
         for key, tensor in unit.involved().items():
-            if (unit.whole or (unit.start == 0 and self._admit(tensor, unit))) and not self.pool.ahead.prefetch(tensor):
+            if not key and unit.overwrites and tensor.place is Place.AWAY:
+                self.pool.occupy(tensor)
+                unit.occupied = True
+            elif (unit.whole or (unit.start == 0 and self._admit(tensor, unit))) and not self.pool.ahead.prefetch(
+                tensor
+            ):
                 self.pool.fault(tensor)
             unit.windows[key] = self.pool.windows.open(tensor, unit.start, unit.stop)
 
@@ -252,6 +259,7 @@ class Sweep:
             state = unit.state
             if state.master is not None:
                 state.mastered = max(state.mastered, unit.stop)
+            unit.occupied = False
             for key in list(unit.windows):
                 self.pool.windows.close(unit.windows.pop(key), wrote=key != "grad")
             opened.remove(unit)
@@ -268,6 +276,8 @@ class Sweep:
             # Whatever fails here is no more news: somebody is being told of a failure already, or will ask again.
             with suppress(PTMError):
                 self.pool.windows.close(unit.windows.pop(key), wrote=False)
+        if unit.occupied:
+            self.pool.vacate(unit.state.slot.value)
 
     def abandon(self, opened: list[Unit]) -> None:
         """After a failure in the middle: ends the windows that are still open."""

@@ -44,6 +44,11 @@ class ParamState:
         """Whether the optimizer has not met this parameter yet."""
         return not self.paged and not self.small
 
+    @property
+    def overwritten(self) -> bool:
+        """Whether an update writes all of the parameter and reads none of it: its master says all there is to say."""
+        return self.master is not None and not self.rewritten and self.mastered >= self.slot.value.numel
+
     def tensors(self) -> list[PagedTensor]:
         """The parameter and what is kept for it on pages."""
         masters = [self.master] if self.master is not None else []
@@ -57,7 +62,11 @@ class ParamState:
 
 @dataclass(slots=True)
 class Unit:
-    """A window of one parameter with everything its update reads and writes."""
+    """A window of one parameter with everything its update reads and writes.
+
+    Attributes:
+        occupied: room was made for the parameter, and what it holds until the update is not its value.
+    """
 
     group: int
     state: ParamState
@@ -70,6 +79,7 @@ class Unit:
     windows: dict[str, Window] = field(default_factory=dict)
     extra: Reservation | None = None
     space: Reservation | None = None
+    occupied: bool = False
 
     def arrived(self) -> bool:
         """Whether nothing would have to be waited for to update it."""
@@ -82,7 +92,13 @@ class Unit:
 
     def under_way(self) -> bool:
         """Whether all that it reads is there or on its way."""
-        return all(tensor.place is not Place.AWAY for tensor in self.involved().values())
+        read = (tensor for key, tensor in self.involved().items() if key or not (self.stays and self.overwrites))
+        return all(tensor.place is not Place.AWAY for tensor in read)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether its update writes the whole parameter and reads none of it."""
+        return self.whole and self.state.overwritten
 
     @property
     def whole(self) -> bool:

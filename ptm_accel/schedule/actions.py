@@ -25,10 +25,13 @@ class Action:
     Attributes:
         move: which way.
         item: what, as an index into `Trace.items`.
+        due: for a load, the access that it is for; in the pass after this one it counts from the end of this. Once the
+            access has passed there is no use in it any more.
     """
 
     move: Move
     item: int
+    due: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Plan:
         starts: for each access, what is started as it begins, in this order.
         resident: the items that are expected in the compute tier when the pass begins.
         coming: those that the end of the pass before has sent for by then.
+        kept: those that are to stay for good.
     """
 
     key: Hashable
@@ -48,6 +52,7 @@ class Plan:
     starts: tuple[tuple[Action, ...], ...]
     resident: frozenset[int] = frozenset()
     coming: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
 
     def text(self, trace: Trace) -> str:
         """One action a line: the access it starts at, the move, the tensor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptm_accel.errors import ScheduleError
@@ -51,6 +51,7 @@ def choose_plan(
     *,
     capacity_bytes: int,
     updates: Mapping[str, Sequence[Item]],
+    overwritten: Collection[str] = (),
     repeats: bool,
     rates: LinkRates | None,
     update_s: float,
@@ -62,12 +63,13 @@ def choose_plan(
         capacity_bytes: the budget.
         updates: what the update of each parameter uses beside it, the gradient last; empty where none are carried out
             beside the pass.
+        overwritten: parameters that their updates write without having read them.
         repeats: whether the same pass follows it.
         rates: of the link between the compute tier and the home; None where they are not known.
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
     """
     choices = [
-        _planned(recorded, capacity_bytes, share, kept, updates, again, rates, update_s)
+        _planned(recorded, capacity_bytes, share, kept, updates, overwritten, again, rates, update_s)
         for kept in (_KEPT_SHARES if updates and rates is not None else (0.0,))
         for share in ((_AHEAD_UNKNOWN,) if rates is None else _AHEAD_SHARES)
         for again in ((True, False) if repeats else (False,))
@@ -85,6 +87,7 @@ def _planned(
     ahead_share: float,
     kept_share: float,
     updates: Mapping[str, Sequence[Item]],
+    overwritten: Collection[str],
     repeats: bool,
     rates: LinkRates | None,
     update_s: float,
@@ -94,7 +97,9 @@ def _planned(
     ahead_bytes = max(ahead_bytes, 2 * max((item.nbytes for item in recorded.items), default=0))
     # Beside the update that is carried out there must be room for what the pass holds.
     most_bytes = (capacity_bytes - kept_bytes - ahead_bytes) // 2
-    trace = with_updates(recorded, updates, most_bytes=most_bytes) if updates else recorded
+    trace = recorded
+    if updates:
+        trace = with_updates(recorded, updates, most_bytes=most_bytes, overwritten=overwritten)
     kept = spread_state(trace, kept_bytes)
     try:
         plan = plan_pass(

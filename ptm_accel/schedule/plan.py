@@ -109,11 +109,11 @@ def plan_pass(
     coming: set[int] = set()
     # What the pass leaves there need not be sent for again as it ends.
     absent = frozenset(first_use) - after if repeats else frozenset()
-    for index, item in _brought_forward(trace, loading, leaving, used, capacity_bytes, ahead_bytes, absent):
-        starts[index].append(Action(Move.LOAD, item))
-        if index < 0:
+    for begin, due, item in _brought_forward(trace, loading, leaving, used, capacity_bytes, ahead_bytes, absent):
+        starts[begin].append(Action(Move.LOAD, item, due if begin >= 0 else due + len(starts)))
+        if begin < 0:
             coming.add(item)
-    return Plan(trace.key, capacity_bytes, tuple(map(tuple, starts)), there, frozenset(coming))
+    return Plan(trace.key, capacity_bytes, tuple(map(tuple, starts)), there, frozenset(coming), kept)
 
 
 def _go_through(
@@ -135,8 +135,13 @@ def _go_through(
     leaving: list[list[int]] = []
     loading: list[tuple[int, int]] = []
     used: list[int] = []
+    done_with: int | None = None
     for index, (access, wanted) in enumerate(zip(trace.accesses, trace.next_uses(), strict=True)):
         gone: list[int] = []
+        if done_with is not None and done_with in residents:
+            residents.remove(done_with)
+            gone.append(done_with)
+        done_with = access.item if wanted >= trace.made_anew else None
         size = trace.items[access.item].nbytes
         if access.item not in residents and access.use is not Use.CREATE:
             loading.append((index, access.item))
@@ -162,10 +167,11 @@ def _brought_forward(
     capacity_bytes: int,
     ahead_bytes: int,
     absent: frozenset[int],
-) -> list[tuple[int, int]]:
-    """Each load with the earliest access at which it can start; loads that cannot start before their access are left
-    to the access itself. Those of `absent` items may start in the pass before: then it is counted from the end, and is
-    below zero.
+) -> list[tuple[int, int, int]]:
+    """Each load as (the earliest access at which it can start, the access it is for, the item).
+
+    Loads that cannot start before their access are left to the access itself. Those of `absent` items may start in the
+    pass before: then the first is counted from the end, and is below zero.
     """
     count = len(used)
     shelf = _Shelf(trace, used, capacity_bytes, ahead_bytes)
@@ -189,7 +195,7 @@ def _brought_forward(
         left = [at - count + 1 for at in left_at.get(item, ()) if at >= index]
         begin = begins[place] = shelf.put(item, 0, index, max([earliest, index - count + 1, *left]))
         earliest = begin if begin < index else earliest
-    return [(begin, item) for begin, (index, item) in zip(begins, loading, strict=True) if begin < index]
+    return [(begin, index, item) for begin, (index, item) in zip(begins, loading, strict=True) if begin < index]
 
 
 class _Shelf:

@@ -99,7 +99,8 @@ class _Run:
         # When memory comes free, in order, since stores end in order.
         self._leaving: deque[tuple[float, int]] = deque()
         self._stored: dict[int, float] = {}
-        self._coming: deque[int] = deque()
+        # What has been sent for: the access that it is for, and the item.
+        self._coming: deque[tuple[int, int]] = deque()
         self._load_stall = self._room_stall = self._update = self._read = self._written = 0.0
         self._late = 0
         self._updated = False
@@ -114,15 +115,17 @@ class _Run:
     def go_through(self) -> None:
         """One pass."""
         self._now += self._trace.lead_s
-        for access, actions in zip(self._trace.accesses, self._plan.starts, strict=True):
+        for index, (access, actions) in enumerate(zip(self._trace.accesses, self._plan.starts, strict=True)):
             for action in actions:
                 if action.move is Move.EVICT:
                     self._evict(action.item)
                 else:
-                    self._coming.append(action.item)
+                    self._coming.append((action.due, action.item))
             self._access(access)
-            self._send(access.held_bytes)
+            self._send(access.held_bytes, index)
             self._now += access.compute_s
+        count = len(self._trace.accesses)
+        self._coming = deque((due - count, item) for due, item in self._coming if due >= count)
         # What the pass has brought into being is used up by an update after it.
         for item in self._made & self._arrival.keys():
             del self._arrival[item]
@@ -172,10 +175,10 @@ class _Run:
         self._arrival[item] = arrives
         self._used += self._trace.items[item].nbytes
 
-    def _send(self, held_bytes: int) -> None:
+    def _send(self, held_bytes: int, index: int) -> None:
         while self._coming:
-            item = self._coming[0]
-            if item not in self._arrival:
+            due, item = self._coming[0]
+            if due > index and item not in self._arrival:
                 if self._room(held_bytes) < self._trace.items[item].nbytes:
                     return
                 self._load(item)

@@ -19,7 +19,9 @@ class Use(enum.Enum):
     WRITE = "write"
     """Changes it (a gradient that is added to)."""
     CREATE = "create"
-    """Brings it into being (the first gradient of a parameter): it takes room, and nothing is loaded."""
+    """Brings it into being (the first gradient of a parameter, or a parameter that its update writes without having
+    read it): it takes room, and nothing is loaded.
+    """
     CONSUME = "consume"
     """The last use: it is gone afterwards (a gradient that its update has used up)."""
 
@@ -84,17 +86,24 @@ class Trace:
         """Bytes of all tensors that are used."""
         return sum(item.nbytes for item in self.items)
 
+    @property
+    def made_anew(self) -> int:
+        """From here on count the next uses (`next_uses`) of what the next pass makes anew: this one is done with it."""
+        return 2 * (len(self.accesses) + 1)
+
     def next_uses(self) -> list[int]:
         """For each access, when its item is next wanted: an index, or beyond the pass.
 
         What the pass creates (gradients) is next wanted by the update, which comes right after: `len(accesses)`, unless
         updates are part of the pass. What is next wanted by the pass after that counts from there:
-        `len(accesses) + 1 +` its first access.
+        `len(accesses) + 1 +` its first access. What that pass will make anew is wanted after all else.
         """
         count = len(self.accesses)
         upcoming: dict[int, int] = {}
         for index, access in enumerate(self.accesses):
-            beyond = count if access.use is Use.CREATE else count + 1 + index
+            beyond = count + 1 + index
+            if access.use is Use.CREATE:
+                beyond = self.made_anew + index if access.update else count
             upcoming.setdefault(access.item, beyond)
         following = [0] * count
         for index in range(count - 1, -1, -1):

@@ -7,18 +7,25 @@ wanted soon. State is gone through in the same order in each step; kept by recen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
 
 
-def with_updates(trace: Trace, updates: Mapping[str, Sequence[Item]], *, most_bytes: int) -> Trace:
+def with_updates(
+    trace: Trace,
+    updates: Mapping[str, Sequence[Item]],
+    *,
+    most_bytes: int,
+    overwritten: Collection[str] = (),
+) -> Trace:
     """`trace` with the accesses of each parameter's update before the first read of the parameter.
 
     Args:
         trace: a forward, with its backward if there is one, that begins with updates still to be done.
         updates: what the update of a parameter uses beside it, by the name of the parameter; the gradient last.
+        overwritten: parameters that their updates write without having read them: nothing is loaded for that.
         most_bytes: updates that need more, parameter included, are left out: they are carried out in parts.
     """
     items = list(trace.items)
@@ -38,6 +45,8 @@ def with_updates(trace: Trace, updates: Mapping[str, Sequence[Item]], *, most_by
             # Twice each: none of them may leave before all are there.
             gathered = [replace(template, item=numbers[item.name]) for item in used]
             accesses += [*gathered, *gathered[:-1], replace(gathered[-1], use=Use.CONSUME)]
+            if parameter.name in overwritten:
+                accesses.append(replace(template, item=access.item, use=Use.CREATE))
         accesses.append(access)
     return replace(trace, items=tuple(items), accesses=tuple(accesses))
 
@@ -57,7 +66,7 @@ def spread_state(trace: Trace, nbytes: int) -> list[int]:
     for access in trace.accesses:
         if access.update and access.use is Use.CONSUME:
             begun = False
-        elif access.update:
+        elif access.update and access.use is Use.READ:
             if not begun:
                 groups.append([])
                 begun = True

@@ -20,7 +20,7 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.forecast import ShapeSpec, forecast
 from ptm_accel.model.gradients import Sums
-from ptm_accel.model.run_ahead import Route
+from ptm_accel.model.route import Route
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.trace import Trace, Use
 from tests.tiers import PAGE, at_floor, config, needs, on_pages

@@ -13,7 +13,7 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.model.run_ahead import Route
+from ptm_accel.model.route import Route
 from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
 
 WIDTH, LAYERS = 48, 8

@@ -1,0 +1,89 @@
+"""What is known of one kind of pass: its trace, its plan, and when each tensor is next wanted in it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.schedule.actions import Plan
+from ptm_accel.schedule.simulate import Simulation
+from ptm_accel.schedule.trace import Trace, Use
+from ptm_accel.schedule.watch import Watch
+
+
+@dataclass(slots=True)
+class Route:
+    """What is known of one kind of pass.
+
+    Attributes:
+        trace: how it went.
+        plan: what to start when; None where none can be made.
+        capacity_bytes: the budget that the plan was made for.
+        recorded: the trace as it was recorded, without updates.
+        simulated: what the plan should come to; None where the link has not been measured.
+        places: the accesses of each item, ascending, by the item's name.
+        own: of those, the ones of the pass itself.
+        kept: the names of what is to stay for good.
+        rank: how many accesses of the pass itself come before each access; the last entry is their number.
+        watch: compares what such passes take with what was simulated.
+    """
+
+    trace: Trace
+    plan: Plan | None
+    capacity_bytes: int
+    recorded: Trace
+    simulated: Simulation | None = None
+    places: dict[str, list[int]] = field(default_factory=dict)
+    own: dict[str, list[int]] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
+    rank: list[int] = field(default_factory=lambda: [0])
+    watch: Watch = field(default_factory=Watch)
+
+    def __post_init__(self) -> None:
+        items = self.trace.items
+        self.kept = frozenset(items[item].name for item in self.plan.kept) if self.plan is not None else frozenset()
+        for index, access in enumerate(self.trace.accesses):
+            self.places.setdefault(items[access.item].name, []).append(index)
+            if not access.update:
+                self.own.setdefault(items[access.item].name, []).append(index)
+            self.rank.append(self.rank[-1] + (not access.update))
+
+    def due(self, position: int) -> int:
+        """The next access of the pass itself, from `position` on."""
+        accesses = self.trace.accesses
+        while position < len(accesses) and accesses[position].update:
+            position += 1
+        return position
+
+    def next_use(self, tensor: PagedTensor, position: int) -> int:
+        """When a tensor is next wanted, from `position` on: an access of this pass, or a number beyond them.
+
+        What updates use has its place in the pass if they are carried out beside it; otherwise it is wanted right
+        after the pass. Parameters are wanted by the pass after it.
+        """
+        if tensor.name in self.kept:
+            # Others leave first.
+            return position
+        count = len(self.trace.accesses)
+        places = self.places.get(tensor.name)
+        if places is None:
+            # Where updates come after several passes, what they use is wanted after the parameters of the next.
+            far = tensor.tag in (Tag.STATE, Tag.MASTER) and self.trace is self.recorded
+            return 2 * (count + 1) if far else count
+        at = bisect_left(places, position)
+        if at < len(places):
+            return places[at]
+        first = self.trace.accesses[places[0]]
+        if first.use is Use.CREATE and first.update:
+            return self.trace.made_anew + places[0]
+        if tensor.tag is Tag.GRAD and not first.update:
+            return count
+        return count + 1 + places[0]
+
+    def next_own(self, tensor: PagedTensor, position: int) -> int:
+        """The next access to a tensor by the pass itself, from `position` on; the number of all if there is none."""
+        own = self.own.get(tensor.name, [])
+        at = bisect_left(own, position)
+        return own[at] if at < len(own) else len(self.trace.accesses)
