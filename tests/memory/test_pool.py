@@ -138,6 +138,28 @@ def test_a_refusal_names_the_largest_holders(tmp_path: Path) -> None:
         pin.release()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_whole_is_not_loaded(kind: str, tmp_path: Path) -> None:
+    with pool_of(4, tmp_path, kind) as pool:
+        tensor = made(pool, "w")
+        pool.fault(tensor, write=True).fill_(1.0)
+        for value in (2.0, 3.0):
+            pool.evict(tensor)
+            loaded = pool.stats.loaded_bytes
+            pool.occupy(tensor)
+            with pool.pin(tensor, write=True) as there:
+                there.fill_(value)
+            del there
+            assert pool.stats.loaded_bytes == loaded
+            pool.evict(tensor)
+            assert bool((pool.fault(tensor) == value).all())
+        pool.evict(tensor)
+        pool.occupy(tensor)
+        pool.vacate(tensor)
+        assert tensor.place is Place.AWAY
+        assert bool((pool.fault(tensor) == 3.0).all()), "nothing was written: it is as it was"
+
+
 def test_without_a_home_nothing_leaves() -> None:
     memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=2 * PAGE), torch.device("cpu"))
     pool = memory.pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
+from ptm_accel.memory.ahead import Ahead
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.route import Route
+from ptm_accel.schedule.actions import Action, Move
 from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
 
 WIDTH, LAYERS = 48, 8
@@ -227,3 +231,54 @@ def test_passes_that_take_another_time_than_foretold_are_planned_anew(
         assert ahead.rates.read_bytes_s > 2 * wrong.read_bytes_s, "this disk moves more than a megabyte a second"
         assert after.simulated.seconds < before.simulated.seconds
         assert ahead.departures == 0
+
+
+def test_the_pass_that_widens_sums_is_of_a_kind_of_its_own(tmp_path: Path) -> None:
+    model = Net().bfloat16()
+    floor, need = needs(Net().bfloat16(), tmp_path, "host+disk", master_weights="fp32")
+    with on_pages(model, "host+disk", floor + (need - floor) // 3, tmp_path, master_weights="fp32") as engine:
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        for number in range(4):
+            for part in range(4):
+                model(batch(number * 7 + part).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # The first is recorded twice: with updates beside it and without.
+        assert sorted(key[1].value for key in engine.run_ahead.routes) == ["added to", "none", "none", "widened"]
+        assert engine.run_ahead.departures == 0
+
+
+def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, optimizer, number)
+        engine.settle()
+        model.eval()
+        with torch.no_grad():
+            model(batch(0))
+            model(batch(0))
+        ahead = engine.run_ahead
+        ahead.end()
+        (key,) = (key for key in ahead.routes if not key[0][0])
+        route = ahead.routes[key]
+        assert route.plan is not None
+        names = [route.trace.items[access.item].name for access in route.trace.accesses]
+        # The first is asked for again after its only use, and the last before it.
+        wanted = {names[0]: 0, names[-1]: len(names) - 1}
+        starts = [()] * len(names)
+        starts[3] = tuple(Action(Move.LOAD, names.index(name), due) for name, due in wanted.items())
+        route.plan = replace(route.plan, starts=tuple(starts))
+        seen: list[str] = []
+        prefetch = Ahead.prefetch
+
+        def noted(self: Ahead, tensor: PagedTensor) -> bool:
+            seen.append(tensor.name)
+            return prefetch(self, tensor)
+
+        monkeypatch.setattr(Ahead, "prefetch", noted)
+        for slot in engine.slots:
+            if slot.value.name in wanted and engine.pool.is_idle(slot.value):
+                engine.pool.evict(slot.value)
+        with torch.no_grad():
+            model(batch(0))
+        assert seen == [names[-1]]

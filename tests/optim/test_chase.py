@@ -17,9 +17,15 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DiskError, PlaceholderError
+from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
+from ptm_accel.memory.traffic import Traffic
+from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.units import Unit
 from tests.plain_loop import same_bits
 from tests.tiers import MEMORIES, needs, on_pages
 
@@ -234,6 +240,58 @@ def test_fp32_masters(tmp_path: Path) -> None:
             assert (engine.pool.owed is not None) == (spare == 2)
             values.append({name: value.clone() for name, value in model.state_dict().items()})
     assert all(same_bits(value, values[1][name]) for name, value in values[0].items())
+
+
+def test_a_parameter_with_a_master_is_not_loaded_to_be_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with chasing(tmp_path, master_weights="fp32", warm=4, spare=3) as (_, engine, _):
+        chase = engine.pool.owed
+        assert chase is not None
+        away = [slot.value for slot in engine.slots if slot.value.place is Place.AWAY]
+        assert away
+        loaded: list[PagedTensor] = []
+        start_load = Traffic.start_load
+
+        def start(traffic: Traffic, tensor: PagedTensor, *rest: Any) -> Any:
+            loaded.append(tensor)
+            return start_load(traffic, tensor, *rest)
+
+        monkeypatch.setattr(Traffic, "start_load", start)
+        engine.settle()
+        assert any(tensor.tag is Tag.MASTER for tensor in loaded)
+        assert not [tensor for tensor in loaded if tensor in away]
+
+
+def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with chasing(tmp_path, master_weights="fp32", warm=4, spare=3) as (model, engine, optimizer):
+        engine.settle()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        occupied: list[PagedTensor] = []
+        occupy, update = Pool.occupy, Arithmetic.update
+
+        def noted(pool: Pool, tensor: PagedTensor) -> None:
+            occupy(pool, tensor)
+            occupied.append(tensor)
+
+        def fails(arithmetic: Arithmetic, units: list[Unit], *rest: Any) -> Any:
+            if any(unit.occupied for unit in units):
+                raise RuntimeError("the kernel")
+            return update(arithmetic, units, *rest)
+
+        monkeypatch.setattr(Pool, "occupy", noted)
+        with monkeypatch.context() as patch:
+            patch.setattr(Arithmetic, "update", fails)
+            backward(model, 4)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="the kernel"):
+                engine.settle()
+        assert occupied
+        assert engine.pool.owed is None
+        after = model.state_dict()
+        for tensor in occupied:
+            assert tensor.place is Place.AWAY
+            assert same_bits(after[tensor.name].clone(), before[tensor.name])
 
 
 def test_no_overlap_without_room_for_it(tmp_path: Path) -> None:

@@ -92,3 +92,44 @@ def test_state_that_is_kept_is_spread_over_the_pass_whole_updates_at_a_time() ->
         names = [trace.items[item].name for item in spread_state(trace, share)]
         assert names == [name for owner in kept for name in (f"{owner}.m", f"{owner}.v")], share
     assert spread_state(recorded(), 1000) == [], "no updates, no state"
+
+
+def test_a_parameter_that_is_overwritten_is_not_loaded_for_its_update() -> None:
+    every = [f"w{n}" for n in range(LAYERS)]
+    trace = with_updates(recorded(), updates(), most_bytes=60, overwritten=every[1:])
+    assert text(trace)[5:15] == [
+        "consume w0.grad",
+        "read w0",
+        "read w1.m",
+        "read w1.v",
+        "read w1.grad",
+        "read w1.m",
+        "read w1.v",
+        "consume w1.grad",
+        "create w1",
+        "read w1",
+    ]
+    for repeats in (False, True):
+        plan = plan_pass(trace, capacity_bytes=130, ahead_bytes=30, repeats=repeats)
+        begin = next(index for index, access in enumerate(trace.accesses) if access.backward)
+        sent_for = {
+            trace.items[action.item].name
+            for actions in plan.starts
+            for action in actions
+            if action.move is Move.LOAD and action.due < begin
+        }
+        assert not sent_for & set(every[1:])
+        assert sent_for & {f"{name}.m" for name in every}
+        there = {trace.items[item].name for item in plan.resident | plan.coming}
+        assert not there & set(every[1:]), "the pass before is done with them"
+
+
+def test_what_the_next_update_makes_anew_leaves_after_its_last_use() -> None:
+    every = [f"w{n}" for n in range(LAYERS)]
+    trace = with_updates(recorded(), updates(), most_bytes=60, overwritten=every)
+    plan = plan_pass(trace, capacity_bytes=130, ahead_bytes=30)
+    last = {access.item: index for index, access in enumerate(trace.accesses)}
+    for name in every[1:]:
+        item = next(number for number, found in enumerate(trace.items) if found.name == name)
+        assert plan.starts[last[item] + 1][0].item == item
+        assert plan.starts[last[item] + 1][0].move is Move.EVICT
