@@ -263,9 +263,10 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
         route = ahead.routes[key]
         assert route.plan is not None
         names = [route.trace.items[access.item].name for access in route.trace.accesses]
-        # The first is asked for again after its only use, and the last before it.
+        # The first leaves and is asked for again after its only use, and the last before it.
         wanted = {names[0]: 0, names[-1]: len(names) - 1}
-        starts = [()] * len(names)
+        starts: list[tuple[Action, ...]] = [()] * len(names)
+        starts[2] = (Action(Move.EVICT, 0),)
         starts[3] = tuple(Action(Move.LOAD, names.index(name), due) for name, due in wanted.items())
         route.plan = replace(route.plan, starts=tuple(starts))
         seen: list[str] = []
