@@ -205,6 +205,11 @@ class RunAhead:
         """What the update of each parameter uses beside it, by the parameter's name; the gradient last."""
         return self._updates
 
+    @property
+    def overwritten(self) -> Collection[str]:
+        """The parameters that those write without having read them."""
+        return self._overwritten
+
     def exclude(self, seconds: float) -> None:
         """Time that the thread has spent on updates, waiting left out."""
         self.tally.update_s += seconds

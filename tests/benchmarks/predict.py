@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,19 @@ class Clock(TrainerCallback):
     def __init__(self) -> None:
         self.times: list[float] = []
         self.last: float | None = None
+        self.warm: Any = None
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        import ptm_accel
+
         now = time.perf_counter()
         if self.last is not None:
             self.times.append(now - self.last)
         self.last = now
+        if state.global_step == WARM_UP + 1:
+            engine = ptm_accel.engine_of(kwargs["model"])
+            assert engine is not None
+            self.warm = replace(engine.run_ahead.tally)
 
 
 def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: list[str]) -> None:
@@ -85,7 +93,7 @@ def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: 
     engine = ptm_accel.engine_of(model)
     assert engine is not None
     (tier,) = (tier for tier in engine.metrics.peaks() if tier.value == "host")
-    said = {budget: foretell(engine, budget, step_s) for budget in foretold}
+    said = {budget: foretell(engine, budget, step_s, clock.warm) for budget in foretold}
     print(
         json.dumps(
             {
@@ -100,32 +108,32 @@ def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: 
     )
 
 
-def foretell(engine: Any, budget: str, step_s: float) -> dict[str, float]:
+def foretell(engine: Any, budget: str, step_s: float, warm: Any) -> dict[str, float]:
     """What a step takes under another budget, by the trace that was recorded under this one."""
     from ptm_accel.schedule.choice import choose_plan
-    from ptm_accel.schedule.tally import Tally
     from ptm_accel.units import parse_bytes
 
     run_ahead, pool = engine.run_ahead, engine.pool
     (route,) = (route for key, route in run_ahead.routes.items() if key[2])
     tally = run_ahead.tally
     # What lies between two passes, and in holes of the heap, is the same under each budget.
-    pass_s = tally.foretold_took_s / tally.foretold
+    pass_s = (tally.foretold_took_s - warm.foretold_took_s) / (tally.foretold - warm.foretold)
     outside_s = max(step_s - pass_s, 0.0)
     capacity = parse_bytes(budget) - (pool.room.limit_bytes - pool.budget.capacity_bytes)
     choice = choose_plan(
         route.recorded,
         capacity_bytes=capacity,
         updates=run_ahead.updates,
+        overwritten=run_ahead.overwritten,
         repeats=True,
         rates=run_ahead.rates,
-        update_s=tally.update_s_per_byte(Tally()),
+        update_s=tally.update_s_per_byte(warm),
     )
     assert choice.simulated is not None, f"no plan for {budget}"
-    # The pass was recorded when memory was first touched; its arithmetic is what later passes took.
-    excess_s = route.recorded.compute_s - tally.compute_s / tally.passes
+    # The pass that was recorded is one of many; its arithmetic is what all of them took.
+    excess_s = route.recorded.compute_s - (tally.compute_s - warm.compute_s) / (tally.passes - warm.passes)
     peak = choice.simulated.peak_bytes + parse_bytes(budget) - capacity
-    return {"step_s": choice.simulated.seconds - max(excess_s, 0.0) + outside_s, "peak_mib": peak / MIB}
+    return {"step_s": choice.simulated.seconds - excess_s + outside_s, "peak_mib": peak / MIB}
 
 
 def run(options: argparse.Namespace, budget: str, clip: float, foretold: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""A step beside its own lower bound, with host memory for a quarter of the states and the rest on disk.
+
+    OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY_ON_AN_SSD [--rounds 2] [--steps 14]
+
+Llama, 222M parameters, bf16 with fp32 masters (16 bytes a parameter with its gradient), batch 4 x 128; clipped, not
+clipped, and with 8 micro-batches a step. Each run is a process of its own. The bound of a step is its arithmetic, or
+its bytes over the disk's measured rates, whichever is longer. Prints the result as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from machine_facts import facts
+from random_tokens import Tokens
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
+
+KINDS = {"clipped": (1.0, 1), "not clipped": (0.0, 1), "8 micro-batches": (1.0, 8)}
+"""Greatest norm and micro-batches of each."""
+
+WARM_UP = 6
+"""Memory has been touched, and the second plan has been made."""
+
+HOST_MEMORY = "847MiB"
+
+
+class Watch(TrainerCallback):
+    """Times from the end of one step to the end of the next, and the totals of the disk when memory is warm."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.warm: tuple[int, int, float] | None = None
+        self._last: float | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.times.append(now - self._last)
+        self._last = now
+        if state.global_step == WARM_UP:
+            self.warm = totals(kwargs["model"])
+
+
+def totals(model: torch.nn.Module) -> tuple[int, int, float]:
+    """Bytes read and written, and seconds in which something was moved."""
+    import ptm_accel
+
+    engine = ptm_accel.engine_of(model)
+    assert engine is not None
+    assert engine.memory.disk is not None
+    disk = engine.memory.disk
+    return disk.bytes_read, disk.bytes_written, disk.busy_s
+
+
+def child(kind: str, directory: Path, steps: int) -> None:
+    """One run."""
+    from ptm_accel.integrations.transformers import Trainer
+
+    import ptm_accel
+
+    clip, micro = KINDS[kind]
+    shape = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        vocab_size=8192,
+        use_cache=False,
+    )
+    dials = {"host_memory": HOST_MEMORY, "disk": str(directory), "master_weights": "fp32"}
+    torch.manual_seed(0)
+    model = ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=torch.bfloat16)
+    arguments = TrainingArguments(
+        output_dir=str(directory / "run"),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=micro,
+        max_grad_norm=clip,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+    )
+    watch = Watch()
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Tokens(512, 128, 8192), callbacks=[watch], ptm_config=dials
+    )
+    trainer.train()
+    engine = ptm_accel.engine_of(model)
+    assert engine is not None
+    assert engine.metrics.rates is not None
+    assert watch.warm is not None
+    read, written, busy_s = (b - a for a, b in zip(watch.warm, totals(model), strict=True))
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    result = {
+        "steps_s": watch.times[WARM_UP - 1 :],
+        "logs": logs[WARM_UP:],
+        "disk": engine.metrics.rates.seconds(read, written) / busy_s,
+        "busy": busy_s / sum(watch.times[WARM_UP - 1 :]),
+    }
+    print(json.dumps(result), flush=True)
+
+
+def run(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One process."""
+    # A step of several micro-batches is long, and its passes are warm after few steps.
+    steps = options.steps if KINDS[kind][1] == 1 else max(WARM_UP + 2, options.steps // 2)
+    command = [sys.executable, __file__, str(options.directory), "--child", kind, "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{kind} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Runs all rounds and prints the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--child", choices=KINDS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child, options.directory, options.steps)
+        return
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for _ in range(options.rounds):
+        for kind in KINDS:
+            results[kind].append(run(kind, options))
+    print("# A step beside its lower bound\n")
+    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY --rounds {options.rounds}"))
+    print(
+        f"* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128, host_memory {HOST_MEMORY} (a quarter "
+        f"of parameters, gradients, masters and moments); the first {WARM_UP} steps left out\n"
+    )
+    print("| | step | bound | step / bound | of each step | waiting | read | written | disk busy | its rate then |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for kind, runs in results.items():
+        pairs = [
+            (step, entry) for result in runs for step, entry in zip(result["steps_s"], result["logs"], strict=True)
+        ]
+        ratios = sorted(step / entry["ptm_bound_s"] for step, entry in pairs)
+        quarter = statistics.quantiles(ratios, n=4)
+        stall, bound, read, written = (
+            statistics.median(entry[key] for _, entry in pairs)
+            for key in ("ptm_stall_s", "ptm_bound_s", "ptm_disk_read_gib", "ptm_disk_written_gib")
+        )
+        busy, rate = (statistics.median(result[key] for result in runs) for key in ("busy", "disk"))
+        print(
+            f"| {kind} | {statistics.median(step for step, _ in pairs):.2f} s | {bound:.2f} s "
+            f"| {statistics.median(ratios):.2f} | {quarter[0]:.2f} to {quarter[2]:.2f} ({len(pairs)}) | {stall:.2f} s "
+            f"| {read:.2f} GiB | {written:.2f} GiB | {busy:.0%} of the time | {rate:.0%} of measured |"
+        )
+
+
+if __name__ == "__main__":
+    main()
