@@ -172,20 +172,30 @@ class Sweep:
                 unit = self._next(cursor, cut=True)
                 assert unit is not None
                 self._slim(unit)
-            opened.append(unit)
             try:
-                self._open_unit(unit)
+                self._open_unit(unit, opened)
             except BudgetError:
-                self._give_up(unit, opened)
-                if must:
-                    raise
-                break
+                if not must:
+                    break
+                # What was to come free may be in somebody's use. A part of it may do.
+                unit = self._next(cursor, cut=True)
+                assert unit is not None
+                self._slim(unit)
+                self._open_unit(unit, opened)
             batch.append(unit)
             cost += needed
             cursor.advance(unit)
         return batch
 
-    def _open_unit(self, unit: Unit) -> None:
+    def _open_unit(self, unit: Unit, opened: list[Unit]) -> None:
+        opened.append(unit)
+        try:
+            self._take_room(unit)
+        except BudgetError:
+            self._give_up(unit, opened)
+            raise
+
+    def _take_room(self, unit: Unit) -> None:
         name = f"the update of {unit.state.slot.name}"
         if extra := unit.extra_bytes(self.appetite, self._arithmetic.grain):
             unit.extra = self.pool.room.reserve(extra, Tag.STAGING, name)

@@ -16,15 +16,17 @@ import torch
 from torch import nn
 
 from ptm_accel.engine import Engine
-from ptm_accel.errors import DiskError, PlaceholderError
+from ptm_accel.errors import BudgetError, DiskError, PlaceholderError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.room import Room
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Unit
 from tests.plain_loop import same_bits
 from tests.tiers import MEMORIES, needs, on_pages
@@ -292,6 +294,31 @@ def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypat
         for tensor in occupied:
             assert tensor.place is Place.AWAY
             assert same_bits(after[tensor.name].clone(), before[tensor.name])
+
+
+def test_room_that_does_not_come_free_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Memory that is on its way out may be in somebody's use for long.
+    monkeypatch.setattr(Room, "ending_bytes", 1 << 40)
+    refused: list[str] = []
+    take_room = Sweep._take_room
+
+    def noted(sweep: Sweep, unit: Unit) -> None:
+        try:
+            take_room(sweep, unit)
+        except BudgetError:
+            refused.append(unit.state.slot.name)
+            raise
+
+    monkeypatch.setattr(Sweep, "_take_room", noted)
+    with chasing(tmp_path, warm=5, spare=50) as (model, engine, _):
+        held = [engine.pool.room.reserve(engine.pool.budget.free_bytes, Tag.STAGING, "somebody")]
+        while (left := engine.pool.room.budget.free_bytes + engine.pool.idle_bytes) > 40 << 10:
+            held.append(engine.pool.room.reserve(min(left - (40 << 10), 4096), Tag.STAGING, "somebody"))
+        engine.settle()
+        for reservation in held:
+            reservation.release()
+        assert refused
+        assert_same_weights(model, plain(5)[0])
 
 
 def test_no_overlap_without_room_for_it(tmp_path: Path) -> None:
