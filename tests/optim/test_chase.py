@@ -21,9 +21,9 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
-from ptm_accel.memory.room import Room
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
+from ptm_accel.memory.windows import window_elements
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
@@ -297,26 +297,19 @@ def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypat
 
 
 def test_room_that_does_not_come_free_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Memory that is on its way out may be in somebody's use for long.
-    monkeypatch.setattr(Room, "ending_bytes", 1 << 40)
     refused: list[str] = []
     take_room = Sweep._take_room
 
-    def noted(sweep: Sweep, unit: Unit) -> None:
-        try:
-            take_room(sweep, unit)
-        except BudgetError:
+    def parts_alone(sweep: Sweep, unit: Unit) -> None:
+        # Memory that is on its way out may be in somebody's use for long.
+        if unit.whole and unit.stays and unit.stop > window_elements(sweep.window_bytes, 4):
             refused.append(unit.state.slot.name)
-            raise
+            raise BudgetError("no room")
+        take_room(sweep, unit)
 
-    monkeypatch.setattr(Sweep, "_take_room", noted)
-    with chasing(tmp_path, warm=5, spare=50) as (model, engine, _):
-        held = [engine.pool.room.reserve(engine.pool.budget.free_bytes, Tag.STAGING, "somebody")]
-        while (left := engine.pool.room.budget.free_bytes + engine.pool.idle_bytes) > 40 << 10:
-            held.append(engine.pool.room.reserve(min(left - (40 << 10), 4096), Tag.STAGING, "somebody"))
+    monkeypatch.setattr(Sweep, "_take_room", parts_alone)
+    with chasing(tmp_path, warm=5) as (model, engine, _):
         engine.settle()
-        for reservation in held:
-            reservation.release()
         assert refused
         assert_same_weights(model, plain(5)[0])
 
