@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -308,6 +309,8 @@ def test_room_that_does_not_come_free_is_not_needed(tmp_path: Path, monkeypatch:
         take_room(sweep, unit)
 
     monkeypatch.setattr(Sweep, "_take_room", parts_alone)
+    # Large enough to be cut.
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
     with chasing(tmp_path, warm=5) as (model, engine, _):
         engine.settle()
         assert refused
