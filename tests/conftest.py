@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
+import threading
 
 # Before torch is imported: spinning OpenMP threads beside a busy neighbour are tens of times slower, silently.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,6 +31,14 @@ os.environ["PTM_ACCEL_CACHE"] = _CACHE.name
 def _seed() -> None:
     """Each test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else(request: pytest.FixtureRequest) -> None:
+    """Ends what tests before this one have dropped, where threads and descriptors are counted."""
+    counts = request.path.parent.name in {"memory", "hardware"}
+    if counts and any(thread.name.startswith("ptm-disk-") for thread in threading.enumerate()):
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
