@@ -111,7 +111,9 @@ class RunAhead:
         capacity = self._pool.budget.capacity_bytes
         route = self.routes.get(key)
         if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
+            watch = route.watch
             route = self.routes[key] = self._planned(route.recorded, updates=updates)
+            route.watch = watch
         if route is not None and route.watch.calm:
             self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
         self._with_updates = updates

@@ -191,6 +191,7 @@ def test_another_budget_is_another_plan(tmp_path: Path, monkeypatch: pytest.Monk
         engine.settle()
         after = beside_updates(engine)
         assert after.recorded is before.recorded
+        assert after.watch is before.watch, "how often it was planned anew is not forgotten"
         assert after.capacity_bytes == before.capacity_bytes + 4096
 
 
