@@ -5,6 +5,9 @@ nothing but time: the first touch of fresh memory in the next step was seen to t
 kept for the next ones cost memory: the holes between them count as resident, beside the budget. So the first step gives
 back and is watched, to see what live blocks take at their peak. From then on freed blocks are kept, and what the heap
 takes beyond that peak is taken off the budget; where that would be too much of it, freed blocks go on being given back.
+
+A heap that is dense in one step may be full of holes in the next: it depends on where its first blocks came to lie. So
+what it grows by is taken off at once, in the middle of a step, and what is given back to the budget is given late.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 from typing import NamedTuple, Protocol
 
 from ptm_accel.memory.budget import Budget
+from ptm_accel.memory.transfer import round_up
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -29,9 +33,13 @@ _MOST_OF_BUDGET = 3
 _GUESS = 2
 """Holes are expected to take this part of what live blocks take, until they have been seen."""
 _GRAIN = 64
-"""Changes of the capacity by less than this part of it are not worth the new plan that they would ask for."""
+"""What is taken off is rounded up to this part of the budget: less is not worth the new plan that it would ask for."""
+_PATIENCE = 4
+"""For so many steps in a row a heap must not have grown before the budget gets back what was taken off too much."""
 _EVERY = 8
-"""How many charges lie between two looks while blocks are kept; a look goes through all holes."""
+"""How many charges lie between two looks while blocks are kept; a look goes through all holes, so it takes 0.3 ms."""
+_GROWTH_BYTES = 1 << 20
+"""A heap that has grown by so much is looked at with the next charge."""
 
 
 class HeapUse(NamedTuple):
@@ -51,6 +59,10 @@ class Heap(Protocol):
 
     def use(self) -> HeapUse:
         """What it has now."""
+        ...
+
+    def end(self) -> int:
+        """The address at which its main heap ends; takes no time to tell."""
         ...
 
     def give_back(self) -> None:
@@ -78,6 +90,8 @@ class Glibc:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
+        self._libc.sbrk.restype = ctypes.c_size_t
+        self._libc.sbrk.argtypes = [ctypes.c_ssize_t]
         self.tells = hasattr(self._libc, "mallinfo2")
         if self.tells:
             self._libc.mallinfo2.restype = _MallInfo
@@ -91,6 +105,11 @@ class Glibc:
         """See `Heap`."""
         info = self._libc.mallinfo2()
         return HeapUse(held=info.arena + info.hblkhd, live=info.uordblks + info.hblkhd)
+
+    def end(self) -> int:
+        """See `Heap`."""
+        address: int = self._libc.sbrk(0)
+        return address
 
     def give_back(self) -> None:
         """See `Heap`."""
@@ -132,6 +151,9 @@ class HeapTide:
         heap.give_back()
         self._begin = heap.use()
         self._live_bytes = self._held_bytes = 0
+        self._end = heap.end()
+        self._grain = max(self.total_bytes // _GRAIN, 1)
+        self._steady_bytes = self._steady_steps = 0
 
     def need(self, least_bytes: int) -> None:
         """Pages need more than was known: an optimizer has been chosen."""
@@ -151,12 +173,24 @@ class HeapTide:
         return self._budget.capacity_bytes > before
 
     def sample(self) -> None:
-        """Called before every reservation: notes how much lives in the heap, and how much that takes."""
+        """Called before every reservation: notes how much lives in the heap, and how much that takes.
+
+        Where this lowers the capacity, the reservation has what is too much moved away.
+        """
         self._charges += 1
-        if self._learning or (self.keeping and self._charges % _EVERY == 0):
+        if self._learning:
             self._look()
+        elif self.keeping and (self._charges % _EVERY == 0 or self._heap.end() > self._end + _GROWTH_BYTES):
+            self._look()
+            if not self._take_off(self._holes_bytes):
+                self._stop()
+
+    @property
+    def _holes_bytes(self) -> int:
+        return max(self._held_bytes - self._live_bytes, 0)
 
     def _look(self) -> None:
+        self._end = self._heap.end()
         use = self._heap.use()
         self._live_bytes = max(self._live_bytes, use.live - self._begin.live)
         self._held_bytes = max(self._held_bytes, use.held - self._begin.held)
@@ -173,17 +207,21 @@ class HeapTide:
             if self._take_off(self._live_bytes // _GUESS):
                 self.keeping = True
                 self._heap.keep()
-        elif self.keeping and not self._take_off(max(self._held_bytes - self._live_bytes, 0)):
-            self._stop()
+                self._end = self._heap.end()
+        elif self.keeping:
+            self._steady_steps += 1
+            if self._held_bytes > self._steady_bytes + self._grain:
+                self._steady_bytes, self._steady_steps = self._held_bytes, 0
+            if not self._take_off(self._holes_bytes, may_raise=self._steady_steps >= _PATIENCE):
+                self._stop()
 
-    def _take_off(self, nbytes: int) -> bool:
-        """Lowers (or raises) the capacity to what `nbytes` of holes leave; False if that is too little."""
-        left = self.total_bytes - nbytes
-        if nbytes > self.total_bytes // _MOST_OF_BUDGET or left < self._least_bytes:
+    def _take_off(self, nbytes: int, *, may_raise: bool = False) -> bool:
+        """Lowers the capacity to what `nbytes` of holes leave, or raises it to that; False if that is too little."""
+        if nbytes > self.total_bytes // _MOST_OF_BUDGET or self.total_bytes - nbytes < self._least_bytes:
             logger.debug("%s of holes in the heap are too much for the budget", format_bytes(nbytes))
             return False
-        before = self._budget.capacity_bytes
-        if abs(left - before) > before // _GRAIN:
+        left = max(self.total_bytes - round_up(nbytes, self._grain), self._least_bytes)
+        if left < self._budget.capacity_bytes or may_raise:
             self._budget.capacity_bytes = left
         return True
 

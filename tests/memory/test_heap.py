@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tag, Tier
@@ -23,10 +24,14 @@ class Played:
 
     held: int = 10 * MIB
     live: int = 10 * MIB
+    mapped: int = 0
     calls: list[str] = field(default_factory=list)
 
     def use(self) -> HeapUse:
         return HeapUse(self.held, self.live)
+
+    def end(self) -> int:
+        return self.held - self.mapped
 
     def give_back(self) -> None:
         self.calls.append("give back")
@@ -54,14 +59,60 @@ def test_the_first_step_is_watched_and_then_blocks_are_kept() -> None:
     assert (heap.calls, tide.keeping) == (["give back"], False)
     first_step(heap, tide, 300 * MIB)
     assert (heap.calls, tide.keeping) == (["give back", "keep"], True)
-    assert budget.capacity_bytes == 850 * MIB, "half of what lived is expected in holes"
-    heap.held += 400 * MIB
-    tide.end_step()
-    assert budget.capacity_bytes == 900 * MIB, "100 MiB of holes were seen"
+    assert budget.capacity_bytes == 843.75 * MIB, "half of what lived is expected in holes"
+    heap.held += 340 * MIB
+    steps(tide, 4)
+    assert budget.capacity_bytes == 843.75 * MIB, "40 MiB of holes were seen, but the heap may still grow"
+    steps(tide, 1)
+    assert budget.capacity_bytes == 953.125 * MIB, "rounded up: three 64ths"
     heap.held += 5 * MIB
-    tide.end_step()
-    assert budget.capacity_bytes == 900 * MIB, "not worth a new plan"
+    steps(tide, 9)
+    assert budget.capacity_bytes == 953.125 * MIB, "not worth a new plan"
     assert tide.total_bytes == 1000 * MIB
+
+
+def steps(tide: HeapTide, count: int) -> None:
+    for _ in range(count):
+        tide.end_step()
+
+
+def test_holes_are_taken_off_as_soon_as_they_are_there() -> None:
+    budget, heap, tide = make()
+    first_step(heap, tide, 300 * MIB)
+    heap.held += 500 * MIB
+    tide.sample()
+    assert budget.capacity_bytes == 796.875 * MIB, "in the middle of a step, with the charge that follows"
+    heap.held += 8 * MIB
+    heap.mapped += 8 * MIB
+    tide.sample()
+    assert budget.capacity_bytes == 796.875 * MIB, "what is mapped is looked at now and then"
+
+
+def test_holes_that_grow_too_large_in_a_step_end_it_there() -> None:
+    budget, heap, tide = make()
+    first_step(heap, tide, 300 * MIB)
+    heap.held += 700 * MIB
+    tide.sample()
+    assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
+
+
+def test_a_charge_moves_away_what_holes_have_taken(tmp_path: Path) -> None:
+    memory = open_memory("host+disk", 8 * MIB, tmp_path)
+    heap = Played()
+    tide = memory.pool.room.tide = HeapTide(memory.pool.budget, MIB, heap)
+    first_step(heap, tide, 4 * MIB)
+    assert memory.pool.budget.capacity_bytes == 6 * MIB
+    tensors = [memory.pool.create(f"w{i}", Tag.PARAM, torch.Size([MIB // 4]), torch.float32) for i in range(6)]
+    for tensor in tensors[:5]:
+        memory.pool.fault(tensor)
+    # Two of holes: of the four of the first step, the heap holds what it held then and two more.
+    heap.held += int(6.5 * MIB)
+    memory.pool.fault(tensors[5])
+    memory.pool.room.collect()
+    assert memory.pool.budget.capacity_bytes == 5.5 * MIB
+    assert memory.pool.budget.used_bytes <= memory.pool.budget.capacity_bytes
+    memory.check_integrity()
+    memory.close()
 
 
 def test_more_that_lives_is_no_hole() -> None:
@@ -71,7 +122,7 @@ def test_more_that_lives_is_no_hole() -> None:
     heap.held += 500 * MIB
     for _ in range(8):
         tide.sample()
-    tide.end_step()
+    steps(tide, 5)
     assert budget.capacity_bytes == 1000 * MIB
 
 
