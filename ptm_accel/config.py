@@ -35,7 +35,8 @@ DISK_SHARE = "90%"
 _ANY_TOTAL_BYTES = 1 << 62
 """Stands for a total that is only known on the machine, and so large that no share but 0% of it is too small."""
 
-UPDATE_MODES = ("exact",)
+BLOCKING = "blocking"
+UPDATE_MODES = ("exact", BLOCKING)
 MASTER_WEIGHTS = ("fp32", "none")
 YAML_SECTION = "ptm_config"
 
@@ -98,7 +99,8 @@ class PTMConfig:
         host_memory: what may be used in host memory; a share is of the machine's or container's limit.
             Default: 80% of what is available at the start.
         disk: scratch folders, or `DiskConfig` (or a mapping) for a limit. Default: no disk.
-        update: `"exact"`: the same numbers as without paging.
+        update: `"exact"`: the same numbers as without paging. `"blocking"`: the same numbers as well; the whole update
+            is carried out within `optimizer.step()`, nothing of it before or after.
         page_size: the unit of booking and transfer; a power of two and a multiple of 4096 bytes.
         master_weights: `"fp32"` keeps fp32 masters of low-precision parameters; None or `"none"` does not.
 
@@ -123,7 +125,8 @@ class PTMConfig:
             object.__setattr__(self, "disk", DiskConfig.load(self.disk))
         if self.update == "lock_free":
             raise ConfigError(
-                "update: 'lock_free' is not available in this version (available: exact); set update to 'exact'."
+                "update: 'lock_free' is not available in this version (available: exact, blocking); set update to "
+                "'exact'."
             )
         _check_choice("update", self.update, UPDATE_MODES)
         if self.master_weights is not None:

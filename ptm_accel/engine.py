@@ -17,7 +17,7 @@ import torch._subclasses.schema_check_mode
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import side_by_side
 from ptm_accel.hardware.rates import disk_rates
@@ -71,6 +71,8 @@ class Engine:
         optimizer: the optimizer bound to it, if any.
         floor: the least budget it can train under.
         run_ahead: what is known of its passes, and moves pages before they are needed.
+        updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
+            as they are; set by whoever owns the loop (`Engine.backward`).
     """
 
     planned = True
@@ -87,7 +89,9 @@ class Engine:
         self.residency = Residency(self.pool, self.slots, self.table)
         self.residency.owner = self
         self.run_ahead = self.residency.run_ahead
+        self.updates_in_backward: Callable[[], bool] = _no
         self.run_ahead.sums = _asking(self, Engine._sums, Sums.NONE)
+        self.run_ahead.in_backward = _asking(self, Engine._may_update_in_backward, False)
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.optimizer: PagedOptimizer | None = None
         self.gradients: Gradients | None = None
@@ -331,6 +335,8 @@ class Engine:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
         self.residency.abort()
         self.state_dicts.abort()
+        if self.optimizer is not None:
+            self.optimizer.in_backward.abandon()
 
     def _check_same(self, config: PTMConfig | None) -> None:
         if config is not None and config != PTMConfig() and config != self.asked:
@@ -363,9 +369,19 @@ class Engine:
         return Sums.NONE if self.gradients is None else self.gradients.sums()
 
     def _may_overlap(self) -> bool:
-        """Whether an update may run beside a forward: there is something to move, and room for the worst of both."""
+        """Whether an update may run beside a pass: there is something to move, and room for the worst of both."""
         least = self.floor.total_bytes + self.floor.moving_bytes
-        return self.run_ahead.enabled and not self._all_fits() and least <= self.pool.budget.capacity_bytes
+        wanted = self.run_ahead.enabled and self.config.update != BLOCKING
+        return wanted and not self._all_fits() and least <= self.pool.budget.capacity_bytes
+
+    def _may_update_in_backward(self) -> bool:
+        optimizer = self.optimizer
+        return (
+            optimizer is not None
+            and self._may_overlap()
+            and self.updates_in_backward()
+            and optimizer.expects_backward()
+        )
 
     def _all_fits(self) -> bool:
         return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
@@ -412,6 +428,15 @@ class Engine:
             return _LARGEST_BATCH_BYTES
         return min(_LARGEST_BATCH_BYTES, (self.pool.budget.capacity_bytes - self.floor.total_bytes) // 8)
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
+        if self.optimizer is not None and self.updates_in_backward():
+            with self.optimizer.in_backward.permitted():
+                yield
+        else:
+            yield
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over all parameters with gradients; bit-equal to it.
@@ -426,7 +451,7 @@ class Engine:
         assert self.gradients is not None
         if self.optimizer is not None:
             self.optimizer.apply_scale()
-        present = self.gradients.present()
+        present = self.gradients.arrived()
         norm = total_norm(present, norm_type, self.pool.compute.device)
         if present:
             coefficient = clip_coefficient(norm, max_norm)
@@ -512,6 +537,10 @@ def _asking(engine: Engine, ask: Callable[[Engine], _Answer], otherwise: _Answer
         return otherwise if alive is None else ask(alive)
 
     return answer
+
+
+def _no() -> bool:
+    return False
 
 
 def _close_unasked(memory: Memory) -> None:

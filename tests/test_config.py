@@ -96,9 +96,9 @@ class TestDials:
         ({"page_size": 0}, "page_size: 0 is 0 B, which is not a power of two"),
         (
             {"update": "lock_free"},
-            "update: 'lock_free' is not available in this version (available: exact); set update to 'exact'.",
+            "update: 'lock_free' is not available in this version (available: exact, blocking); set update to 'exact'.",
         ),
-        ({"update": "fast"}, "update: 'fast' is unknown; set it to 'exact'."),
+        ({"update": "fast"}, "update: 'fast' is unknown; set it to 'exact' or 'blocking'."),
         ({"master_weights": "bf16"}, "master_weights: 'bf16' is unknown; set it to 'fp32' or 'none'."),
         ({"disk": {"limit": "5GB"}}, "disk: {'limit': '5GB'} has no paths; set disk.paths to at least one folder."),
         ({"disk": {"path": "/a"}}, "disk: unknown key 'path'; did you mean 'paths'? The keys are: paths, limit."),

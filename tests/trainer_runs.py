@@ -62,10 +62,13 @@ class Job:
 
 
 class _Recorded(transformers.Trainer):
-    """Keeps the loss of every micro-batch as it is, not rounded as in the log."""
+    """Keeps the loss of every micro-batch as it is, not rounded as in the log.
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+    (Before backward: with a `training_step` of its own no update would begin in backward.)
+    """
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
         self.__dict__.setdefault("losses", []).append(loss.item())
         return loss
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -229,6 +230,13 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
             )
 
     # ---- gradients -------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As `Accelerator.backward`; updates may begin in it (`Engine.updates_in_backward`)."""
+        with ExitStack() as stack:
+            for engine in list(self._attached):
+                stack.enter_context(engine.backward())
+            super().backward(loss, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2

@@ -24,6 +24,7 @@ from ptm_accel.optim.optimizer import blank_state
 from ..accelerate import PTMAccelerator
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
+from .loop import step_follows
 from .optimizers import refuse_optimizer
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,9 @@ class PTMTrainerMixin(PagedCheckpoints):
         assert isinstance(accelerator, PTMAccelerator)
         # The model before this one (model_init makes a new one for each train()) must not be kept by the callbacks.
         self.callback_handler.model = self.model
-        return accelerator.attach(self._bare_model)
+        engine = accelerator.attach(self._bare_model)
+        engine.updates_in_backward = step_follows(self)
+        return engine
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()

@@ -42,6 +42,7 @@ from ptm_accel.model.residency import Residency
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import ExtentTable, SlotTable
 from ptm_accel.schedule.trace import Recorder, Trace, Use
+from ptm_accel.schedule.updates import Updates
 from ptm_accel.units import parse_bytes
 
 _PAGE_BYTES = parse_bytes(DEFAULT_PAGE_SIZE)
@@ -318,7 +319,7 @@ class _Notes(RunAhead):
     def begin(self, kind: Hashable) -> None:
         """See `RunAhead`."""
         if self._notebook is None:
-            self._notebook = Recorder((kind, self.sums(), False), 0.0)
+            self._notebook = Recorder((kind, self.sums(), Updates.APART), 0.0)
             self._pool.adviser = self
 
     def end(self) -> None:

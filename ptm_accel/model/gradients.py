@@ -18,6 +18,7 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.schedule.updates import GRAD_SUFFIX
 
 NORM_TYPE = 2.0
 
@@ -42,13 +43,15 @@ class GradSlot:
 
     Attributes:
         value: the sum on pages, or None while there is none.
+        spent: whether an update has it already, in the middle of backward; its norm is still known.
     """
 
-    __slots__ = ("_norm", "_norm_type", "_pool", "_wide", "slot", "value")
+    __slots__ = ("_norm", "_norm_type", "_pool", "_wide", "slot", "spent", "value")
 
     def __init__(self, slot: ParamSlot, pool: Pool, wide: bool) -> None:
         self.slot = slot
         self.value: PagedTensor | None = None
+        self.spent = False
         self._pool = pool
         self._wide = wide
         self._norm: torch.Tensor | None = None
@@ -76,7 +79,7 @@ class GradSlot:
         return self._wide and self.value is not None and self.value.dtype != torch.float32
 
     def _keep(self, gradient: torch.Tensor) -> None:
-        name = f"{self.slot.name}.grad"
+        name = f"{self.slot.name}{GRAD_SUFFIX}"
         self.value = self._pool.create(name, Tag.GRAD, gradient.shape, gradient.dtype)
         self.value.movable = self.slot.value.movable
         self.value.occupant = self
@@ -91,9 +94,17 @@ class GradSlot:
             self._norm = tensor_norm(tensor, self._norm_type, wide=self._wide)
 
     def norm(self, norm_type: float) -> torch.Tensor:
-        """The norm of the whole sum, as torch's clipping computes it for one tensor."""
-        assert self.value is not None
+        """The norm of the whole sum, as torch's clipping computes it for one tensor.
+
+        Raises:
+            UnsupportedError: another norm than the usual one, of a sum that has been used up.
+        """
         if self._norm is None or self._norm_type != norm_type:
+            if self.value is None:
+                raise UnsupportedError(
+                    f"the {norm_type:g}-norm of the gradient of {self.slot.name} was asked for after its update, which "
+                    "was carried out during backward. Set update='blocking'."
+                )
             self._norm_type = norm_type
             with self._pool.pin(self.value) as total:
                 self._norm = tensor_norm(total, norm_type, wide=self._wide)
@@ -102,6 +113,13 @@ class GradSlot:
     def changed(self) -> None:
         """The sum was changed from outside (scaled, or written by the user)."""
         self._norm = None
+
+    def spend(self) -> GradSlot:
+        """As `hand_over`, in the middle of backward: its norm may still be asked for, and no more may arrive."""
+        norm = self.norm(NORM_TYPE)
+        other = self.hand_over()
+        self._norm, self.spent = norm, True
+        return other
 
     def hand_over(self) -> GradSlot:
         """Gives the sum to another slot, which is not this parameter's any more: the next gradient is the first."""
@@ -115,7 +133,7 @@ class GradSlot:
 
     def drop(self) -> None:
         """Forgets the sum."""
-        self._norm = None
+        self._norm, self.spent = None, False
         if self.value is not None:
             value, self.value = self.value, None
             value.occupant = None
@@ -146,6 +164,10 @@ class Gradients:
         slots: the trainable parameters.
         pool: where gradients live.
         wide: see `GradSlot`.
+
+    Attributes:
+        arrivals: how many have been taken.
+        taken: called with each sum that a gradient was added to.
     """
 
     def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
@@ -155,6 +177,7 @@ class Gradients:
         self._landing: Reservation | None = None
         self._hooks = [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
         self.arrivals = 0
+        self.taken: Callable[[GradSlot], None] | None = None
 
     def hold_landing(self) -> None:
         """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
@@ -181,6 +204,10 @@ class Gradients:
     def present(self) -> list[GradSlot]:
         """The gradients that there are, in the order of the model's parameters."""
         return [g for g in self._by_param.values() if g.value is not None]
+
+    def arrived(self) -> list[GradSlot]:
+        """As `present`, with those that updates have used up during this backward."""
+        return [g for g in self._by_param.values() if g.value is not None or g.spent]
 
     def sums(self) -> Sums:
         """What the next gradients will meet."""
@@ -225,7 +252,7 @@ class Gradients:
         """Takes `param.grad` and leaves it empty.
 
         Raises:
-            UnsupportedError: the gradient is sparse.
+            UnsupportedError: the gradient is sparse, or an update has used up what should have been the whole sum.
         """
         gradient, param.grad = param.grad, None
         grad = self._by_param[id(param)]
@@ -235,6 +262,11 @@ class Gradients:
             raise UnsupportedError(
                 f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
                 "Build the module with sparse=False."
+            )
+        if grad.spent:
+            raise UnsupportedError(
+                f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was "
+                "not like those before it. Set update='blocking', and resume from the last checkpoint."
             )
         self.arrivals += 1
         apart = self._pool.copies_in and self._pool.room.available_bytes() >= gradient.nbytes
@@ -246,6 +278,8 @@ class Gradients:
             grad.add(gradient)
         del gradient
         self.hold_landing()
+        if self.taken is not None:
+            self.taken(grad)
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.schedule.actions import Plan
 from ptm_accel.schedule.simulate import Simulation
 from ptm_accel.schedule.trace import Trace, Use
+from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates, final_gradients
 from ptm_accel.schedule.watch import Watch
 
 
@@ -22,10 +23,13 @@ class Route:
         plan: what to start when; None where none can be made.
         capacity_bytes: the budget that the plan was made for.
         recorded: the trace as it was recorded, without updates.
+        updates: which updates are carried out beside it.
         simulated: what the plan should come to; None where the link has not been measured.
         places: the accesses of each item, ascending, by the item's name.
         own: of those, the ones of the pass itself.
         kept: the names of what is to stay for good.
+        updated: the names of the parameters whose updates are in the plan.
+        final: the names of those whose gradients are whole when they arrive.
         rank: how many accesses of the pass itself come before each access; the last entry is their number.
         watch: compares what such passes take with what was simulated.
     """
@@ -34,16 +38,22 @@ class Route:
     plan: Plan | None
     capacity_bytes: int
     recorded: Trace
+    updates: Updates = Updates.APART
     simulated: Simulation | None = None
     places: dict[str, list[int]] = field(default_factory=dict)
     own: dict[str, list[int]] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    updated: frozenset[str] = frozenset()
+    final: frozenset[str] = frozenset()
     rank: list[int] = field(default_factory=lambda: [0])
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         items = self.trace.items
         self.kept = frozenset(items[item].name for item in self.plan.kept) if self.plan is not None else frozenset()
+        used_up = (items[access.item].name for access in self.trace.accesses if access.use is Use.CONSUME)
+        self.updated = frozenset(name.removesuffix(GRAD_SUFFIX) for name in used_up)
+        self.final = frozenset(final_gradients(self.recorded).values())
         for index, access in enumerate(self.trace.accesses):
             self.places.setdefault(items[access.item].name, []).append(index)
             if not access.update:

@@ -30,6 +30,7 @@ from ptm_accel.schedule.actions import Action, Move
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace, Use
+from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
 from ptm_accel.schedule.watch import LinkUse, rates_as_seen
 
 _JOIN_WITHIN = 64
@@ -51,6 +52,10 @@ class Beside(Protocol):
         """Does what can be done without waiting."""
         ...
 
+    def awaits(self, tensor: PagedTensor) -> bool:
+        """Whether it still has a use for the tensor."""
+        ...
+
 
 class RunAhead:
     """The pool's adviser (`ptm_accel.memory.advice.Adviser`) while a model runs.
@@ -61,6 +66,8 @@ class RunAhead:
     Attributes:
         enabled: whether plans are carried out; without them the pool pages on demand, with the same results.
         sums: tells what the gradients of the next pass will meet.
+        in_backward: tells whether updates may begin during the next backward, and makes known what they use
+            (`follow_updates`).
         routes: what is known, by kind of pass.
         departures: accesses that were not where the trace had them, since the beginning.
         beside: is given its turn at each access.
@@ -72,6 +79,7 @@ class RunAhead:
     def __init__(self, pool: Pool) -> None:
         self.enabled = True
         self.sums: Callable[[], Sums] = lambda: Sums.NONE
+        self.in_backward: Callable[[], bool] = lambda: False
         self.routes: dict[Hashable, Route] = {}
         self.departures = 0
         self.beside: Beside | None = None
@@ -89,7 +97,7 @@ class RunAhead:
         # What is to be sent for, with the access that it is for.
         self._coming: deque[tuple[int, PagedTensor]] = deque()
         self._going: deque[PagedTensor] = deque()
-        self._with_updates = False
+        self._updates_when = Updates.APART
         self._began_s = 0.0
         self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
         self._passes_a_step = self._passes = 0
@@ -106,8 +114,9 @@ class RunAhead:
         if not self.enabled:
             return
         # Gradients that are there already are added to, and are not made; and updates may be under way.
-        updates = self.beside is not None
-        key = (kind, self.sums(), updates)
+        sums = self.sums()
+        updates = self._when_updated(kind, sums)
+        key = (kind, sums, updates)
         capacity = self._pool.budget.capacity_bytes
         route = self.routes.get(key)
         if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
@@ -116,18 +125,29 @@ class RunAhead:
             route.watch = watch
         if route is not None and route.watch.calm:
             self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
-        self._with_updates = updates
+        self._updates_when = updates
         self._began_s = time.perf_counter()
         self._recorder = Recorder(key, self._now_s())
         self._route, self._position, self._strays = route, 0, 0
         self._pool.adviser = self
+
+    def _when_updated(self, kind: Hashable, sums: Sums) -> Updates:
+        """When the updates that concern the next pass are carried out, if it is one of this kind."""
+        otherwise = Updates.APART if self.beside is None else Updates.FORWARD
+        known = (self.routes.get((kind, sums, updates)) for updates in reversed(Updates))
+        alike = next((route for route in known if route is not None), None)
+        if alike is None or not alike.final or not self.in_backward():
+            return otherwise
+        if alike.updates is not Updates.BACKWARD:
+            self.routes[kind, sums, Updates.BACKWARD] = self._planned(alike.recorded, updates=Updates.BACKWARD)
+        return Updates.BACKWARD
 
     def end(self) -> None:
         """The pass has ended, if there is one."""
         recorder, route = self._recorder, self._route
         # What the next pass begins with may have been sent for in vain yet.
         count = len(route.trace.accesses) if route is not None else 0
-        coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count)
+        coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count or self._awaits(tensor))
         self.give_up()
         self._coming = coming
         if recorder is None:
@@ -138,7 +158,7 @@ class RunAhead:
         trace = recorder.finish(self._now_s())
         if route is not None:
             self._look_at_link()
-        newer = self.routes[recorder.key] = self._planned(trace, updates=self._with_updates)
+        newer = self.routes[recorder.key] = self._planned(trace, updates=self._updates_when)
         if route is not None:
             newer.watch = route.watch
 
@@ -185,15 +205,24 @@ class RunAhead:
                 return {name: places[0] for name, places in route.places.items()}
         return None
 
-    def follow_updates(self, used: Mapping[str, Sequence[PagedTensor]], overwritten: Collection[str]) -> None:
-        """Updates are carried out beside the next pass, in its reading order.
+    def follow_updates(
+        self,
+        used: Mapping[str, Sequence[PagedTensor]],
+        gradient_bytes: Mapping[str, int],
+        overwritten: Collection[str],
+    ) -> None:
+        """Updates are carried out beside passes, in an order that their traces tell.
 
         Args:
-            used: what the update of each parameter uses beside it, by the parameter's name; the gradient last.
+            used: what the update of each parameter uses beside it and its gradient, by the parameter's name.
+            gradient_bytes: what the extent of its gradient takes.
             overwritten: the parameters that are written without being read.
         """
         self._overwritten = overwritten
-        self._updates = {name: [Item(t.name, t.slot_bytes) for t in tensors] for name, tensors in used.items()}
+        self._updates = {
+            name: [*(Item(t.name, t.slot_bytes) for t in tensors), Item(f"{name}{GRAD_SUFFIX}", gradient_bytes[name])]
+            for name, tensors in used.items()
+        }
         for tensors in used.values():
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
 
@@ -221,25 +250,28 @@ class RunAhead:
     def sends_for(self, parameter: str) -> bool:
         """Whether the plan that is being carried out brings in what the update of a parameter needs."""
         route = self._route
-        if route is None or route.plan is None:
-            return False
-        places = route.places.get(parameter)
-        # An update's accesses come right before the first of its parameter.
-        return places is not None and places[0] > 0 and route.trace.accesses[places[0] - 1].update
+        return route is not None and route.plan is not None and parameter in route.updated
 
-    def _planned(self, recorded: Trace, *, updates: bool) -> Route:
+    @property
+    def final_gradients(self) -> Collection[str]:
+        """The parameters of this pass that may be updated as soon as their gradients arrive, by name."""
+        route = self._route
+        return route.final if route is not None and route.updates is Updates.BACKWARD else ()
+
+    def _planned(self, recorded: Trace, *, updates: Updates) -> Route:
         capacity = self._pool.budget.capacity_bytes
         choice = choose_plan(
             recorded,
             capacity_bytes=capacity,
-            updates=self._updates if updates else {},
+            updates={} if updates is Updates.APART else self._updates,
             overwritten=self._overwritten,
+            in_backward=updates is Updates.BACKWARD,
             # The next pass is of another kind where several make a step, and only the first has updates beside it.
-            repeats=not updates or self._passes_a_step == 1,
+            repeats=updates is not Updates.FORWARD or self._passes_a_step == 1,
             rates=self.rates,
             update_s=self.tally.update_s_per_byte(self._before[0]),
         )
-        return Route(choice.trace, choice.plan, capacity, recorded, choice.simulated)
+        return Route(choice.trace, choice.plan, capacity, recorded, updates, choice.simulated)
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._pool.stats.stall_s - self.tally.update_s
@@ -264,7 +296,16 @@ class RunAhead:
         if route is None:
             return None
         # Of two that are wanted at the same time the one that need not be stored.
-        return max(idle, key=lambda t: (route.next_use(t, position), t.place is not Place.DIRTY), default=None)
+        return max(idle, key=lambda t: (self._next_use(route, t, position), t.place is not Place.DIRTY), default=None)
+
+    def _next_use(self, route: Route, tensor: PagedTensor, position: int) -> int:
+        # An update whose turn it was waits for what it uses; nothing is wanted sooner.
+        return position if self._awaits(tensor) else route.next_use(tensor, position)
+
+    def _awaits(self, tensor: PagedTensor) -> bool:
+        """Whether an update that follows its gradient, in this pass, has still to be carried out with the tensor."""
+        beside, in_backward = self.beside, self._updates_when is Updates.BACKWARD
+        return in_backward and beside is not None and beside.awaits(tensor)
 
     def _see(self, tensor: PagedTensor, use: Use) -> None:
         recorder = self._recorder
@@ -327,7 +368,7 @@ class RunAhead:
         """Starts what is to come, in order, as far as there is room."""
         while self._coming:
             due, tensor = self._coming[0]
-            if due < self._position:
+            if due < self._position and not self._awaits(tensor):
                 # It was late, and is wanted only after all that is sent for behind it.
                 self._coming.popleft()
                 continue
@@ -340,11 +381,11 @@ class RunAhead:
         """Lets what is wanted after `coming` go, so that there will be room; memory comes free as the stores end."""
         pool, route = self._pool, self._route
         assert route is not None
-        wanted = route.next_use(coming, self._position)
+        wanted = self._next_use(route, coming, self._position)
         free = pool.budget.free_bytes + pool.room.ending_bytes
         while free < coming.slot_bytes:
             spared = self.victim(tensor for tensor in pool.idle() if tensor is not accessed)
-            if spared is None or route.next_use(spared, self._position) <= wanted:
+            if spared is None or self._next_use(route, spared, self._position) <= wanted:
                 return
             free += spared.slot_bytes
             if not self._spare(spared):

@@ -6,6 +6,9 @@ and returns; the updates follow in the order in which the next forward reads the
 its compute, and an access waits for the update of that tensor alone. Nothing is stale: whoever looks at a parameter, at
 its state or at a checkpoint sees what a blocking step would have left (`Pool.owed`).
 
+Where nothing can come between a gradient and its update (`ptm_accel.optim.in_backward`) the work begins empty, during
+backward, and grows as gradients arrive; `step()` closes it.
+
 There is no thread behind it. The arithmetic of an update runs between two operations of the forward, in the thread
 that computes: on a CPU it needs the same cores, and on a device it is queued like all other work.
 """
@@ -19,11 +22,11 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from ptm_accel.errors import DiskError
+from ptm_accel.errors import DiskError, StaleGraphError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.optim.sweep import Sweep
-from ptm_accel.optim.units import Cursor, Unit, Work
+from ptm_accel.optim.units import Cursor, Entry, Unit, Work
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""
@@ -35,10 +38,14 @@ class Chase:
     Args:
         sweep: carries out its parts.
         work: what is to be updated, in the order in which it will be needed; the gradients are its own.
+        whole: whether that is all of it; otherwise more comes (`add`), until `close`.
         scale: what gradients are multiplied by first, if anything.
         sent_for: see `Cursor`.
         spent: is told the seconds of the calling thread that updates have taken, waiting for memory left out.
         ended: called when the last update is done, or the rest was given up.
+
+    Attributes:
+        whole: see above.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class Chase:
         work: Work,
         scale: torch.Tensor | None,
         *,
+        whole: bool = True,
         sent_for: Callable[[str], bool] = lambda name: False,
         spent: Callable[[float], None],
         ended: Callable[[], None],
@@ -60,17 +68,50 @@ class Chase:
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in sweep.hyperparameters()
         ]
-        self._cursor = Cursor(work, stays=True, sent_for=sent_for)
         self._opened: list[Unit] = []
         self._batches: deque[list[Unit]] = deque()
         self._working = False
         # Which tensors may not be looked at before which parameter has been updated.
         self._owed: dict[PagedTensor, int] = {}
-        for index, (_, state, _) in enumerate(work):
-            self._owed |= dict.fromkeys(state.tensors(), index)
-            state.slot.veil()
+        self._gradients: set[PagedTensor] = set()
+        self._parameters: set[PagedTensor] = set()
         self._done = 0
+        self.whole = whole
+        self._cursor = Cursor([], stays=True, sent_for=sent_for)
+        for entry in work:
+            self.add(entry)
         sweep.pool.owed = self
+
+    def add(self, entry: Entry) -> None:
+        """One more parameter to update; its gradient is whole."""
+        _, state, grad = entry
+        self._owed |= dict.fromkeys(state.tensors(), len(self._cursor.work))
+        if grad.value is not None:
+            self._gradients.add(grad.value)
+        self._parameters.add(state.slot.value)
+        self._cursor.work.append(entry)
+        state.slot.veil()
+
+    def close(self, work: Work, order: dict[str, int]) -> None:
+        """Adds the rest; what has not begun is done in the order in which it will be needed.
+
+        Args:
+            work: what is to be updated beside what was added.
+            order: the place of each parameter in the next forward, by name.
+        """
+        for entry in work:
+            self.add(entry)
+        self.whole = True
+        everything, begun = self._cursor.work, self._cursor.begun
+        everything[begun:] = ordered(everything[begun:], order)
+        for index in range(begun, len(everything)):
+            self._owed |= dict.fromkeys(everything[index][1].tensors(), index)
+        if self._done == len(everything):
+            self._end()
+
+    def awaits(self, tensor: PagedTensor) -> bool:
+        """Whether an update that is still to be done uses the tensor."""
+        return tensor in self._owed or tensor in self._gradients
 
     def pump(self) -> None:
         """Updates what has arrived and opens what there is room for; never waits."""
@@ -92,9 +133,23 @@ class Chase:
         if self._owed and not self._working:
             self._advance(len(self._cursor.work) - 1)
 
+    @property
+    def work(self) -> Work:
+        """What it goes over."""
+        return self._cursor.work
+
+    def unchanged(self) -> bool:
+        """Whether the hyperparameters are still those that it goes by."""
+        return all(
+            key in then and bool(then[key] == value)
+            for then, now in zip(self._hyper, self._sweep.hyperparameters(), strict=True)
+            for key, value in now.items()
+        )
+
     def give_up(self) -> None:
         """Ends what is open without updating it; what was asked for is lost."""
         self._owed.clear()
+        self._gradients.clear()
         self._batches.clear()
         self._sweep.abandon(self._opened)
         for _, state, grad in self._cursor.work[self._done :]:
@@ -103,9 +158,25 @@ class Chase:
         self._end()
 
     def before_use(self, tensor: PagedTensor) -> None:
-        """See `Owed`."""
-        if not self._working and tensor in self._owed:
+        """See `Owed`.
+
+        Raises:
+            StaleGraphError: a backward reads a parameter whose gradient it has completed.
+        """
+        if self._working:
+            return
+        if not self.whole and torch._C._current_graph_task_id() != -1:
+            self._refuse_late(tensor)
+        if tensor in self._owed:
             self._advance(self._owed[tensor])
+
+    def _refuse_late(self, tensor: PagedTensor) -> None:
+        if tensor in self._parameters:
+            raise StaleGraphError(
+                f"parameter {tensor.name} was read in backward after its gradient was complete and its update had "
+                "begun: this pass was not like those before it. Set update='blocking', and resume from the last "
+                "checkpoint."
+            )
 
     def _advance(self, index: int) -> None:
         """Carries out updates until that of parameter `index` is done. Ctrl-C ends it between two batches."""
@@ -138,6 +209,7 @@ class Chase:
 
     def _update(self) -> None:
         batch = self._batches.popleft()
+        self._gradients.difference_update([unit.grad.value for unit in batch if unit.last])
         self._sweep.carry_out(batch, self._opened, self._scale, self._hyper, afterwards=True)
         for unit in batch:
             if unit.last:
@@ -145,7 +217,7 @@ class Chase:
                     self._owed.pop(tensor, None)
                 unit.state.slot.unveil()
                 self._done += 1
-        if self._done == len(self._cursor.work):
+        if self.whole and self._done == len(self._cursor.work):
             self._end()
 
     def _end(self) -> None:

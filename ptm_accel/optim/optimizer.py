@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
 
 from ptm_accel.errors import CheckpointError, UnsupportedError
@@ -16,13 +17,14 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
-from ptm_accel.model.gradients import Gradients
+from ptm_accel.model.gradients import Gradients, GradSlot
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.optim.chase import Chase, ordered
+from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
-from ptm_accel.optim.units import ParamState, Work
+from ptm_accel.optim.units import Entry, ParamState, Work
 
 MASTER_KEY = "master"
 """Name of the fp32 master among the state of a parameter, in checkpoints."""
@@ -83,7 +85,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._master_weights = master_weights
         self._scale: torch.Tensor | None = None
         self._states: dict[int, ParamState] = {}
+        self._groups: dict[int, int] = {}
         self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes)
+        self.in_backward = InBackward(self._sweep, run_ahead, self._entry_of, self._begin_in_backward)
+        gradients.taken = self.in_backward.take
         for param in self._params():
             self._adopt_state(param)
 
@@ -100,12 +105,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UnsupportedError("optimizer.step(closure) is not possible on pages; call backward first, then step()")
         self._run_ahead.end_step()
-        self.settle()
+        if self.in_backward.chase is None:
+            self.settle()
         # What is updated here and what is left to be chased are one step: half of it would be no state of the model.
         with INTERRUPTS.uninterrupted():
-            self._step()
+            try:
+                self._step()
+            finally:
+                self.in_backward.end()
 
-    def _step(self) -> None:
+    def _work(self) -> Work:
         work: Work = []
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -114,11 +123,15 @@ class PagedOptimizer(torch.optim.Optimizer):
                     grad = self._gradients.of(slot)
                     if grad.value is not None:
                         work.append((index, self._state_of(slot), grad))
+        return work
+
+    def _step(self) -> None:
+        work, begun = self._work(), self.in_backward.chase is not None
         scale = self.apply_scale(but_its_own=True)
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         # Only of those that are known to be element-wise is it known that their order does not matter.
-        order = self._run_ahead.reading_order() if self._elementwise and self._overlap() else None
+        order = self._run_ahead.reading_order() if begun or (self._elementwise and self._overlap()) else None
         later: Work = []
         if order is not None:
             # What stays in the compute tier is read without anybody being asked, and has nothing to wait for.
@@ -128,32 +141,87 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._sweep.run(work, scale)
         self._run_ahead.exclude(time.perf_counter() - self._pool.stats.stall_s - begin)
         self._updated(work)
-        if order is not None and later:
-            self._begin_chase(ordered([(group, state, grad.hand_over()) for group, state, grad in later], order), scale)
+        if begun:
+            assert order is not None
+            self._close_chase(later, order, scale)
+        elif order is not None and later:
+            self._begin_chase(_handed_over(later), order, scale)
         if self._pool.room.tide is not None:
             self._pool.room.tide.end_step()
             self._pool.room.shrink()
 
-    def _begin_chase(self, work: Work, scale: torch.Tensor | None) -> None:
+    def _begin_chase(self, work: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
+        gradient_bytes = {state.slot.name: grad.value.slot_bytes for _, state, grad in work if grad.value is not None}
+        self._follow({state.slot.name: state for _, state, _ in work}, gradient_bytes)
+        chase = self._make_chase(ordered(work, order), scale)
+        chase.pump()
+
+    def _follow(self, states: Mapping[str, ParamState], gradient_bytes: Mapping[str, int]) -> None:
+        self._run_ahead.follow_updates(
+            {name: state.tensors()[1:] for name, state in states.items()},
+            gradient_bytes,
+            {name for name, state in states.items() if state.overwritten},
+        )
+
+    def _make_chase(self, work: Work, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:
         def ended() -> None:
             self._chase = None
             self._run_ahead.updates_ended()
-            self._updated(work)
+            self._updated(chase.work)
 
-        self._run_ahead.follow_updates(
-            {state.slot.name: [*state.tensors()[1:], grad.value] for _, state, grad in work if grad.value is not None},
-            {state.slot.name for _, state, _ in work if state.overwritten},
-        )
         chase = Chase(
             self._sweep,
             work,
             scale,
-            sent_for=self._run_ahead.sends_for,
+            whole=whole,
+            # A gradient that has arrived is waited for by nobody but its update: what that lacks it sends for itself.
+            sent_for=self._run_ahead.sends_for if whole else _nothing,
             spent=self._run_ahead.exclude,
             ended=ended,
         )
         self._chase = self._run_ahead.beside = chase
-        chase.pump()
+        return chase
+
+    # ---- the step, before it is asked for ----------------------------------------------------------------------
+
+    def expects_backward(self) -> bool:
+        """Whether updates can begin during the next backward, if its loop lets them; what they use is made known."""
+        # What somebody does right before a step would come too late.
+        hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        if not self._elementwise or hooks:
+            return False
+        states = {state.slot.name: state for state in self._states.values() if _can_begin(state)}
+        if states:
+            self._groups = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
+            self._follow(states, {name: state.slot.value.slot_bytes for name, state in states.items()})
+        return bool(states)
+
+    def _entry_of(self, grad: GradSlot) -> Entry | None:
+        state, group = self._states.get(id(grad.slot)), self._groups.get(id(grad.slot.param))
+        return (group, state, grad) if group is not None and state is not None and _can_begin(state) else None
+
+    def _begin_in_backward(self) -> Chase:
+        self.settle()
+        return self._make_chase([], whole=False)
+
+    def _close_chase(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
+        chase = self._chase
+        assert chase is not None
+        begun = [state for _, state, _ in chase.work]
+        if scale is None:
+            self.in_backward.close(_handed_over(later), order)
+            chase.pump()
+        else:
+            # NaN times anything: torch's own clipping makes all gradients NaN if one of them is not finite, and the
+            # update makes of that what nothing can be told from.
+            self.in_backward.close([], order)
+            self.settle()
+            self._sweep.run(later, scale)
+            self._updated(later)
+            for tensor in [tensor for state in begun for tensor in state.tensors()]:
+                self._pool.fault(tensor, write=True).fill_(float("nan"))
+        for state in begun:
+            self._gradients.of(state.slot).drop()
 
     def _updated(self, work: Work) -> None:
         for _, state, _ in work:
@@ -185,6 +253,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
         """Multiplies every gradient by `coefficient`, at the latest when it is used."""
+        if self.in_backward.chase is not None and not self.in_backward.meet(coefficient):
+            return
         if self._scale is not None:
             self.apply_scale()
         # Multiplying by one changes no bit (NaN stays NaN); the host may only look where that costs no device wait.
@@ -229,6 +299,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Takes its gradients from `gradients` from now on: other parameters than before are trainable."""
         self._gradients = gradients
         self._scale = None
+        gradients.taken = self.in_backward.take
 
     # ---- parameters and their state --------------------------------------------------------------------------
 
@@ -433,6 +504,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Ends the life of all state on pages; what is left of a step is not done any more."""
+        self.in_backward.end()
         if self._chase is not None:
             self._chase.give_up()
         for state in self._states.values():
@@ -451,6 +523,19 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"PagedOptimizer({self.inner!r})"
+
+
+def _can_begin(state: ParamState) -> bool:
+    """Whether an update may begin before the step: of what does not move, nobody is asked before it is read."""
+    return state.slot.value.movable and not state.empty
+
+
+def _nothing(parameter: str) -> bool:
+    return False
+
+
+def _handed_over(work: Work) -> Work:
+    return [(group, state, grad.hand_over()) for group, state, grad in work]
 
 
 class _BlankState(TorchFunctionMode):

@@ -14,8 +14,11 @@ from ptm_accel.model.floor import Appetite, update_extra_bytes
 from ptm_accel.model.gradients import GradSlot
 from ptm_accel.model.slots import ParamSlot
 
-Work = list[tuple[int, "ParamState", GradSlot]]
-"""What a step updates: group index, state and gradient of each parameter, in the optimizer's order."""
+Entry = tuple[int, "ParamState", GradSlot]
+"""Group index, state and gradient of a parameter."""
+
+Work = list[Entry]
+"""What a step updates, in the optimizer's order."""
 
 
 @dataclass(slots=True)
@@ -162,6 +165,11 @@ class Cursor:
     new: bool = False
     stays: bool = False
     sent_for: Callable[[str], bool] = lambda name: False
+
+    @property
+    def begun(self) -> int:
+        """How many parameters it is past or in the middle of."""
+        return self.index + (self.start > 0)
 
     def advance(self, unit: Unit) -> None:
         """Goes on behind `unit`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptm_accel.errors import ScheduleError
@@ -11,7 +11,7 @@ from ptm_accel.schedule.actions import Plan
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import Simulation, simulate
 from ptm_accel.schedule.trace import Item, Trace
-from ptm_accel.schedule.updates import spread_state, with_updates
+from ptm_accel.schedule.updates import spread_state, with_updates, with_updates_in_backward
 
 _AHEAD_SHARES = (0.4, 0.25, 0.15, 0.1, 0.05)
 """The shares of the budget that may be held for what is not used yet: what they hold, state cannot stay in."""
@@ -52,6 +52,7 @@ def choose_plan(
     capacity_bytes: int,
     updates: Mapping[str, Sequence[Item]],
     overwritten: Collection[str] = (),
+    in_backward: bool = False,
     repeats: bool,
     rates: LinkRates | None,
     update_s: float,
@@ -64,12 +65,20 @@ def choose_plan(
         updates: what the update of each parameter uses beside it, the gradient last; empty where none are carried out
             beside the pass.
         overwritten: parameters that their updates write without having read them.
+        in_backward: whether updates follow their gradients, and not those of the pass before.
         repeats: whether the same pass follows it.
         rates: of the link between the compute tier and the home; None where they are not known.
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
     """
+
+    def add(most_bytes: int) -> Trace:
+        if not updates:
+            return recorded
+        place = with_updates_in_backward if in_backward else with_updates
+        return place(recorded, updates, most_bytes=most_bytes, overwritten=overwritten)
+
     choices = [
-        _planned(recorded, capacity_bytes, share, kept, updates, overwritten, again, rates, update_s)
+        _planned(recorded, add, capacity_bytes, share, kept, again, rates, update_s)
         for kept in (_KEPT_SHARES if updates and rates is not None else (0.0,))
         for share in ((_AHEAD_UNKNOWN,) if rates is None else _AHEAD_SHARES)
         for again in ((True, False) if repeats else (False,))
@@ -83,11 +92,10 @@ def choose_plan(
 
 def _planned(
     recorded: Trace,
+    add_updates: Callable[[int], Trace],
     capacity_bytes: int,
     ahead_share: float,
     kept_share: float,
-    updates: Mapping[str, Sequence[Item]],
-    overwritten: Collection[str],
     repeats: bool,
     rates: LinkRates | None,
     update_s: float,
@@ -96,10 +104,7 @@ def _planned(
     ahead_bytes = int((capacity_bytes - kept_bytes) * ahead_share)
     ahead_bytes = max(ahead_bytes, 2 * max((item.nbytes for item in recorded.items), default=0))
     # Beside the update that is carried out there must be room for what the pass holds.
-    most_bytes = (capacity_bytes - kept_bytes - ahead_bytes) // 2
-    trace = recorded
-    if updates:
-        trace = with_updates(recorded, updates, most_bytes=most_bytes, overwritten=overwritten)
+    trace = add_updates((capacity_bytes - kept_bytes - ahead_bytes) // 2)
     kept = spread_state(trace, kept_bytes)
     try:
         plan = plan_pass(

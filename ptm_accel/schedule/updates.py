@@ -1,16 +1,32 @@
 """The updates of a step as part of the pass that they are carried out beside.
 
-An overlapped update brings in a parameter's gradient and state just before the forward reads the parameter. Whoever
-plans the pass must know: what an update has used is wanted again only a whole step later, and what it will use is
+An overlapped update brings in a parameter's gradient and state just before the next forward reads the parameter; where
+nothing can come between a gradient and its update, right after the gradient has arrived. Whoever plans the pass must
+know: what an update has used is wanted again only a whole step later, and what it will use is
 wanted soon. State is gone through in the same order in each step; kept by recency, none of it would ever be there.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
+
+GRAD_SUFFIX = ".grad"
+"""What follows a parameter's name in that of its gradient."""
+
+
+class Updates(enum.Enum):
+    """When the updates of a step are carried out, as a pass sees it."""
+
+    APART = "apart"
+    """Between two passes."""
+    FORWARD = "forward"
+    """Those of the step before, beside its forward."""
+    BACKWARD = "backward"
+    """Its own, beside its backward."""
 
 
 def with_updates(
@@ -28,8 +44,7 @@ def with_updates(
         overwritten: parameters that their updates write without having read them: nothing is loaded for that.
         most_bytes: updates that need more, parameter included, are left out: they are carried out in parts.
     """
-    items = list(trace.items)
-    numbers = {item.name: number for number, item in enumerate(items)}
+    items = _Items(trace)
     accesses: list[Access] = []
     seen: set[int] = set()
     for access in trace.accesses:
@@ -37,18 +52,100 @@ def with_updates(
         used = updates.get(parameter.name, ()) if access.item not in seen and not access.backward else ()
         seen.add(access.item)
         if used and parameter.nbytes + sum(item.nbytes for item in used) <= most_bytes:
-            for item in used:
-                if item.name not in numbers:
-                    numbers[item.name] = len(items)
-                    items.append(item)
             template = replace(access, use=Use.READ, compute_s=0.0, update=True)
-            # Twice each: none of them may leave before all are there.
-            gathered = [replace(template, item=numbers[item.name]) for item in used]
-            accesses += [*gathered, *gathered[:-1], replace(gathered[-1], use=Use.CONSUME)]
+            gathered = [replace(template, item=items.number(item)) for item in used]
+            accesses += _update(gathered)
             if parameter.name in overwritten:
                 accesses.append(replace(template, item=access.item, use=Use.CREATE))
         accesses.append(access)
-    return replace(trace, items=tuple(items), accesses=tuple(accesses))
+    return replace(trace, items=items.all(), accesses=tuple(accesses))
+
+
+def with_updates_in_backward(
+    trace: Trace,
+    updates: Mapping[str, Sequence[Item]],
+    *,
+    most_bytes: int,
+    overwritten: Collection[str] = (),
+) -> Trace:
+    """`trace` with the accesses of each parameter's update behind the arrival of its gradient, where that is the last.
+
+    Args:
+        trace: a forward with its backward.
+        updates: as for `with_updates`.
+        overwritten: as for `with_updates`.
+        most_bytes: as for `with_updates`.
+    """
+    items = _Items(trace)
+    final = final_gradients(trace)
+    numbers = {item.name: number for number, item in enumerate(trace.items)}
+    accesses: list[Access] = []
+    gone: set[int] = set()
+    for index, access in enumerate(trace.accesses):
+        if access.item in gone:
+            # Its norm, which is taken as it arrives now.
+            continue
+        accesses.append(access)
+        used = updates.get(final.get(index, ""), ())
+        if not used:
+            continue
+        name = final[index]
+        if trace.items[numbers[name]].nbytes + sum(item.nbytes for item in used) > most_bytes:
+            continue
+        gone.add(access.item)
+        template = replace(access, use=Use.READ, compute_s=0.0, update=True)
+        gathered = [replace(template, item=items.number(item)) for item in used]
+        parameter = replace(template, item=numbers[name])
+        if name in overwritten:
+            accesses += [*_update(gathered), replace(parameter, use=Use.CREATE)]
+        else:
+            accesses += _update([replace(parameter, use=Use.WRITE), *gathered])
+    return replace(trace, items=items.all(), accesses=tuple(accesses))
+
+
+def final_gradients(trace: Trace) -> dict[int, str]:
+    """The arrivals of gradients after which a backward has no more to do with the parameter.
+
+    Those that arrive once (a shared weight whose uses are recomputed one by one has several arrivals), and whose
+    parameter is not read any more.
+
+    Returns:
+        the name of the parameter, by the access that is its gradient's arrival.
+    """
+    parameters = {f"{item.name}{GRAD_SUFFIX}": number for number, item in enumerate(trace.items)}
+    last = {access.item: index for index, access in enumerate(trace.accesses) if access.backward}
+    final: dict[int, str] = {}
+    for index, access in enumerate(trace.accesses):
+        parameter = parameters.get(trace.items[access.item].name)
+        if parameter is None or access.use is not Use.CREATE or not access.backward:
+            continue
+        if last[access.item] == index and last.get(parameter, -1) < index:
+            final[index] = trace.items[parameter].name
+    return final
+
+
+class _Items:
+    """The items of a trace, and more of them."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._items = list(trace.items)
+        self._numbers = {item.name: number for number, item in enumerate(trace.items)}
+
+    def number(self, item: Item) -> int:
+        """The item's index, by its name."""
+        if item.name not in self._numbers:
+            self._numbers[item.name] = len(self._items)
+            self._items.append(item)
+        return self._numbers[item.name]
+
+    def all(self) -> tuple[Item, ...]:
+        """All of them, in order."""
+        return tuple(self._items)
+
+
+def _update(gathered: list[Access]) -> list[Access]:
+    """The accesses of one update, the gradient's last. Twice each: none of them may leave before all are there."""
+    return [*gathered, *gathered[:-1], replace(gathered[-1], use=Use.CONSUME)]
 
 
 def spread_state(trace: Trace, nbytes: int) -> list[int]:

@@ -18,6 +18,7 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.route import Route
 from ptm_accel.schedule.actions import Action, Move
+from ptm_accel.schedule.updates import Updates
 from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
 
 WIDTH, LAYERS = 48, 8
@@ -63,7 +64,7 @@ def step(model: Net, optimizer: torch.optim.Optimizer, number: int, micro: int =
 
 def beside_updates(engine: Engine) -> Route:
     """What is known of the pass that runs beside the updates of the step before it."""
-    (route,) = (route for key, route in engine.run_ahead.routes.items() if key[2])
+    (route,) = (route for route in engine.run_ahead.routes.values() if route.updates is Updates.FORWARD)
     return route
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
-from ptm_accel.schedule.updates import spread_state, with_updates
+from ptm_accel.schedule.updates import final_gradients, spread_state, with_updates, with_updates_in_backward
 
 LAYERS = 6
 
@@ -133,3 +133,59 @@ def test_what_the_next_update_makes_anew_leaves_after_its_last_use() -> None:
         item = next(number for number, found in enumerate(trace.items) if found.name == name)
         assert plan.starts[last[item] + 1][0].item == item
         assert plan.starts[last[item] + 1][0].move is Move.EVICT
+
+
+def test_an_update_in_backward_stands_behind_the_arrival_of_its_gradient() -> None:
+    trace = with_updates_in_backward(recorded(), updates(), most_bytes=60, overwritten=["w5"])
+    begin = next(index for index, access in enumerate(trace.accesses) if access.backward)
+    assert text(trace)[begin : begin + 12] == [
+        "read w5",
+        "create w5.grad",
+        "read w5.m",
+        "read w5.v",
+        "read w5.grad",
+        "read w5.m",
+        "read w5.v",
+        "consume w5.grad",
+        "create w5",
+        "read w4",
+        "create w4.grad",
+        "write w4",
+    ], "what is not overwritten must be there as well"
+    assert text(trace)[begin + 12 : begin + 19] == [
+        *("read w4.m", "read w4.v", "read w4.grad", "write w4", "read w4.m", "read w4.v"),
+        "consume w4.grad",
+    ]
+    assert [access for access in trace.accesses if not access.update] == list(recorded().accesses)
+    assert trace.compute_s == recorded().compute_s
+    assert with_updates_in_backward(recorded(), updates(), most_bytes=59) == recorded()
+    assert with_updates_in_backward(recorded(), {}, most_bytes=60) == recorded()
+
+
+def test_a_gradient_is_final_if_it_arrives_once_and_backward_is_done_with_its_parameter() -> None:
+    trace = recorded()
+    assert sorted(final_gradients(trace).values()) == [f"w{n}" for n in range(LAYERS)]
+    grad, again = LAYERS + 3, Access(3, Use.READ, backward=True)
+    for late, left in (
+        (again, {"w3"}),
+        (Access(grad, Use.WRITE, backward=True), {"w3"}),
+        (Access(grad, Use.READ), set()),
+        (Access(3, Use.READ), set()),
+    ):
+        changed = Trace(None, trace.items, (*trace.accesses, late))
+        assert {f"w{n}" for n in range(LAYERS)} - set(final_gradients(changed).values()) == left
+    normed = Trace(None, trace.items, (*trace.accesses, Access(grad, Use.READ)))
+    planned = with_updates_in_backward(normed, updates(), most_bytes=60)
+    assert planned == with_updates_in_backward(trace, updates(), most_bytes=60) or "w3.grad" not in text(planned)[-1]
+    added = Trace(None, trace.items, tuple(Access(a.item, Use.WRITE) if a.item == grad else a for a in trace.accesses))
+    assert "w3" not in final_gradients(added).values(), "a sum of several"
+
+
+def test_gradients_that_are_used_up_at_once_leave_their_room_to_state() -> None:
+    after = with_updates(recorded(), updates(), most_bytes=60)
+    during = with_updates_in_backward(recorded(), updates(), most_bytes=60)
+    plans = [plan_pass(trace, capacity_bytes=160, ahead_bytes=20) for trace in (after, during)]
+    moved = [sum(action.move is Move.LOAD for actions in plan.starts for action in actions) for plan in plans]
+    assert moved[1] < moved[0]
+    gradients = {number for number, item in enumerate(during.items) if item.name.endswith(".grad")}
+    assert not plans[1].resident & gradients

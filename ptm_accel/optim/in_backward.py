@@ -1,0 +1,146 @@
+"""Updates that begin during backward, where nothing can come between a gradient and its update.
+
+Without clipping, accumulation and loss scaling, and in a loop that is known (`Engine.updates_in_backward`), what the
+optimizer will do with a gradient is settled as soon as the gradient is whole. That it is whole is known twice over: the
+trace of such a pass has one arrival of it, and no use of its parameter after that; and should a pass turn out otherwise
+that is an error, and never a wrong number. State then streams beside backward as well, and a gradient's memory is free
+again before the next but one arrives.
+
+What is different for the user: an exception in the middle of such a backward leaves the weights between two steps, as
+one in the middle of `optimizer.step()` does. So Ctrl-C waits for the end of the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.model.gradients import GradSlot
+from ptm_accel.model.run_ahead import RunAhead
+from ptm_accel.optim.chase import Chase
+from ptm_accel.optim.sweep import Sweep
+from ptm_accel.optim.units import Entry, Work
+
+logger = logging.getLogger(__name__)
+
+
+class InBackward:
+    """The part of a step that is carried out before `optimizer.step()` is called.
+
+    Args:
+        sweep: carries updates out.
+        run_ahead: knows which gradients are whole when they arrive.
+        entry_of: what to update for a gradient; None if its parameter has no state yet, or does not move.
+        begin: makes the chase, when the first such gradient has arrived.
+
+    Attributes:
+        chase: what has begun; None if nothing has.
+        lost: the gradients turned out to have no finite norm.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        run_ahead: RunAhead,
+        entry_of: Callable[[GradSlot], Entry | None],
+        begin: Callable[[], Chase],
+    ) -> None:
+        self.chase: Chase | None = None
+        self.lost = False
+        self._sweep = sweep
+        self._run_ahead = run_ahead
+        self._entry_of = entry_of
+        self._begin = begin
+        self._permitted = False
+        self._whole = ExitStack()
+
+    @contextmanager
+    def permitted(self) -> Iterator[None]:
+        """Around a backward after which `optimizer.step()` comes, and nothing that changes gradients before it."""
+        self._whole.enter_context(INTERRUPTS.uninterrupted())
+        self._permitted = True
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._permitted = False
+            if self.chase is None:
+                self._whole.close()
+
+    def take(self, grad: GradSlot) -> None:
+        """A gradient has arrived: its update begins, if it may."""
+        if not self._permitted or grad.slot.name not in self._run_ahead.final_gradients:
+            return
+        entry = self._entry_of(grad)
+        if entry is None:
+            return
+        if self.chase is None:
+            self.chase = self._begin()
+        with self._sweep.pool.unadvised():
+            self.chase.add((entry[0], entry[1], grad.spend()))
+        self.chase.pump()
+
+    def meet(self, coefficient: torch.Tensor) -> bool:
+        """Gradients, some of which have been used up, are to be multiplied by `coefficient`.
+
+        Returns:
+            whether that changes anything: they had no finite norm, and become NaN as in torch's clipping.
+
+        Raises:
+            UnsupportedError: it is neither 1 nor NaN.
+        """
+        if bool(coefficient == 1.0):
+            return False
+        self.lost = bool(coefficient.isnan())
+        if not self.lost:
+            raise UnsupportedError(
+                f"the gradients are to be multiplied by {float(coefficient):.3g} (clipping) after updates have begun: "
+                "something clips that is not the Trainer. Set update='blocking', or max_grad_norm."
+            )
+        return True
+
+    def close(self, work: Work, order: dict[str, int]) -> Work:
+        """The step has come: what is left of it runs beside the next forward.
+
+        Args:
+            work: what is to be updated beside what has begun.
+            order: the place of each parameter in the next forward, by name.
+
+        Returns:
+            all that it goes over.
+
+        Raises:
+            UnsupportedError: the hyperparameters have been changed since backward.
+        """
+        chase = self.chase
+        assert chase is not None
+        if not chase.unchanged():
+            raise UnsupportedError(
+                "the optimizer's hyperparameters were changed between backward and optimizer.step(), and updates had "
+                "begun with the old ones. Change them elsewhere, or set update='blocking'."
+            )
+        chase.close(work, order)
+        return chase.work
+
+    def end(self) -> None:
+        """The step is over, well or not."""
+        chase, self.chase, self.lost = self.chase, None, False
+        if chase is not None and not chase.whole:
+            chase.give_up()
+        self._whole.close()
+
+    def abandon(self) -> None:
+        """The step will not be ended: what has been done of it stays done."""
+        if self.chase is not None:
+            logger.error(
+                "backward was broken off after updates had begun: the weights are between two steps. Resume from the "
+                "last checkpoint. (With update='blocking' no update begins before optimizer.step().)"
+            )
+        self.end()

@@ -1,0 +1,116 @@
+"""When the Trainer lets updates begin in backward, and that its numbers stay those of the plain one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ptm_accel.integrations.transformers import Trainer
+from ptm_accel.integrations.transformers.loop import step_follows
+from transformers import TrainerCallback
+
+from ptm_accel.engine import engine_of
+from ptm_accel.optim.in_backward import InBackward
+
+
+class LooksBefore(TrainerCallback):
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class LooksAfter(TrainerCallback):
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+class OwnNorm(Trainer):
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_grad_norm(*args, **kwargs)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def build(tiny: ModuleType, folder: Path, cls: Any = Trainer, given: Any = None, **changes: Any) -> Any:
+    """A Trainer that does not clip."""
+    arguments = tiny.arguments(folder, **{"max_grad_norm": 0.0, **changes})
+    return cls(model=tiny.model(), args=arguments, train_dataset=tiny.data(), **(given or {}))
+
+
+def test_the_trainers_own_loop_without_clipping_is_known(tiny: ModuleType, tmp_path: Path) -> None:
+    gone = build(tiny, tmp_path)
+    asked = step_follows(gone)
+    del gone
+    gc.collect()
+    assert not asked(), "it is not kept alive"
+    for cls in (Trainer, OwnLoss):
+        trainer = build(tiny, tmp_path, cls, {"callbacks": [LooksAfter()]})
+        assert step_follows(trainer)()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_grad_norm": 1.0},
+        {"gradient_accumulation_steps": 2},
+        {"auto_find_batch_size": True},
+        {"cls": OwnStep},
+        {"cls": OwnNorm},
+        {"given": {"callbacks": [LooksBefore()]}},
+    ],
+    ids=["clipped", "accumulated", "batch size searched for", "own step", "own norm", "callback"],
+)
+def test_what_comes_between_a_gradient_and_its_update_keeps_updates_out_of_backward(
+    changes: dict[str, Any], tiny: ModuleType, tmp_path: Path
+) -> None:
+    trainer = build(tiny, tmp_path, **changes)
+    assert not step_follows(trainer)()
+
+
+def test_a_step_that_was_put_on_the_trainer_itself_counts(tiny: ModuleType, tmp_path: Path) -> None:
+    trainer = build(tiny, tmp_path)
+    trainer.training_step = functools.partial(transformers.Trainer.training_step, trainer)
+    assert not step_follows(trainer)()
+    callback = LooksAfter()
+    callback.on_pre_optimizer_step = lambda *args, **kwargs: None  # type: ignore[assignment]
+    assert not step_follows(build(tiny, tmp_path, given={"callbacks": [callback]}))()
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_updates_begin_in_backward_with_the_same_numbers(
+    clip: float, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    take = InBackward.take
+
+    def noted(self: InBackward, grad: Any) -> None:
+        take(self, grad)
+        begun.extend([grad.slot.name] * grad.spent)
+
+    monkeypatch.setattr(InBackward, "take", noted)
+    plain = build(tiny, tmp_path / "plain", transformers.Trainer, max_grad_norm=clip)
+    plain.train()
+    (tmp_path / "scratch").mkdir()
+    dials = {"ptm_config": tiny.budget("tight", tmp_path / "scratch")}
+    paged = build(tiny, tmp_path / "paged", given=dials, max_grad_norm=clip)
+    paged.train()
+    assert tiny.history(paged) == tiny.history(plain)
+    weights = tiny.weights(paged.model)
+    for name, value in tiny.weights(plain.model).items():
+        assert torch.equal(weights[name], value), name
+    movable = {slot.name for slot in engine_of(paged.model).slots if slot.value.movable}
+    assert set(begun) == (movable if not clip else set())
+    paged.model = paged.model_wrapped = paged.callback_handler.model = None

@@ -1,0 +1,362 @@
+"""Updates that begin during backward: where they may, with the numbers of a blocking step; where they may not, none."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ptm_accel.engine import Engine
+from ptm_accel.errors import DiskError, StaleGraphError, UnsupportedError
+from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.sweep import Sweep
+from tests.plain_loop import same_bits
+from tests.tiers import MEMORIES, needs, on_pages
+
+WIDTH, LAYERS, STEPS = 48, 8, 7
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+Before = Callable[[Engine, PagedOptimizer], object]
+
+
+class Net(nn.Module):
+    """Layers in a row, and ways to use them otherwise than a row does.
+
+    Attributes:
+        twice: uses the last layer in the middle as well, both times recomputed: its gradient arrives twice.
+        aside: reads the last layer in the middle without asking for a gradient there, recomputed in backward.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)).to(dtype)
+        self.twice = self.aside = False
+
+    def _aside(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.linear(x.tanh(), self.layers[-1].weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through all layers."""
+        for number, layer in enumerate(self.layers):
+            if number == 2 and self.twice:
+                x = checkpoint(self.layers[-1], x, use_reentrant=True)
+            if number == 2 and self.aside:
+                x = checkpoint(self._aside, x, use_reentrant=False)
+            again = self.twice and number == LAYERS - 1
+            x = checkpoint(layer, x, use_reentrant=True) if again else layer(x).tanh()
+        return x
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def plain(steps: int = STEPS, make: Make = adamw, **uses: bool) -> tuple[Net, torch.optim.Optimizer, list[float]]:
+    model = Net()
+    vars(model).update(uses)
+    optimizer, norms = make(model), []
+    for number in range(steps):
+        loss_of(model, number).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, norms
+
+
+@contextmanager
+def paged(
+    directory: Path, kind: str = "host+disk", *, make: Make = adamw, dtype: torch.dtype = torch.float32, **dials: Any
+) -> Iterator[tuple[Net, Engine, PagedOptimizer]]:
+    model = Net(dtype)
+    floor, need = needs(Net(dtype), directory, kind, optimizer=make, **dials)
+    with on_pages(model, kind, floor + (need - floor) // 2, directory, **dials) as engine:
+        engine.updates_in_backward = lambda: True
+        yield model, engine, engine.bind_optimizer(make(model))
+
+
+def backward(model: Net, engine: Engine, number: int) -> None:
+    with engine.backward():
+        loss_of(model, number).backward()
+
+
+def step(model: Net, engine: Engine, optimizer: PagedOptimizer, number: int) -> tuple[int, float]:
+    """One step; returns how many updates had begun before it was asked for, and the norm."""
+    backward(model, engine, number)
+    chase = optimizer.in_backward.chase
+    begun = 0 if chase is None else len(chase.work)
+    norm = engine.clip_grad_norm_(float("inf"))
+    optimizer.step()
+    optimizer.zero_grad()
+    return begun, float(norm)
+
+
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
+    values = model.state_dict()
+    for name, value in other.state_dict().items():
+        assert same_bits(values[name].clone(), value), name
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False, amsgrad=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+        lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+    ],
+    ids=["fused", "amsgrad", "momentum", "sgd", "adagrad"],
+)
+def test_the_numbers_are_those_of_the_plain_loop(make: Make, kind: str, tmp_path: Path) -> None:
+    model, other, norms = plain(make=make)
+    with paged(tmp_path, kind, make=make) as (on, engine, optimizer):
+        found = [step(on, engine, optimizer, number) for number in range(STEPS)]
+        assert [norm for _, norm in found] == norms
+        # Without any state it is never known that a parameter has been met before.
+        expected = 2 * LAYERS if other.state[model.layers[0].weight] else 0
+        assert [begun for begun, _ in found][2:] == [expected] * (STEPS - 2)
+        assert_same_weights(on, model)
+        states = optimizer.state_dict()["state"]
+        for number, entry in other.state_dict()["state"].items():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    assert same_bits(states[number][key].clone(), value), (number, key)
+        del states
+
+
+def test_masters_are_updated_as_in_a_blocking_step(tmp_path: Path) -> None:
+    weights = []
+    for update in ("exact", "blocking"):
+        dials = {"master_weights": "fp32", "update": update}
+        with paged(tmp_path, dtype=torch.bfloat16, **dials) as (model, engine, optimizer):
+            begun = [step(model, engine, optimizer, number)[0] for number in range(STEPS)]
+            assert begun[-1] == (2 * LAYERS if update == "exact" else 0)
+            weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    for name, value in weights[0].items():
+        assert same_bits(value, weights[1][name]), name
+
+
+def test_gradients_are_used_up_as_they_arrive(tmp_path: Path) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        backward(model, engine, 4)
+        assert engine.gradients is not None
+        assert not engine.gradients.present()
+        assert len(engine.gradients.arrived()) == 2 * LAYERS
+        optimizer.step()
+        assert not engine.gradients.arrived()
+        assert_same_weights(model, plain(5)[0])
+
+
+def test_a_step_is_saved_whole_and_looked_at_whole(tmp_path: Path) -> None:
+    expected, other, _ = plain(5)
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(5):
+            step(model, engine, optimizer, number)
+        assert same_bits(model.layers[3].weight.detach().clone(), expected.layers[3].weight.detach())
+        assert {float(entry["step"]) for entry in optimizer.state.values()} == {5.0}
+        moments = optimizer.state_dict()["state"][6]["exp_avg"]
+        assert same_bits(moments.clone(), other.state_dict()["state"][6]["exp_avg"])
+        del moments
+
+
+@pytest.mark.parametrize("use", ["twice", "aside"])
+def test_a_parameter_that_backward_comes_back_to_waits_for_the_step(use: str, tmp_path: Path) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        vars(model)[use] = True
+        begun = [step(model, engine, optimizer, number)[0] for number in range(STEPS)]
+        # Two arrivals of both, or a late use of the weight alone.
+        assert begun[-1] == 2 * LAYERS - {"twice": 2, "aside": 1}[use]
+        assert_same_weights(model, plain(**{use: True})[0])
+
+
+@pytest.mark.parametrize("use", ["twice", "aside"])
+def test_a_pass_unlike_those_before_is_an_error_and_never_a_wrong_number(
+    use: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        vars(model)[use] = True
+        message = "layers.7.weight was read in backward after its gradient was complete.*Set update='blocking'"
+        with caplog.at_level(logging.ERROR), pytest.raises(StaleGraphError, match=message):
+            backward(model, engine, 4)
+        assert "Resume from the last checkpoint" in caplog.text
+        engine.abort()
+        engine.zero_grad()
+        vars(model)[use] = False
+        step(model, engine, optimizer, 5)
+
+
+def test_a_second_backward_is_an_error_and_never_a_wrong_number(tmp_path: Path) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        message = "a second gradient of layers.7.bias has arrived.*Set update='blocking'"
+        with engine.backward():
+            loss_of(model, 4).backward()
+            late = model.layers[7].bias.sum()
+            with pytest.raises(UnsupportedError, match=message):
+                late.backward()
+        engine.abort()
+
+
+def test_where_updates_may_not_begin(tmp_path: Path) -> None:
+    def begun(
+        make: Make = adamw, before: Callable[[Engine, PagedOptimizer], object] | None = None, **dials: Any
+    ) -> int:
+        with paged(tmp_path, make=make, **dials) as (model, engine, optimizer):
+            if before is not None:
+                before(engine, optimizer)
+            return [step(model, engine, optimizer, number)[0] for number in range(4)][-1]
+
+    assert begun() == 2 * LAYERS
+    assert begun(update="blocking") == 0
+    assert begun(lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2)) == 0
+    assert begun(before=lambda engine, _: setattr(engine, "updates_in_backward", lambda: False)) == 0
+    assert begun(before=lambda _, optimizer: optimizer.register_step_pre_hook(lambda *_: None)) == 0
+    assert begun(before=lambda engine, _: setattr(engine.run_ahead, "enabled", False)) == 0
+
+
+def test_a_backward_that_nobody_announced_begins_nothing(tmp_path: Path) -> None:
+    with paged(tmp_path) as (model, _, optimizer):
+        for number in range(STEPS):
+            loss_of(model, number).backward()
+            assert optimizer.in_backward.chase is None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(model, plain()[0])
+
+
+def test_gradients_without_a_finite_norm_leave_what_torch_leaves(tmp_path: Path) -> None:
+    def spoil(model: Net) -> None:
+        model.layers[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    expected = Net()
+    other = adamw(expected)
+    for number in range(5):
+        if number == 4:
+            spoil(expected)
+        loss_of(expected, number).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), float("inf"))
+        other.step()
+        other.zero_grad()
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        spoil(model)
+        assert step(model, engine, optimizer, 4)[0] == 2 * LAYERS
+        values, states = model.state_dict(), optimizer.state_dict()["state"]
+        assert all(value.isnan().all() for value in expected.state_dict().values())
+        assert all(value.isnan().all() for value in values.values())
+        for number, entry in other.state_dict()["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(states[number][key].isnan(), value.isnan()), (number, key)
+            assert states[number]["step"] == entry["step"]
+        del values, states, value
+
+
+def test_what_comes_between_a_gradient_and_its_update_is_refused(tmp_path: Path) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(3):
+            step(model, engine, optimizer, number)
+        backward(model, engine, 3)
+        with pytest.raises(UnsupportedError, match=r"multiplied by .*something clips that is not the Trainer"):
+            engine.clip_grad_norm_(1e-6)
+        with pytest.raises(UnsupportedError, match="the 1-norm of the gradient of layers.* was asked for after"):
+            engine.clip_grad_norm_(1.0, norm_type=1.0)
+        optimizer.param_groups[0]["lr"] = 1.0
+        with pytest.raises(UnsupportedError, match="hyperparameters were changed between backward and"):
+            optimizer.step()
+        assert optimizer.in_backward.chase is None
+        engine.settle()
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_in_backward_waits_for_the_end_of_the_step(
+    presses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one does not wait, and then the step is lost."""
+    expected, _, _ = plain(5)
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        carry_out, pressed = optimizer._sweep.carry_out, []
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            if not pressed:
+                pressed.append(True)
+                for _ in range(presses):
+                    signal.raise_signal(signal.SIGINT)
+            carry_out(*args, **kwargs)
+
+        monkeypatch.setattr(optimizer._sweep, "carry_out", interrupted)
+
+        def interrupted_step() -> None:
+            backward(model, engine, 4)
+            assert pressed
+            optimizer.step()
+
+        with INTERRUPTS.watched(), pytest.raises(KeyboardInterrupt):
+            interrupted_step()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        engine.abort()
+        engine.zero_grad()
+        assert optimizer.in_backward.chase is None
+        if presses == 1:
+            assert_same_weights(model, expected)
+        step(model, engine, optimizer, 5)
+
+
+def test_an_update_that_fails_ends_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise DiskError("the disk is gone")
+
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        with monkeypatch.context() as broken:
+            broken.setattr(Sweep, "carry_out", fail)
+            with caplog.at_level(logging.ERROR), pytest.raises(DiskError, match="the disk is gone"):
+                backward(model, engine, 4)
+        assert "between two steps" in caplog.text
+        engine.abort()
+        engine.zero_grad()
+        step(model, engine, optimizer, 5)
+
+
+def test_a_backward_that_fails_before_any_update_leaves_the_step_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("not today")
+
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        loss = loss_of(model, 4)
+        loss.register_hook(fail)
+        with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="not today"), engine.backward():
+            loss.backward()
+        assert not caplog.text
+        engine.abort()
+        assert_same_weights(model, plain(4)[0])
