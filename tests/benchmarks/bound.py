@@ -3,7 +3,7 @@
     OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY_ON_AN_SSD [--rounds 2] [--steps 14]
 
 Llama, 222M parameters, bf16 with fp32 masters (16 bytes a parameter with its gradient), batch 4 x 128; clipped, not
-clipped, and with 8 micro-batches a step. Each run is a process of its own. The bound of a step is its arithmetic, or
+clipped (updates begin during backward, unless a callback looks at the step), and with 8 micro-batches a step. Each run is a process of its own. The bound of a step is its arithmetic, or
 its bytes over the disk's measured rates, whichever is longer. Prints the result as Markdown.
 """
 
@@ -26,8 +26,10 @@ from machine_facts import facts
 from random_tokens import Tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
 
-KINDS = {"clipped": (1.0, 1), "not clipped": (0.0, 1), "8 micro-batches": (1.0, 8)}
-"""Greatest norm and micro-batches of each."""
+KINDS = {"clipped": (1.0, 1), "not clipped": (0.0, 1), "not clipped, looked at": (0.0, 1), "8 micro-batches": (1.0, 8)}
+"""Greatest norm and micro-batches of each. Where a callback looks at the step before its update, no update begins in
+backward.
+"""
 
 WARM_UP = 6
 """Memory has been touched, and the second plan has been made."""
@@ -50,6 +52,13 @@ class Watch(TrainerCallback):
         self._last = now
         if state.global_step == WARM_UP:
             self.warm = totals(kwargs["model"])
+
+
+class Looks(TrainerCallback):
+    """Keeps updates out of backward."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
 
 
 def totals(model: torch.nn.Module) -> tuple[int, int, float]:
@@ -97,8 +106,9 @@ def child(kind: str, directory: Path, steps: int) -> None:
         lr_scheduler_type="constant",
     )
     watch = Watch()
+    callbacks = [watch, *([Looks()] if "looked at" in kind else [])]
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=Tokens(512, 128, 8192), callbacks=[watch], ptm_config=dials
+        model=model, args=arguments, train_dataset=Tokens(512, 128, 8192), callbacks=callbacks, ptm_config=dials
     )
     trainer.train()
     engine = ptm_accel.engine_of(model)

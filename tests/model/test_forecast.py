@@ -23,6 +23,7 @@ from ptm_accel.model.gradients import Sums
 from ptm_accel.model.route import Route
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.trace import Trace, Use
+from ptm_accel.schedule.updates import Updates
 from tests.tiers import PAGE, at_floor, config, needs, on_pages
 from tests.zoo import CHECKPOINTING, ENTRIES, use_checkpointing
 
@@ -95,7 +96,7 @@ def test_an_evaluation_reads_and_creates_nothing() -> None:
     model, batch = build("llama")
     model.eval()
     trace = forecast(model, batch, backward=False, page_bytes=PAGE)
-    assert trace.key == ((False, False, ((2, 12), (2, 12))), Sums.NONE, False)
+    assert trace.key == ((False, False, ((2, 12), (2, 12))), Sums.NONE, Updates.APART)
     assert {(use, backward) for _, use, backward in uses(trace)} == {(Use.READ, False)}
 
 
