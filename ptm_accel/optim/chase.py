@@ -77,7 +77,7 @@ class Chase:
         self._parameters: set[PagedTensor] = set()
         self._done = 0
         self.whole = whole
-        self._cursor = Cursor([], stays=True, sent_for=sent_for)
+        self._cursor = Cursor([], stays=True, sparing=not whole, sent_for=sent_for)
         for entry in work:
             self.add(entry)
         sweep.pool.owed = self
@@ -101,7 +101,7 @@ class Chase:
         """
         for entry in work:
             self.add(entry)
-        self.whole = True
+        self.whole, self._cursor.sparing = True, False
         everything, begun = self._cursor.work, self._cursor.begun
         everything[begun:] = ordered(everything[begun:], order)
         for index in range(begun, len(everything)):
@@ -123,6 +123,20 @@ class Chase:
             if self._owed:
                 with self._at_work():
                     self._open(insist=False)
+
+    def catch_up(self, most_bytes: int) -> None:
+        """Waits until gradients of no more than `most_bytes` are left to be used up.
+
+        Raises:
+            DiskError, BudgetError: a transfer failed, or there is no room; the step is not whole then.
+        """
+        while self._owed and not self._working and self.waiting_bytes > most_bytes:
+            self._advance(self._done)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What is held of gradients that are not used up yet."""
+        return sum(tensor.slot_bytes for tensor in self._gradients)
 
     def finish(self) -> None:
         """Carries out all that is left.

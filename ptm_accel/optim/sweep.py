@@ -185,6 +185,8 @@ class Sweep:
             batch.append(unit)
             cost += needed
             cursor.advance(unit)
+            if cursor.sparing and not unit.whole:
+                break
         return batch
 
     def _open_unit(self, unit: Unit, opened: list[Unit]) -> None:

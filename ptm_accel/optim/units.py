@@ -155,6 +155,8 @@ class Cursor:
         new: whether the optimizer has not met the parameter before this step; of use once part of it has been met.
         stays: whether parameters are read right after their update, so that they are brought in whole if they can be;
             then nothing is waited for to open a window, unless it must be open now.
+        sparing: whether what is read next is something else: parts of a parameter are opened one at a time, since what
+            leaves for them would have to come back.
         sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
             been done there is no use in opening windows of it.
     """
@@ -164,6 +166,7 @@ class Cursor:
     start: int = 0
     new: bool = False
     stays: bool = False
+    sparing: bool = False
     sent_for: Callable[[str], bool] = lambda name: False
 
     @property

@@ -3,8 +3,9 @@
     OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY_ON_AN_SSD [--rounds 2] [--steps 14]
 
 Llama, 222M parameters, bf16 with fp32 masters (16 bytes a parameter with its gradient), batch 4 x 128; clipped, not
-clipped (updates begin during backward, unless a callback looks at the step), and with 8 micro-batches a step. Each run is a process of its own. The bound of a step is its arithmetic, or
-its bytes over the disk's measured rates, whichever is longer. Prints the result as Markdown.
+clipped (updates begin during backward, unless a callback looks at the step), and with 8 micro-batches a step. Each run
+is a process of its own. The bound of a step is its arithmetic, or its bytes over the disk's measured rates, whichever
+is longer. Prints the result as Markdown.
 """
 
 from __future__ import annotations
