@@ -354,15 +354,15 @@ class RunAhead:
                 self._going.append(tensor)
 
     def _send_away(self, accessed: PagedTensor) -> None:
-        """Starts what is to go. What is still in use has its turn at the next access."""
+        """Starts what is to go. What is still in use, or waits for its update, has its turn at a later access."""
         for _ in range(len(self._going)):
             tensor = self._going.popleft()
             if tensor is accessed:
                 continue
-            if self._pool.is_idle(tensor):
-                self._spare(tensor)
-            elif tensor.pins:
+            if tensor.pins or self._awaits(tensor):
                 self._going.append(tensor)
+            elif self._pool.is_idle(tensor):
+                self._spare(tensor)
 
     def _send_for(self, accessed: PagedTensor) -> None:
         """Starts what is to come, in order, as far as there is room."""
