@@ -25,11 +25,9 @@ from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.chase import Chase
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Entry, Work
+from ptm_accel.schedule.updates import LAG
 
 logger = logging.getLogger(__name__)
-
-_LAG = 24
-"""Gradients that wait for their updates may take this part of the budget."""
 
 
 class InBackward:
@@ -89,9 +87,8 @@ class InBackward:
         with self._sweep.pool.unadvised():
             self.chase.add((entry[0], entry[1], grad.spend()))
         self.chase.pump()
-        # Compute that runs away from the disk would fill the room that the plan has for state with gradients.
         pool, size = self._sweep.pool, entry[1].slot.value.slot_bytes
-        self.chase.catch_up(max(2 * size, pool.budget.capacity_bytes // _LAG))
+        self.chase.catch_up(max(2 * size, pool.budget.capacity_bytes // LAG))
 
     def meet(self, coefficient: torch.Tensor) -> bool:
         """Gradients, some of which have been used up, are to be multiplied by `coefficient`.

@@ -2,7 +2,8 @@
 
 It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored first,
 and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in order, and an
-access waits for what has not arrived. The pass is repeated until it begins as it ends; the last time is reported.
+access waits for what has not arrived. Updates that follow their gradients, in backward, are waited for by nobody until
+too many gradients have piled up. The pass is repeated until it begins as it ends; the last time is reported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.schedule.actions import Move, Plan
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
+from ptm_accel.schedule.updates import LAG
 
 _ROUNDS = 3
 """How often the pass is gone through; the first begins with an idle link, and clean."""
@@ -82,6 +84,21 @@ def simulate(
     )
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """An update in backward that has not been carried out yet.
+
+    Attributes:
+        items: what it reads and writes, the gradient included.
+        gradient: what it uses up.
+        made: the parameter, if it is written without having been read.
+    """
+
+    items: set[int]
+    gradient: int = -1
+    made: int | None = None
+
+
 class _Run:
     """The state of the machine on paper."""
 
@@ -104,6 +121,10 @@ class _Run:
         self._load_stall = self._room_stall = self._update = self._read = self._written = 0.0
         self._late = 0
         self._updated = False
+        # Updates that follow their gradients; the last is being gathered as long as it has no gradient.
+        self._waiting: deque[_Waiting] = deque()
+        self._going: list[int] = []
+        self._lag_bytes = plan.capacity_bytes // LAG
         first = {access.item: access.use for access in reversed(trace.accesses)}
         self._made = {item for item, use in first.items() if use is Use.CREATE}
         self.peak_bytes = 0
@@ -118,19 +139,92 @@ class _Run:
         for index, (access, actions) in enumerate(zip(self._trace.accesses, self._plan.starts, strict=True)):
             for action in actions:
                 if action.move is Move.EVICT:
-                    self._evict(action.item)
+                    self._going.append(action.item)
                 else:
                     self._coming.append((action.due, action.item))
-            self._access(access)
+            self._send_away()
+            if access.update and access.backward:
+                self._gather(access)
+            else:
+                self._access(access)
+                self._catch_up(access.held_bytes)
             self._send(access.held_bytes, index)
             self._now += access.compute_s
+        self._catch_up(self._trace.accesses[-1].held_bytes)
         count = len(self._trace.accesses)
-        self._coming = deque((due - count, item) for due, item in self._coming if due >= count)
+        awaited = self._awaited()
+        self._coming = deque((due - count, item) for due, item in self._coming if due >= count or item in awaited)
         # What the pass has brought into being is used up by an update after it.
-        for item in self._made & self._arrival.keys():
+        for item in (self._made & self._arrival.keys()) - awaited:
             del self._arrival[item]
             self._dirty.discard(item)
             self._used -= self._trace.items[item].nbytes
+
+    def _gather(self, access: Access) -> None:
+        if access.use is Use.CREATE:
+            self._waiting[-1].made = access.item
+            return
+        if not self._waiting or self._waiting[-1].gradient >= 0:
+            self._waiting.append(_Waiting(set()))
+        self._waiting[-1].items.add(access.item)
+        if access.use is Use.CONSUME:
+            self._waiting[-1].gradient = access.item
+
+    def _awaited(self) -> set[int]:
+        return set().union(*(update.items for update in self._waiting))
+
+    def _send_away(self) -> None:
+        awaited = self._awaited() if self._going and self._waiting else set()
+        going, self._going = self._going, []
+        for item in going:
+            if item in awaited:
+                self._going.append(item)
+            else:
+                self._evict(item)
+
+    def _catch_up(self, held_bytes: int, needed_bytes: int = 0) -> None:
+        """Carries out the updates whose turn it is.
+
+        They are waited for only if too many gradients have piled up, or if what they hold is needed (`needed_bytes`).
+        """
+        sizes = self._trace.items
+        while self._waiting and self._waiting[0].gradient >= 0:
+            update = self._waiting[0]
+            piled = sum(sizes[each.gradient].nbytes for each in self._waiting if each.gradient >= 0)
+            must = piled > max(self._lag_bytes, 2 * sizes[update.gradient].nbytes)
+            must = must or self._room(held_bytes) < needed_bytes
+            for item in update.items - self._arrival.keys():
+                if must:
+                    self._wait_for_room(sizes[item].nbytes, held_bytes)
+                elif self._room(held_bytes) < sizes[item].nbytes:
+                    return
+                self._load(item)
+            arrives = max(self._arrival[item] for item in update.items)
+            if arrives > self._now:
+                if not must:
+                    return
+                self._late += 1
+                self._load_stall += arrives - self._now
+                self._now = arrives
+            self._carry_out(self._waiting.popleft(), held_bytes)
+            self._send_away()
+
+    def _carry_out(self, update: _Waiting, held_bytes: int) -> None:
+        if update.made is not None:
+            if update.made not in self._arrival:
+                self._take(update.made, self._now)
+            self._dirty.add(update.made)
+        self._dirty |= update.items
+        self.peak_bytes = max(self.peak_bytes, self._used + held_bytes)
+        self._use_up(update.gradient)
+
+    def _use_up(self, gradient: int) -> None:
+        spent = self._update_s(self._trace.items[gradient])
+        self._update += spent
+        self._now += spent
+        self._dirty.discard(gradient)
+        del self._arrival[gradient]
+        self._used -= self._trace.items[gradient].nbytes
 
     def _room(self, held_bytes: int) -> int:
         while self._leaving and self._leaving[0][0] <= self._now:
@@ -140,6 +234,8 @@ class _Run:
     def _access(self, access: Access) -> None:
         item = access.item
         missing = item not in self._arrival
+        if missing:
+            self._catch_up(access.held_bytes, self._trace.items[item].nbytes)
         self._wait_for_room(self._trace.items[item].nbytes if missing else 0, access.held_bytes)
         if missing:
             if access.use is Use.CREATE:
@@ -156,14 +252,9 @@ class _Run:
         self._updated = False
         self.peak_bytes = max(self.peak_bytes, self._used + access.held_bytes)
         if access.use is Use.CONSUME:
-            spent = self._update_s(self._trace.items[item])
-            self._update += spent
-            self._now += spent
+            self._use_up(item)
             # The parameter that the update writes is read next.
             self._updated = True
-            self._dirty.discard(item)
-            del self._arrival[item]
-            self._used -= self._trace.items[item].nbytes
 
     def _wait_for_room(self, nbytes: int, held_bytes: int) -> None:
         while self._room(held_bytes) < nbytes and self._leaving:
@@ -176,9 +267,10 @@ class _Run:
         self._used += self._trace.items[item].nbytes
 
     def _send(self, held_bytes: int, index: int) -> None:
+        awaited = self._awaited() if self._coming and self._waiting else set()
         while self._coming:
             due, item = self._coming[0]
-            if due > index and item not in self._arrival:
+            if item not in self._arrival and (due > index or item in awaited):
                 if self._room(held_bytes) < self._trace.items[item].nbytes:
                     return
                 self._load(item)

@@ -17,6 +17,11 @@ from ptm_accel.schedule.trace import Access, Item, Trace, Use
 GRAD_SUFFIX = ".grad"
 """What follows a parameter's name in that of its gradient."""
 
+LAG = 24
+"""Gradients that wait for their updates in backward may take this part of the budget; then compute waits for the disk.
+Otherwise they would fill the room that the plan has for state.
+"""
+
 
 class Updates(enum.Enum):
     """When the updates of a step are carried out, as a pass sees it."""

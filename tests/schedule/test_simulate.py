@@ -11,7 +11,7 @@ from ptm_accel.schedule.bound import StepCost, lower_bound_s
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import Simulation, simulate
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
-from ptm_accel.schedule.updates import with_updates
+from ptm_accel.schedule.updates import with_updates, with_updates_in_backward
 
 TURNS = LinkRates(10.0, 20.0, 2 / (1 / 10 + 1 / 20))
 DUPLEX = LinkRates(10.0, 20.0, 20.0)
@@ -150,3 +150,35 @@ def test_several_disks_add_up_if_all_are_known() -> None:
     assert side_by_side([TURNS, DUPLEX]) == LinkRates(20.0, 40.0, TURNS.both_bytes_s + 20.0)
     assert side_by_side([TURNS, None]) is None
     assert side_by_side([]) is None
+
+
+def with_backward_updates(**dials: float) -> Simulation:
+    """Layers whose updates follow their gradients; each moves 8 times its gradient, as far as there is no room."""
+    count, size = 6, 10
+    items = [Item(f"w{n}", size) for n in range(count)] + [Item(f"w{n}.grad", size) for n in range(count)]
+    forward = [Access(n, Use.READ, 1.0) for n in range(count)]
+    backward = []
+    for n in reversed(range(count)):
+        backward += [Access(n, Use.READ, 1.0, backward=True), Access(count + n, Use.CREATE, backward=True)]
+    recorded = Trace(None, tuple(items), (*forward, *backward))
+    updates = {f"w{n}": [Item(f"w{n}.m", 4 * size), Item(f"w{n}.grad", size)] for n in range(count)}
+    trace = with_updates_in_backward(recorded, updates, most_bytes=10**6, overwritten=[f"w{n}" for n in range(count)])
+    capacity = int(dials.get("capacity", 200))
+    plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=40)
+    rate = dials.get("rate", 1e9)
+    return simulate(trace, plan, LinkRates(rate, rate, rate), lambda gradient: dials.get("update_s", 0.0))
+
+
+def test_updates_in_backward_are_waited_for_only_where_gradients_pile_up() -> None:
+    fast = with_backward_updates(update_s=0.5)
+    assert fast.seconds == pytest.approx(12.0 + 6 * 0.5), "on the cores that compute"
+    assert fast.load_stall_s == pytest.approx(0.0, abs=1e-5)
+    roomy = with_backward_updates(capacity=2000, rate=1.0)
+    assert (roomy.read_bytes, roomy.seconds) == (0, pytest.approx(12.0)), "nothing moves"
+    slow = with_backward_updates(rate=10.0)
+    assert slow.load_stall_s + slow.room_stall_s > 0
+    moved_s = (slow.read_bytes + slow.written_bytes) / 10.0
+    assert slow.seconds >= moved_s, "the link is busy all the time"
+    for outcome in (fast, roomy, slow):
+        assert outcome.update_s == pytest.approx(6 * 0.5 if outcome is fast else 0.0)
+    assert max(fast.peak_bytes, slow.peak_bytes) <= 200
