@@ -93,7 +93,7 @@ def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: 
     engine = ptm_accel.engine_of(model)
     assert engine is not None
     (tier,) = (tier for tier in engine.metrics.peaks() if tier.value == "host")
-    said = {budget: foretell(engine, budget, step_s, clock.warm) for budget in foretold}
+    said = foretell(engine, foretold, step_s, clock.warm) if foretold else {}
     print(
         json.dumps(
             {
@@ -108,32 +108,48 @@ def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: 
     )
 
 
-def foretell(engine: Any, budget: str, step_s: float, warm: Any) -> dict[str, float]:
-    """What a step takes under another budget, by the trace that was recorded under this one."""
+def foretell(engine: Any, others: list[str], step_s: float, warm: Any) -> dict[str, dict[str, float]]:
+    """What a step takes under other budgets, by the trace that was recorded under this one."""
     from ptm_accel.schedule.choice import choose_plan
+    from ptm_accel.schedule.simulate import simulate
+    from ptm_accel.schedule.updates import Updates
+    from ptm_accel.schedule.watch import rates_that_fit
     from ptm_accel.units import parse_bytes
 
     run_ahead, pool = engine.run_ahead, engine.pool
-    (route,) = (route for key, route in run_ahead.routes.items() if key[2])
+    (route,) = (route for route in run_ahead.routes.values() if route.updates is Updates.FORWARD)
     tally = run_ahead.tally
+    update_s = tally.update_s_per_byte(warm)
     # What lies between two passes, and in holes of the heap, is the same under each budget.
     pass_s = (tally.foretold_took_s - warm.foretold_took_s) / (tally.foretold - warm.foretold)
     outside_s = max(step_s - pass_s, 0.0)
-    capacity = parse_bytes(budget) - (pool.room.limit_bytes - pool.budget.capacity_bytes)
-    choice = choose_plan(
-        route.recorded,
-        capacity_bytes=capacity,
-        updates=run_ahead.updates,
-        overwritten=run_ahead.overwritten,
-        repeats=True,
-        rates=run_ahead.rates,
-        update_s=tally.update_s_per_byte(warm),
-    )
-    assert choice.simulated is not None, f"no plan for {budget}"
     # The pass that was recorded is one of many; its arithmetic is what all of them took.
     excess_s = route.recorded.compute_s - (tally.compute_s - warm.compute_s) / (tally.passes - warm.passes)
-    peak = choice.simulated.peak_bytes + parse_bytes(budget) - capacity
-    return {"step_s": choice.simulated.seconds - excess_s + outside_s, "peak_mib": peak / MIB}
+
+    def simulated_s(rates: Any) -> float:
+        simulation = simulate(route.trace, route.plan, rates, lambda gradient: gradient.nbytes * update_s)
+        return simulation.seconds - excess_s
+
+    rates = rates_that_fit(run_ahead.rates, simulated_s, pass_s)
+    print(f"link fitted by {rates.read_bytes_s / run_ahead.rates.read_bytes_s:.2f}", file=sys.stderr)
+    said: dict[str, dict[str, float]] = {}
+    for other in others:
+        budget, clip = other.split(":")
+        capacity = parse_bytes(budget) - (pool.room.limit_bytes - pool.budget.capacity_bytes)
+        choice = choose_plan(
+            route.recorded,
+            capacity_bytes=capacity,
+            updates=run_ahead.updates,
+            overwritten=run_ahead.overwritten,
+            in_backward=not float(clip),
+            repeats=True,
+            rates=rates,
+            update_s=update_s,
+        )
+        assert choice.simulated is not None, f"no plan for {budget}"
+        peak = choice.simulated.peak_bytes + parse_bytes(budget) - capacity
+        said[other] = {"step_s": choice.simulated.seconds - excess_s + outside_s, "peak_mib": peak / MIB}
+    return said
 
 
 def run(options: argparse.Namespace, budget: str, clip: float, foretold: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -143,6 +159,8 @@ def run(options: argparse.Namespace, budget: str, clip: float, foretold: tuple[s
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{budget} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    if foretold:
+        print(done.stderr[-200:], file=sys.stderr)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -159,7 +177,7 @@ def main() -> None:
         child(options.directory, options.steps, options.child, options.clip, options.foretell)
         return
     budget, clip = CALIBRATION
-    known = run(options, budget, clip, tuple(sorted({name for name, _ in OTHERS})))
+    known = run(options, budget, clip, tuple(f"{name}:{norm}" for name, norm in OTHERS))
     print("# Predicted and measured steps\n")
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY --steps {options.steps}"))
     print(
@@ -168,7 +186,7 @@ def main() -> None:
     print("| host_memory | clipping | predicted step | measured | ratio | predicted peak | measured | of its bound |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, norm in OTHERS:
-        said, seen = known["said"][name], run(options, name, norm)
+        said, seen = known["said"][f"{name}:{norm}"], run(options, name, norm)
         bound = seen["times"].split(" times its")[0].split(", ")[-1] if seen["times"] else "?"
         print(
             f"| {name} | {norm or 'none'} | {said['step_s']:.2f} s | {seen['step_s']:.2f} s "
