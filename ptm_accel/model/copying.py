@@ -71,8 +71,12 @@ def _copy_parameter(
 
 def values_of(slot: ParamSlot, pool: Pool) -> torch.Tensor:
     """A copy of a parameter's values in ordinary memory of the compute tier's device; moves nothing in or out."""
-    extent = slot.value.extent
-    if extent is not None:
-        return extent.tensor.detach().clone()
-    values = pool.snapshot(slot.value)
-    return values.to(pool.compute.device, copy=True).contiguous()
+    with pool.lock:
+        if pool.owed is not None:
+            pool.owed.finish()
+        extent = slot.value.extent
+        # One that is on its way has an extent, and nothing in it yet.
+        if extent is not None and slot.value.place.resident:
+            return extent.tensor.detach().clone()
+        values = pool.snapshot(slot.value)
+        return values.to(pool.compute.device, copy=True).contiguous()

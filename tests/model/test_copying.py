@@ -15,6 +15,7 @@ import ptm_accel
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import PagedModelError
+from ptm_accel.memory.paged import Place
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.outside import plain_copy
 
@@ -86,6 +87,29 @@ def test_a_copy_is_an_ordinary_model(tmp_path: Path, evict: bool) -> None:
     assert not any(m._forward_hooks_always_called for m in made.modules())
     copy.deepcopy(made)
     pickle.dumps(made)
+    engine.check_integrity()
+
+
+def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_owed(tmp_path: Path) -> None:
+    model, twin = build(), build()
+    floor = Engine.attach(build(), PTMConfig(host_memory="1MiB", disk=str(tmp_path), page_size=4096)).floor
+    budget = floor.total_bytes + floor.moving_bytes + 4096
+    engine = Engine.attach(model, PTMConfig(host_memory=budget, disk=str(tmp_path), page_size=4096))
+    optimizers = [engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))]
+    optimizers.append(torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True))
+    for number in range(4):
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            step(one, optimizer, number)
+    assert engine.pool.owed is not None
+    assert same(plain_copy(model).state_dict(), twin.state_dict())
+    for slot in engine.slots:
+        if engine.pool.is_idle(slot.value):
+            engine.pool.evict(slot.value)
+    sent_for = [
+        slot for slot in engine.slots if slot.value.place is Place.AWAY and engine.pool.ahead.prefetch(slot.value)
+    ]
+    assert any(slot.value.place is Place.ARRIVING for slot in sent_for)
+    assert same(plain_copy(model).state_dict(), twin.state_dict())
     engine.check_integrity()
 
 
