@@ -90,6 +90,7 @@ class Engine:
         self.residency.owner = self
         self.run_ahead = self.residency.run_ahead
         self.updates_in_backward: Callable[[], bool] = _no
+        self._forbidden = 0
         self.run_ahead.sums = _asking(self, Engine._sums, Sums.NONE)
         self.run_ahead.in_backward = _asking(self, Engine._may_update_in_backward, False)
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
@@ -328,6 +329,8 @@ class Engine:
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
         _engines.pop(self.model, None)
+        if self.optimizer is not None:
+            self.optimizer.in_backward.end()
         self._finaliser.detach()
         self.memory.close()
 
@@ -429,9 +432,19 @@ class Engine:
         return min(_LARGEST_BATCH_BYTES, (self.pool.budget.capacity_bytes - self.floor.total_bytes) // 8)
 
     @contextmanager
+    def no_updates(self) -> Iterator[None]:
+        """While it lasts, updates begin in no backward."""
+        self._forbidden += 1
+        try:
+            yield
+        finally:
+            self._forbidden -= 1
+
+    @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
-        if self.optimizer is not None and self.updates_in_backward():
+        possible = not self._forbidden and self._may_overlap()
+        if self.optimizer is not None and possible and self.updates_in_backward():
             with self.optimizer.in_backward.permitted():
                 yield
         else:
@@ -501,6 +514,7 @@ class Engine:
     def _shown_gradients(self, write: bool) -> Iterator[None]:
         assert self.gradients is not None
         if self.optimizer is not None:
+            self.optimizer.in_backward.refuse("gradients were looked at")
             self.optimizer.apply_scale()
         shown = []
         try:

@@ -253,7 +253,7 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
             return norm
         self.unscale_gradients()
         assert engine.gradients is not None
-        present = engine.gradients.present()
+        present = engine.gradients.arrived()
         ids = {id(param) for param in given}
         left_out = [grad.slot.name for grad in present if id(grad.slot.param) not in ids]
         if left_out:
@@ -272,6 +272,7 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
             return
         self.unscale_gradients()
         if engine.optimizer is not None:
+            engine.optimizer.in_backward.refuse("gradients were clipped by value")
             engine.optimizer.apply_scale()
         ids = {id(param) for param in given}
         assert engine.gradients is not None

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 
 import transformers
+import transformers.trainer
 from transformers import TrainerCallback
 
 _STOCK = ("_inner_training_loop", "_run_epoch", "training_step", "_get_grad_norm", "_clip_grad_norm")
@@ -37,10 +38,24 @@ def _follows(trainer: transformers.Trainer) -> bool:
 
 
 def _is_stock(trainer: transformers.Trainer) -> bool:
-    return all(
-        getattr(getattr(trainer, name, None), "__func__", None) is getattr(transformers.Trainer, name, None)
-        for name in _STOCK
-    )
+    replaced = vars(trainer.accelerator).keys() & {"backward", "clip_grad_norm_"}
+    # A scheduler made over an optimizer counts its steps by such a replacement.
+    step = getattr(trainer.optimizer, "__dict__", {}).get("step")
+    replaced_step = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    return not replaced and not replaced_step and all(map(_comes_with, _found(trainer)))
+
+
+def _found(trainer: transformers.Trainer) -> list[tuple[str, object]]:
+    known = [name for name in _STOCK if hasattr(transformers.Trainer, name)]
+    return [(name, getattr(trainer, name, None)) for name in known]
+
+
+def _comes_with(found: tuple[str, object]) -> bool:
+    """Whether a method is the one that the library came with; the class itself may have been changed as well."""
+    name, method = found
+    function = getattr(method, "__func__", None)
+    written = getattr(getattr(function, "__code__", None), "co_filename", None)
+    return function is getattr(transformers.Trainer, name) and written == transformers.trainer.__file__
 
 
 def _callbacks(trainer: transformers.Trainer) -> list[TrainerCallback]:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +89,14 @@ class PTMTrainerMixin(PagedCheckpoints):
         engine = accelerator.attach(self._bare_model)
         engine.updates_in_backward = step_follows(self)
         return engine
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """As in the Trainer; a backward of the user's in `compute_loss` is not the one that the step follows."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        engine = self._engine if self.model is not None else None
+        if engine is not None:
+            stack.enter_context(engine.no_updates())
+        return stack
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()

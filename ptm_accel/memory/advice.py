@@ -35,6 +35,10 @@ class Owed(Protocol):
         """Does all of it now."""
         ...
 
+    def give_way(self) -> bool:
+        """There is no room but what this holds: does a part of it, and lets go of that; False if there is none."""
+        ...
+
     def give_up(self) -> None:
         """The pool is about to close: lets go of everything."""
         ...

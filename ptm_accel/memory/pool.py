@@ -322,11 +322,15 @@ class Pool:
         self.room.leave(extent.octets, extent.block, extent.reservation)
 
     def evict_one(self) -> bool:
-        """Moves an idle tensor away, the adviser's choice or the least recently used; False if there is none."""
+        """Moves an idle tensor away, the adviser's choice or the least recently used; False if there is none.
+
+        Where all that is there is held by work that is owed, some of that is done.
+        """
         victim = self.victim()
         if victim is not None:
             self.evict(victim)
-        return victim is not None
+            return True
+        return self.owed is not None and self.owed.give_way()
 
     def victim(self) -> PagedTensor | None:
         """Who is to leave next: the adviser's choice, or the least recently used; None if nobody can."""

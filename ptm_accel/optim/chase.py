@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from ptm_accel.errors import DiskError, StaleGraphError
+from ptm_accel.errors import DiskError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.optim.sweep import Sweep
@@ -143,9 +143,23 @@ class Chase:
 
         Raises:
             DiskError, BudgetError: a transfer failed, or there is no room; the step is not whole then.
+            UnsupportedError: the step has not been asked for yet.
         """
+        self.refuse_open("the model or its optimizer was looked at as a whole")
         if self._owed and not self._working:
             self._advance(len(self._cursor.work) - 1)
+
+    def refuse_open(self, what: str) -> None:
+        """Says that `what` was done between a backward in which updates have begun and the step that they belong to.
+
+        Raises:
+            UnsupportedError: so it is.
+        """
+        if not self.whole:
+            raise UnsupportedError(
+                f"{what} between backward and optimizer.step(), after updates had begun: nobody may see half a step. "
+                "Do it elsewhere, or set update='blocking'; and resume from the last checkpoint."
+            )
 
     @property
     def work(self) -> Work:
@@ -154,11 +168,26 @@ class Chase:
 
     def unchanged(self) -> bool:
         """Whether the hyperparameters are still those that it goes by."""
-        return all(
+        current = self._sweep.hyperparameters()
+        return len(current) == len(self._hyper) and all(
             key in then and bool(then[key] == value)
-            for then, now in zip(self._hyper, self._sweep.hyperparameters(), strict=True)
+            for then, now in zip(self._hyper, current, strict=True)
             for key, value in now.items()
         )
+
+    def give_way(self) -> bool:
+        """See `Owed`.
+
+        Raises:
+            DiskError: a transfer failed.
+        """
+        if self._working or not self._batches:
+            return False
+        self._await(self._batches[0])
+        if self._batches:
+            with self._at_work():
+                self._update()
+        return True
 
     def give_up(self) -> None:
         """Ends what is open without updating it; what was asked for is lost."""
@@ -175,22 +204,19 @@ class Chase:
         """See `Owed`.
 
         Raises:
-            StaleGraphError: a backward reads a parameter whose gradient it has completed.
+            StaleGraphError: a parameter is read whose gradient was complete, before the step has come.
         """
         if self._working:
             return
-        if not self.whole and torch._C._current_graph_task_id() != -1:
-            self._refuse_late(tensor)
-        if tensor in self._owed:
-            self._advance(self._owed[tensor])
-
-    def _refuse_late(self, tensor: PagedTensor) -> None:
-        if tensor in self._parameters:
+        if not self.whole and tensor in self._parameters:
+            where = "in backward" if torch._C._current_graph_task_id() != -1 else "between backward and its step"
             raise StaleGraphError(
-                f"parameter {tensor.name} was read in backward after its gradient was complete and its update had "
+                f"parameter {tensor.name} was read {where} after its gradient was complete and its update had "
                 "begun: this pass was not like those before it. Set update='blocking', and resume from the last "
                 "checkpoint."
             )
+        if tensor in self._owed:
+            self._advance(self._owed[tensor])
 
     def _advance(self, index: int) -> None:
         """Carries out updates until that of parameter `index` is done. Ctrl-C ends it between two batches."""

@@ -20,6 +20,7 @@ import torch
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.gradients import GradSlot
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.chase import Chase
@@ -58,11 +59,17 @@ class InBackward:
         self._entry_of = entry_of
         self._begin = begin
         self._permitted = False
+        self._spent: list[GradSlot] = []
         self._whole = ExitStack()
 
     @contextmanager
     def permitted(self) -> Iterator[None]:
-        """Around a backward after which `optimizer.step()` comes, and nothing that changes gradients before it."""
+        """Around a backward after which `optimizer.step()` comes, and nothing that changes gradients before it.
+
+        Raises:
+            UnsupportedError: the step of the backward before it has not come.
+        """
+        self.refuse("another backward was begun")
         self._whole.enter_context(INTERRUPTS.uninterrupted())
         self._permitted = True
         try:
@@ -80,15 +87,25 @@ class InBackward:
         if not self._permitted or grad.slot.name not in self._run_ahead.final_gradients:
             return
         entry = self._entry_of(grad)
-        if entry is None:
+        if entry is None or _is_viewed(entry[1].slot.value):
             return
         if self.chase is None:
             self.chase = self._begin()
         with self._sweep.pool.unadvised():
             self.chase.add((entry[0], entry[1], grad.spend()))
+        self._spent.append(grad)
         self.chase.pump()
         pool, size = self._sweep.pool, entry[1].slot.value.slot_bytes
         self.chase.catch_up(max(2 * size, pool.budget.capacity_bytes // LAG))
+
+    def refuse(self, what: str) -> None:
+        """Says that `what` was done too late, if it was.
+
+        Raises:
+            UnsupportedError: updates of a step that has not come yet have begun.
+        """
+        if self.chase is not None:
+            self.chase.refuse_open(what)
 
     def meet(self, coefficient: torch.Tensor) -> bool:
         """Gradients, some of which have been used up, are to be multiplied by `coefficient`.
@@ -127,7 +144,8 @@ class InBackward:
         if not chase.unchanged():
             raise UnsupportedError(
                 "the optimizer's hyperparameters were changed between backward and optimizer.step(), and updates had "
-                "begun with the old ones. Change them elsewhere, or set update='blocking'."
+                "begun with the old ones. Change them elsewhere, or set update='blocking'; and resume from the last "
+                "checkpoint."
             )
         chase.close(work, order)
         return chase.work
@@ -135,6 +153,9 @@ class InBackward:
     def end(self) -> None:
         """The step is over, well or not."""
         chase, self.chase, self.lost = self.chase, None, False
+        for grad in self._spent:
+            grad.drop()
+        self._spent.clear()
         if chase is not None and not chase.whole:
             chase.give_up()
         self._whole.close()
@@ -147,3 +168,20 @@ class InBackward:
                 "last checkpoint. (With update='blocking' no update begins before optimizer.step().)"
             )
         self.end()
+
+
+_OF_AN_EXTENT = 4
+"""Who refers to the storage of an extent: its two tensors, the parameter's `.data`, and whoever asks; and its block."""
+
+
+def _is_viewed(value: PagedTensor) -> bool:
+    """Whether somebody else holds a view of a parameter's values, which an update in place would change.
+
+    Autograd does where a parameter was used outside of all forwards, without a gradient of it: of that nothing is known
+    here. (Values that have left stay what they are for those who hold views of them.)
+    """
+    extent = value.extent
+    if extent is None or not value.place.resident:
+        return False
+    users: int = torch._C._storage_Use_Count(extent.octets.untyped_storage()._cdata)
+    return users > _OF_AN_EXTENT + (extent.block is not None)

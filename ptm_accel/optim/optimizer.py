@@ -111,8 +111,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         with INTERRUPTS.uninterrupted():
             try:
                 self._step()
-            finally:
-                self.in_backward.end()
+            except BaseException:
+                self.in_backward.abandon()
+                raise
+            self.in_backward.end()
 
     def _work(self) -> Work:
         work: Work = []
@@ -220,8 +222,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._updated(later)
             for tensor in [tensor for state in begun for tensor in state.tensors()]:
                 self._pool.fault(tensor, write=True).fill_(float("nan"))
-        for state in begun:
-            self._gradients.of(state.slot).drop()
 
     def _updated(self, work: Work) -> None:
         for _, state, _ in work:
@@ -243,7 +243,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch."""
+        """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch.
+
+        Raises:
+            UnsupportedError: updates have begun during backward, and their step has not come yet.
+        """
+        self.in_backward.refuse("gradients were dropped")
         with INTERRUPTS:
             self.apply_scale(but_its_own=True)
             for param in self._params():
@@ -283,7 +288,11 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Args:
             change: is given each gradient, and changes it in place.
+
+        Raises:
+            UnsupportedError: updates have begun during backward, and their step has not come yet.
         """
+        self.in_backward.refuse("gradients were changed")
         self.apply_scale()
         for param in self._params():
             slot = self._slot(param)

@@ -150,7 +150,7 @@ class _Run:
                 self._catch_up(access.held_bytes)
             self._send(access.held_bytes, index)
             self._now += access.compute_s
-        self._catch_up(self._trace.accesses[-1].held_bytes)
+        self._catch_up(self._trace.accesses[-1].held_bytes if self._trace.accesses else 0)
         count = len(self._trace.accesses)
         awaited = self._awaited()
         self._coming = deque((due - count, item) for due, item in self._coming if due >= count or item in awaited)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ptm_accel.integrations.transformers import Trainer
+from ptm_accel.integrations.transformers import Trainer, ptm_trainer
 from ptm_accel.integrations.transformers.loop import step_follows
 from transformers import TrainerCallback
 
@@ -37,6 +37,17 @@ class OwnStep(Trainer):
 class OwnNorm(Trainer):
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         return super()._get_grad_norm(*args, **kwargs)
+
+
+class EarlyBackward(transformers.Trainer):
+    """Has its backward in `compute_loss`, and looks at the model after it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        self.accelerator.backward(loss)
+        with torch.no_grad():
+            self.__dict__.setdefault("seen", []).append(model(**inputs).loss.item())
+        return loss.detach().clone().requires_grad_()
 
 
 class OwnLoss(Trainer):
@@ -114,3 +125,46 @@ def test_updates_begin_in_backward_with_the_same_numbers(
     movable = {slot.name for slot in engine_of(paged.model).slots if slot.value.movable}
     assert set(begun) == (movable if not clip else set())
     paged.model = paged.model_wrapped = paged.callback_handler.model = None
+
+
+def test_a_backward_within_the_loss_is_not_the_one_that_the_step_follows(tiny: ModuleType, tmp_path: Path) -> None:
+    plain = build(tiny, tmp_path / "plain", EarlyBackward)
+    plain.train()
+    (tmp_path / "scratch").mkdir()
+    dials = {"ptm_config": tiny.budget("tight", tmp_path / "scratch")}
+    paged = build(tiny, tmp_path / "paged", ptm_trainer(EarlyBackward), dials)
+    paged.train()
+    assert paged.seen == plain.seen
+    paged.model = paged.model_wrapped = paged.callback_handler.model = None
+
+
+@pytest.mark.parametrize("name", ["training_step", "_inner_training_loop", "_get_grad_norm"])
+def test_a_method_that_somebody_has_put_on_the_class_counts(
+    name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = getattr(transformers.Trainer, name)
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, *args, **kwargs)
+
+    trainer = build(tiny, tmp_path)
+    assert step_follows(trainer)()
+    monkeypatch.setattr(transformers.Trainer, name, patched)
+    assert not step_follows(trainer)()
+
+
+@pytest.mark.parametrize("name", ["backward", "clip_grad_norm_"])
+def test_a_method_that_somebody_has_put_on_the_accelerator_counts(
+    name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(tiny, tmp_path)
+    monkeypatch.setattr(trainer.accelerator, name, getattr(trainer.accelerator, name))
+    assert not step_follows(trainer)()
+
+
+def test_a_step_that_somebody_has_put_on_the_optimizer_counts(tiny: ModuleType, tmp_path: Path) -> None:
+    trainer = build(tiny, tmp_path)
+    trainer.create_optimizer_and_scheduler(8)
+    assert step_follows(trainer)(), "a scheduler counts steps"
+    trainer.optimizer.step = lambda *args, **kwargs: None
+    assert not step_follows(trainer)()

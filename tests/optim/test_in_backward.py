@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
 from tests.plain_loop import same_bits
-from tests.tiers import MEMORIES, needs, on_pages
+from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
 
 WIDTH, LAYERS, STEPS = 48, 8, 7
 
@@ -66,8 +68,10 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     return model(x.to(next(model.parameters()).dtype)).float().square().mean()
 
 
-def plain(steps: int = STEPS, make: Make = adamw, **uses: bool) -> tuple[Net, torch.optim.Optimizer, list[float]]:
-    model = Net()
+def plain(
+    steps: int = STEPS, make: Make = adamw, model: nn.Module | None = None, **uses: bool
+) -> tuple[Any, torch.optim.Optimizer, list[float]]:
+    model = Net() if model is None else model
     vars(model).update(uses)
     optimizer, norms = make(model), []
     for number in range(steps):
@@ -89,12 +93,12 @@ def paged(
         yield model, engine, engine.bind_optimizer(make(model))
 
 
-def backward(model: Net, engine: Engine, number: int) -> None:
+def backward(model: nn.Module, engine: Engine, number: int) -> None:
     with engine.backward():
         loss_of(model, number).backward()
 
 
-def step(model: Net, engine: Engine, optimizer: PagedOptimizer, number: int) -> tuple[int, float]:
+def step(model: nn.Module, engine: Engine, optimizer: PagedOptimizer, number: int) -> tuple[int, float]:
     """One step; returns how many updates had begun before it was asked for, and the norm."""
     backward(model, engine, number)
     chase = optimizer.in_backward.chase
@@ -210,9 +214,9 @@ def test_a_second_backward_is_an_error_and_never_a_wrong_number(tmp_path: Path) 
         for number in range(4):
             step(model, engine, optimizer, number)
         message = "a second gradient of layers.7.bias has arrived.*Set update='blocking'"
+        late = model.layers[7].bias.sum()
         with engine.backward():
             loss_of(model, 4).backward()
-            late = model.layers[7].bias.sum()
             with pytest.raises(UnsupportedError, match=message):
                 late.backward()
         engine.abort()
@@ -360,3 +364,116 @@ def test_a_backward_that_fails_before_any_update_leaves_the_step_before(
         assert not caplog.text
         engine.abort()
         assert_same_weights(model, plain(4)[0])
+
+
+def test_values_that_somebody_else_has_a_view_of_wait_for_the_step(tmp_path: Path) -> None:
+    """A use outside of all forwards is saved by autograd as it is: nobody here is asked for it again."""
+
+    def run(model: Net, number: int) -> torch.Tensor:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
+        mixed = nn.functional.linear(model.layers[0](x), model.layers[-1].weight.detach())
+        return model(mixed).square().mean()
+
+    expected = Net()
+    other = adamw(expected)
+    with paged(tmp_path) as (model, engine, optimizer):
+        begun = []
+        for number in range(STEPS):
+            run(expected, number).backward()
+            other.step()
+            other.zero_grad()
+            loss = run(model, number)
+            with engine.backward():
+                loss.backward()
+            chase = optimizer.in_backward.chase
+            begun.append([] if chase is None else [state.slot.name for _, state, _ in chase.work])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "layers.6.weight" in begun[-1]
+        assert "layers.7.weight" not in begun[-1]
+        assert_same_weights(model, expected)
+
+
+class Uneven(nn.Module):
+    """Layers of random widths, recomputed or not, the last of them used once or twice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
+        self.recomputed, self.twice = rng.random() < 0.5, rng.random() < 0.3
+        widths = [WIDTH, *(rng.choice([32, 48, 64, 96, 130]) for _ in range(rng.randint(3, 7))), 64]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through all layers."""
+        for layer in self.layers:
+            x = (checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)).tanh()
+        x = self.last(x)
+        return self.last(x.tanh()) if self.twice else x
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize("seed", range(14))
+def test_windows_that_are_open_give_way_to_backward(kind: str, seed: int, tmp_path: Path) -> None:
+    """Models of uneven layers under the least budgets at which updates may begin."""
+    expected, _, _ = plain(STEPS, model=Uneven(seed))
+    memory = open_memory(kind, 64 << 20, tmp_path)
+    engine = Engine.attach(Uneven(seed), config(), memory=memory)
+    engine.bind_optimizer(adamw(engine.model))
+    least = engine.floor.total_bytes + engine.floor.moving_bytes
+    engine.detach()
+    model = Uneven(seed)
+    with on_pages(model, kind, least + 4096 * (seed % 3), tmp_path) as engine:
+        engine.updates_in_backward = lambda: True
+        optimizer = engine.bind_optimizer(adamw(model))
+        begun = [step(model, engine, optimizer, number)[0] for number in range(STEPS)]
+        assert begun[-1] > 0
+        assert_same_weights(model, expected)
+
+
+def test_nobody_sees_half_a_step(tmp_path: Path) -> None:
+    """Between a backward in which updates have begun, and their step."""
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        backward(model, engine, 4)
+        assert optimizer.in_backward.chase is not None
+        for look in (
+            model.state_dict,
+            optimizer.state_dict,
+            optimizer.zero_grad,
+            lambda: optimizer.change_gradients(lambda gradient: None),
+            lambda: backward(model, engine, 5),
+            lambda: engine.gathered(grads=True).__enter__(),
+        ):
+            with pytest.raises((UnsupportedError, StaleGraphError), match="between backward and"):
+                look()
+        with pytest.raises(StaleGraphError, match="was read between backward and its step"):
+            model.layers[0].weight.detach()
+        optimizer.step()
+        assert_same_weights(model, plain(5)[0])
+
+
+def test_closing_in_the_middle_of_a_step_lets_ctrl_c_through_again(tmp_path: Path) -> None:
+    floor, need = needs(Net(), tmp_path, "host+disk", optimizer=adamw)
+    memory = open_memory("host+disk", floor + (need - floor) // 2, tmp_path)
+    model = Net()
+    engine = Engine.attach(model, config(), memory=memory)
+    engine.updates_in_backward = lambda: True
+    optimizer = engine.bind_optimizer(adamw(model))
+    for number in range(4):
+        step(model, engine, optimizer, number)
+    backward(model, engine, 4)
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    engine.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_while_updates_are_forbidden_none_begins(tmp_path: Path) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(STEPS):
+            with engine.no_updates():
+                assert step(model, engine, optimizer, number)[0] == 0
+        assert_same_weights(model, plain()[0])
