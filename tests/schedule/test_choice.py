@@ -55,3 +55,17 @@ def test_only_what_follows_itself_is_sent_for_at_its_end() -> None:
     chosen = choose_plan(recorded(), capacity_bytes=400, updates=UPDATES, repeats=False, rates=SLOW, update_s=0.0)
     assert chosen.plan is not None
     assert not chosen.plan.coming
+
+
+def test_a_plan_without_a_place_for_some_updates_is_not_taken_to_be_faster() -> None:
+    """All of an update's state at once fits only where little of the rest is kept."""
+    big = {f"w{n}": [Item(f"w{n}.m", 60), Item(f"w{n}.v", 60), Item(f"w{n}.grad", 10)] for n in range(COUNT)}
+    for capacity in (340, 400, 600, 1000):
+        chosen = choose_plan(recorded(), capacity_bytes=capacity, updates=big, repeats=True, rates=SLOW, update_s=0.01)
+        assert chosen.simulated is not None
+        assert chosen.simulated.update_s == pytest.approx(COUNT * 10 * 0.01), "all are counted, planned or not"
+        assert chosen.simulated.read_bytes >= COUNT * 120 - capacity
+    none = choose_plan(recorded(), capacity_bytes=200, updates=big, repeats=True, rates=SLOW, update_s=0.01)
+    assert not any(access.update for access in none.trace.accesses)
+    assert none.simulated is not None
+    assert none.simulated.seconds > COUNT * 120 / SLOW.read_bytes_s
