@@ -3,8 +3,8 @@
     OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--steps 9]
 
 One process trains under a budget of 1 GiB, clipped, and from what it recorded there (the trace of a pass, the rate of
-its updates, the disk's rates) says what a step will take under others. Then each of those is run, in a process of its
-own. Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints the result as Markdown.
+its updates, the disk's rates) says what a step will take under another. Then that is run, in a process of its own; and
+so on, in pairs, since shared machines are faster at one time than at another. Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -177,24 +177,24 @@ def main() -> None:
         child(options.directory, options.steps, options.child, options.clip, options.foretell)
         return
     budget, clip = CALIBRATION
-    known = run(options, budget, clip, tuple(f"{name}:{norm}" for name, norm in OTHERS))
     print("# Predicted and measured steps\n")
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY --steps {options.steps}"))
     print(
         f"* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128; calibrated under {budget}, clipped\n"
     )
-    print("| host_memory | clipping | predicted step | measured | ratio | predicted peak | measured | of its bound |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    titles = ("calibration", "predicted step", "measured", "ratio", "predicted peak", "measured", "of its bound")
+    print(f"| host_memory | clipping | {' | '.join(titles)} |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, norm in OTHERS:
+        known = run(options, budget, clip, (f"{name}:{norm}",))
         said, seen = known["said"][f"{name}:{norm}"], run(options, name, norm)
         bound = seen["times"].split(" times its")[0].split(", ")[-1] if seen["times"] else "?"
         print(
-            f"| {name} | {norm or 'none'} | {said['step_s']:.2f} s | {seen['step_s']:.2f} s "
+            f"| {name} | {norm or 'none'} | {known['step_s']:.2f} s | {said['step_s']:.2f} s | {seen['step_s']:.2f} s "
             f"| {said['step_s'] / seen['step_s']:.2f} | {said['peak_mib']:.0f} MiB | {seen['peak_mib']:.0f} MiB "
             f"| {bound} |",
             flush=True,
         )
-    print(f"\nCalibration itself: {known['step_s']:.2f} s, {known['times']}.")
 
 
 if __name__ == "__main__":
