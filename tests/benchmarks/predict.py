@@ -4,7 +4,8 @@
 
 One process trains under a budget of 1 GiB, clipped, and from what it recorded there (the trace of a pass, the rate of
 its updates, the disk's rates) says what a step will take under another. Then that is run, in a process of its own; and
-so on, in pairs, since shared machines are faster at one time than at another. Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints the result as Markdown.
+so on, in pairs, since shared machines are faster at one time than at another. Llama, 222M parameters, bf16 with fp32
+masters, batch 4 x 128. Prints the result as Markdown.
 """
 
 from __future__ import annotations
