@@ -30,6 +30,9 @@ _AS_GOOD = 1.01
 foreseen.
 """
 
+_WORTH_A_LOOK = 1.02
+"""Plans that take longer than the best by more than this factor are not tried with another beginning."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -77,18 +80,28 @@ def choose_plan(
         place = with_updates_in_backward if in_backward else with_updates
         return place(recorded, updates, most_bytes=most_bytes, overwritten=overwritten)
 
-    planned = (
-        _planned(recorded, add, capacity_bytes, share, kept, again, rates, update_s)
+    def choice(kept: float, share: float, again: bool) -> Choice:
+        planned = _planned(recorded, add, capacity_bytes, share, kept, again, rates, update_s)
+        return _with_the_rest(planned, updates, rates, update_s)
+
+    ways = [
+        (kept, share)
         for kept in (_KEPT_SHARES if updates and rates is not None else (0.0,))
         for share in ((_AHEAD_UNKNOWN,) if rates is None else _AHEAD_SHARES)
-        for again in ((True, False) if repeats else (False,))
-    )
-    choices = [_with_the_rest(choice, updates, rates, update_s) for choice in planned]
-    times = [choice.simulated.seconds for choice in choices if choice.simulated is not None]
+    ]
+    choices = {way: [choice(*way, repeats)] for way in ways}
+    times = [found.simulated.seconds for (found,) in choices.values() if found.simulated is not None]
+    if repeats and times:
+        # The other way to begin changes little: it is looked at only where that could make a plan the best.
+        for way, found in choices.items():
+            if found[0].simulated is not None and found[0].simulated.seconds <= min(times) * _WORTH_A_LOOK:
+                found.append(choice(*way, False))
+    every = [each for way in ways for each in choices[way]]
+    times = [each.simulated.seconds for each in every if each.simulated is not None]
     if not times:
-        return choices[0]
+        return every[0]
     least = min(times) * _AS_GOOD
-    return next(choice for choice in choices if choice.simulated is not None and choice.simulated.seconds <= least)
+    return next(each for each in every if each.simulated is not None and each.simulated.seconds <= least)
 
 
 def _planned(
