@@ -25,8 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 REPORT = "PEER "
 LEARNING_RATE = 1e-4
-DROPPED_STEPS = 3
-"""Steps at the start that are not counted: first touch of memory, and what is built on first use."""
+DROPPED_STEPS = 6
+"""Steps at the start that are not counted: first touch of memory, what is built on first use, plans not settled."""
 
 SHAPES = {
     "222m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16},

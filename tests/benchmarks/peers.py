@@ -1,7 +1,7 @@
 """ptm_accel beside its peers on one machine: same model, data and numerics, each in a process capped by the kernel.
 
     OMP_WAIT_POLICY=passive python tests/benchmarks/peers.py DIRECTORY_ON_AN_SSD [--model 222m|1b] [--cap MIB ...]
-        [--deepspeed-python PYTHON] [--only NAME ...] [--rounds 3] [--steps 6]
+        [--deepspeed-python PYTHON] [--only NAME ...] [--rounds 3] [--steps 12]
     ... --largest --cap 2048 [--try-s 300]
 
 Processes that were alive together would share memory and cores. So each round starts every contender for a few steps,
@@ -296,7 +296,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed")
     parser.add_argument("--only", nargs="+", choices=BY_NAME, help="these contenders")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--try-s", type=float, help="limit of one process; 1200, or 300 with --largest")
     parser.add_argument("--largest", action="store_true", help="search the largest model under the first cap")
     parser.add_argument("--most-layers", type=int, default=512)
