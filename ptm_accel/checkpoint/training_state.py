@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
-from ptm_accel.optim.optimizer import MASTER_KEY, PagedOptimizer
+from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
 
 INDEX_NAME = "optimizer.json"
@@ -72,17 +73,17 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
         "format": FORMAT,
         "version": VERSION,
         "optimizer": _class_name(optimizer),
-        "master_weights": optimizer.has_masters,
+        "master_weights": optimizer.states.masters,
         _GROUPS: [],
         "parameters": {},
         "state": {},
     }
-    for number, (group, slots) in enumerate(zip(optimizer.param_groups, optimizer.group_slots(), strict=True)):
+    for number, (group, slots) in enumerate(zip(optimizer.param_groups, optimizer.states.groups(), strict=True)):
         values = {k: writer.encode(v, f"{_GROUPS}/{number}/{k}") for k, v in group.items() if k != "params"}
         index[_GROUPS].append({"params": [slot.name for slot in slots], "values": values})
         for slot in slots:
             index["parameters"][slot.name] = _description(slot)
-    for name, key, value in optimizer.named_state():
+    for name, key, value in optimizer.states.named_entries():
         index["state"].setdefault(name, {})[key] = writer.encode(value, f"{name}/{key}")
     index["weight_map"] = _write_shards(optimizer, writer.tensors, directory, max_shard_bytes)
     try:
@@ -140,7 +141,7 @@ def _write_shard(optimizer: PagedOptimizer, tensors: dict[str, Entry], path: Pat
     for name, tensor in tensors.items():
         if isinstance(tensor, PagedTensor):
             # A live alias or a mapping; only pages that were never written are made up here.
-            ready[name] = optimizer.pool.snapshot(tensor).contiguous()
+            ready[name] = optimizer.states.pool.snapshot(tensor).contiguous()
         else:
             ready[name] = tensor.detach().cpu().contiguous().clone()
     try:
@@ -203,24 +204,25 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
 
 
 def _apply(optimizer: PagedOptimizer, saved: _Saved) -> None:
-    groups = zip(optimizer.param_groups, saved.groups, optimizer.group_slots(), strict=True)
+    groups = zip(optimizer.param_groups, saved.groups, optimizer.states.groups(), strict=True)
     for group, there, slots in groups:
         for key, value in there["values"].items():
             now, made = group.get(key), saved.decode(value)
             if isinstance(now, torch.Tensor) and isinstance(made, torch.Tensor):
                 made = made.to(now.device)
             group[key] = made
+        states = optimizer.states
         for slot in slots:
-            state = optimizer.state_for(slot.name)
+            state = states.named(slot.name)
             entries = saved.state.get(slot.name, {})
             paged = {k: saved.tensor(v["paged"]).dtype for k, v in entries.items() if _is_paged(v)}
-            optimizer.reset_state(state, paged)
+            states.reset(state, paged)
             for key, value in entries.items():
                 if _is_paged(value):
-                    optimizer.put_state(state, key, saved.tensor(value["paged"]))
+                    states.put(state, key, saved.tensor(value["paged"]))
                 else:
-                    optimizer.put_state(state, key, _placed(key, saved.decode(value), slot, group))
-            optimizer.show(state)
+                    states.put(state, key, _placed(key, saved.decode(value), slot, group))
+            states.show(state)
 
 
 def _placed(key: str, value: Any, slot: ParamSlot, group: dict[str, Any]) -> Any:
@@ -338,7 +340,7 @@ class _Saved:
         try:
             self._check_kind(optimizer)
             self._check_groups(optimizer)
-            for slots in optimizer.group_slots():
+            for slots in optimizer.states.groups():
                 for slot in slots:
                     self._check_parameter(slot)
             for value in self._values():
@@ -351,13 +353,13 @@ class _Saved:
         if there != here:
             raise self._differs("the optimizer", there, here, f"Train with {there}, or start a new run.")
         masters = self.index["master_weights"]
-        if masters != optimizer.has_masters:
+        if masters != optimizer.states.masters:
             words = {True: "fp32 masters", False: "no masters"}
             remedy = f"Set master_weights: {'fp32' if masters else 'null'}."
-            raise self._differs("the state", words[masters], words[optimizer.has_masters], remedy)
+            raise self._differs("the state", words[masters], words[optimizer.states.masters], remedy)
 
     def _check_groups(self, optimizer: PagedOptimizer) -> None:
-        groups = optimizer.group_slots()
+        groups = optimizer.states.groups()
         if len(groups) != len(self.groups):
             raise self._differs("the number of parameter groups", len(self.groups), len(groups))
         for number, (there, slots) in enumerate(zip(self.groups, groups, strict=True)):

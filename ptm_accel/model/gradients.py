@@ -8,7 +8,8 @@ away: the last time the whole of it is in one place for free.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -201,6 +202,10 @@ class Gradients:
         """Whether these are exactly the parameters whose gradients are taken."""
         return self._by_param.keys() == {id(slot.param) for slot in slots}
 
+    def slots(self) -> list[GradSlot]:
+        """One for each trainable parameter, in the order of the model's parameters, with a gradient or without."""
+        return list(self._by_param.values())
+
     def present(self) -> list[GradSlot]:
         """The gradients that there are, in the order of the model's parameters."""
         return [g for g in self._by_param.values() if g.value is not None]
@@ -208,6 +213,31 @@ class Gradients:
     def arrived(self) -> list[GradSlot]:
         """As `present`, with those that updates have used up during this backward."""
         return [g for g in self._by_param.values() if g.value is not None or g.spent]
+
+    @contextmanager
+    def shown(self, *, write: bool) -> Iterator[None]:
+        """Within it every gradient that there is lies in its parameter's `.grad`; at the end `.grad` is empty again.
+
+        Args:
+            write: take over what it is then.
+        """
+        shown = []
+        try:
+            for grad in self.present():
+                assert grad.value is not None
+                pin = self._pool.pin(grad.value, write=write)
+                shown.append((grad, pin))
+                total = pin.tensor
+                grad.slot.param.grad = total.to(grad.slot.value.dtype)
+            yield
+        finally:
+            for grad, pin in shown:
+                after, grad.slot.param.grad = grad.slot.param.grad, None
+                if write and after is not None:
+                    if after.data_ptr() != pin.tensor.data_ptr():
+                        pin.tensor.copy_(after)
+                    grad.changed()
+                pin.release()
 
     def sums(self) -> Sums:
         """What the next gradients will meet."""

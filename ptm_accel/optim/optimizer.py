@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.overrides import TorchFunctionMode
 
 from ptm_accel.errors import CheckpointError, UnsupportedError
-from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
-from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.gradients import Gradients, GradSlot
 from ptm_accel.model.run_ahead import RunAhead
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
 from ptm_accel.optim.in_backward import InBackward
+from ptm_accel.optim.states import States
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Entry, ParamState, Work
-
-MASTER_KEY = "master"
-"""Name of the fp32 master among the state of a parameter, in checkpoints."""
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -45,6 +38,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         window_bytes: see `Sweep`.
         batch_bytes: see `Sweep`.
         run_ahead: is told when a pass has ended and its update begins.
+        synchronise: makes gradients the mean over several processes, where there are some.
         overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
 
     Raises:
@@ -63,6 +57,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         batch_bytes: Callable[[], int],
         run_ahead: RunAhead,
         overlap: Callable[[], bool],
+        synchronise: Callable[[], None],
     ) -> None:
         # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
         self.__dict__.update(inner.__dict__)
@@ -75,22 +70,19 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         self.inner = inner
         self.appetite = appetite_of(inner)
-        self._slots = slots
         self._gradients = gradients
         self._pool = pool
         self._run_ahead = run_ahead
         self._overlap = overlap
+        self._synchronise = synchronise
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
         self._chase: Chase | None = None
-        self._master_weights = master_weights
         self._scale: torch.Tensor | None = None
-        self._states: dict[int, ParamState] = {}
+        self._states = States(inner, slots, pool, masters=master_weights)
         self._groups: dict[int, int] = {}
         self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes)
         self.in_backward = InBackward(self._sweep, run_ahead, self._entry_of, self._begin_in_backward)
         gradients.taken = self.in_backward.take
-        for param in self._params():
-            self._adopt_state(param)
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -120,14 +112,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         work: Work = []
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                slot = self._slot(param)
+                slot = self._states.slot(param)
                 if slot.param.requires_grad:
                     grad = self._gradients.of(slot)
                     if grad.value is not None:
-                        work.append((index, self._state_of(slot), grad))
+                        work.append((index, self._states.of(slot), grad))
         return work
 
     def _step(self) -> None:
+        self._synchronise()
         work, begun = self._work(), self.in_backward.chase is not None
         scale = self.apply_scale(but_its_own=True)
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
@@ -192,14 +185,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         if not self._elementwise or hooks:
             return False
-        states = {state.slot.name: state for state in self._states.values() if _can_begin(state)}
+        states = {state.slot.name: state for state in self._states if _can_begin(state)}
         if states:
             self._groups = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
             self._follow(states, {name: state.slot.value.slot_bytes for name, state in states.items()})
         return bool(states)
 
     def _entry_of(self, grad: GradSlot) -> Entry | None:
-        state, group = self._states.get(id(grad.slot)), self._groups.get(id(grad.slot.param))
+        state, group = self._states.met(grad.slot), self._groups.get(id(grad.slot.param))
         return (group, state, grad) if group is not None and state is not None and _can_begin(state) else None
 
     def _begin_in_backward(self) -> Chase:
@@ -225,7 +218,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _updated(self, work: Work) -> None:
         for _, state, _ in work:
-            self.show(state)
+            self._states.show(state)
 
     def settle(self) -> None:
         """Carries out what is left of the last step.
@@ -251,8 +244,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.in_backward.refuse("gradients were dropped")
         with INTERRUPTS:
             self.apply_scale(but_its_own=True)
-            for param in self._params():
-                slot = self._slot(param)
+            for param in self._states.params():
+                slot = self._states.slot(param)
                 if slot.param.requires_grad:
                     self._gradients.of(slot).drop()
 
@@ -278,7 +271,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         scale, self._scale = self._scale, None
         if scale is not None:
-            own = {id(param) for param in self._params()} if but_its_own else set()
+            own = {id(param) for param in self._states.params()} if but_its_own else set()
             self._gradients.multiply(scale, [g for g in self._gradients.present() if id(g.slot.param) not in own])
         return scale
 
@@ -293,9 +286,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet.
         """
         self.in_backward.refuse("gradients were changed")
+        self._synchronise()
         self.apply_scale()
-        for param in self._params():
-            slot = self._slot(param)
+        for param in self._states.params():
+            slot = self._states.slot(param)
             if not slot.param.requires_grad:
                 continue
             grad = self._gradients.of(slot)
@@ -313,141 +307,20 @@ class PagedOptimizer(torch.optim.Optimizer):
     # ---- parameters and their state --------------------------------------------------------------------------
 
     @property
-    def pool(self) -> Pool:
-        """Where the state lives."""
-        return self._pool
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether narrower parameters have an fp32 master that is updated in their place."""
-        return self._master_weights
-
-    def group_slots(self) -> list[list[ParamSlot]]:
-        """The parameters of each group, in its order."""
-        return [[self._slot(param) for param in group["params"]] for group in self.param_groups]
-
-    def _params(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
-
-    def _slot(self, param: nn.Parameter) -> ParamSlot:
-        slot = self._slots.of(param)
-        if slot is None:
-            raise UnsupportedError(
-                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's. "
-                "Make the optimizer from model.parameters() after the model is complete."
-            )
-        return slot
-
-    def _state_of(self, slot: ParamSlot) -> ParamState:
-        state = self._states.get(id(slot))
-        if state is None:
-            state = self._states[id(slot)] = ParamState(slot)
-            if self._master_weights and slot.value.dtype != torch.float32 and slot.value.dtype.is_floating_point:
-                state.master = self._pool.create(
-                    f"{slot.name}.master", Tag.MASTER, slot.value.shape, torch.float32, movable=slot.value.movable
-                )
-        return state
-
-    def _adopt_state(self, param: nn.Parameter) -> None:
-        """Takes over state that the optimizer already has: made in its constructor, or by earlier steps."""
-        state = self._state_of(self._slot(param))
-        for key, value in list(self.inner.state.get(param, {}).items()):
-            self.put_state(state, key, value)
-        self.show(state)
-
-    def put_state(self, state: ParamState, key: str, value: Any) -> None:
-        """Sets one entry of a parameter's state.
-
-        Raises:
-            CheckpointError: the master has another shape than the parameter.
-        """
+    def states(self) -> States:
+        """What it keeps for each parameter, as the last step leaves it."""
         self.settle()
-        slot = state.slot
-        if key == MASTER_KEY and state.master is not None:
-            if value.shape != slot.value.shape:
-                raise CheckpointError(
-                    f"the fp32 master of {slot.name} in the checkpoint has shape {tuple(value.shape)}, the parameter "
-                    f"has {tuple(slot.value.shape)}: this checkpoint is of another model."
-                )
-            self._pool.fault(state.master, write=True).copy_(value)
-            state.mastered = slot.value.numel
-            return
-        full = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
-        if not full:
-            state.small[key] = value
-            return
-        tensor = state.paged.get(key)
-        if tensor is None:
-            constant = value.numel() > 1 and all(
-                s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1
-            )
-            fill = float(value.as_strided((), ())) if constant else 0.0
-            tensor = state.paged[key] = self._pool.create(
-                f"{slot.name}.{key}", Tag.STATE, value.shape, value.dtype, fill=fill, movable=slot.value.movable
-            )
-            if constant:
-                return
-        with torch.no_grad():
-            self._pool.fault(tensor, write=True).copy_(value)
-
-    def reset_state(self, state: ParamState, keep: Mapping[str, torch.dtype]) -> None:
-        """Forgets a parameter's state, so that another can be put in its place.
-
-        Args:
-            state: what the optimizer keeps for the parameter.
-            keep: full-size entries that will be put, with their dtypes; such pages are kept, to be written over.
-        """
-        self.settle()
-        for key, tensor in list(state.paged.items()):
-            if keep.get(key) != tensor.dtype:
-                self._pool.forget(state.paged.pop(key))
-        state.small.clear()
-        state.mastered = 0
-        self.inner.state.pop(state.slot.param, None)
+        return self._states
 
     def weights_changed(self) -> None:
         """The parameters were written from outside: masters are taken from them anew."""
-        self.settle()
-        for state in self._states.values():
+        for state in self.states:
             state.mastered = 0
 
     def weights_touched(self) -> None:
         """Some parameters may have been written from outside: masters follow where they no longer agree."""
-        self.settle()
-        for state in self._states.values():
+        for state in self.states:
             state.rewritten = state.master is not None
-
-    def show(self, state: ParamState) -> None:
-        """Shows a parameter's state in `optimizer.state`, with placeholders for what is on pages."""
-        if state.empty:
-            return
-        device = self._pool.compute.device
-        stand_ins = {k: placeholder(t.shape, t.dtype, device) for k, t in state.paged.items()}
-        self.inner.state[state.slot.param] = {**state.small, **stand_ins}
-
-    def named_state(self) -> Iterator[tuple[str, str, PagedTensor | Any]]:
-        """Every entry of the state as (parameter name, key, paged tensor or other value), masters included."""
-        self.settle()
-        for param in self._params():
-            state = self._state_of(self._slot(param))
-            for key, value in state.small.items():
-                yield state.slot.name, key, value
-            for key, tensor in state.paged.items():
-                yield state.slot.name, key, tensor
-            if state.master is not None and state.mastered:
-                yield state.slot.name, MASTER_KEY, state.master
-
-    def state_for(self, name: str) -> ParamState:
-        """The state of the parameter called `name`.
-
-        Raises:
-            CheckpointError: the model has no such parameter, or the optimizer does not hold it.
-        """
-        slot = self._slots.by_name.get(name)
-        if slot is None or all(param is not slot.param for param in self._params()):
-            raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
-        return self._state_of(slot)
 
     # ---- torch's own state dictionaries ------------------------------------------------------------------------
 
@@ -456,7 +329,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         What is away is mapped from its home, so this costs no memory beyond the budgets. Valid until the next step.
         """
-        self.settle()
+        kept = self.states
         states: dict[int, dict[str, Any]] = {}
         groups = []
         index = 0
@@ -465,10 +338,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             index += len(numbers)
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
             for number, param in zip(numbers, group["params"], strict=True):
-                state = self._state_of(self._slot(param))
-                entry = {**state.small, **{k: self._pool.snapshot(t) for k, t in state.paged.items()}}
-                if state.master is not None and state.mastered:
-                    entry[MASTER_KEY] = self._pool.snapshot(state.master)
+                entry = kept.values(kept.of(kept.slot(param)))
                 if entry:
                     states[number] = entry
         return {"state": states, "param_groups": groups}
@@ -487,25 +357,11 @@ class PagedOptimizer(torch.optim.Optimizer):
                 f"the optimizer state has parameter groups of {given} parameters, this optimizer has {here}: it is of "
                 "another model or of another grouping."
             )
+        kept = self.states
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-        for number, param in enumerate(self._params()):
-            state = self._state_of(self._slot(param))
-            given_state = state_dict["state"].get(number, {})
-            self._forget_all_but(state, given_state.keys())
-            for key, value in given_state.items():
-                self.put_state(
-                    state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
-                )
-            self.show(state)
-
-    def _forget_all_but(self, state: ParamState, keys: Collection[str]) -> None:
-        for key in state.paged.keys() - keys:
-            self._pool.forget(state.paged.pop(key))
-        for key in state.small.keys() - keys:
-            del state.small[key]
-        if MASTER_KEY not in keys:
-            state.mastered = 0
+        for number, param in enumerate(kept.params()):
+            kept.replace(kept.of(kept.slot(param)), state_dict["state"].get(number, {}))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`."""
@@ -516,19 +372,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.in_backward.end()
         if self._chase is not None:
             self._chase.give_up()
-        for state in self._states.values():
-            for tensor in state.paged.values():
-                self._pool.forget(tensor)
-            if state.master is not None:
-                self._pool.forget(state.master)
-            # What it shows for this parameter are placeholders of state that is no more.
-            self.inner.state.pop(state.slot.param, None)
-        self._states.clear()
-
-    def states(self) -> Iterator[ParamState]:
-        """The state of every parameter that the optimizer has met."""
-        self.settle()
-        return iter(self._states.values())
+        self._states.close()
 
     def __repr__(self) -> str:
         return f"PagedOptimizer({self.inner!r})"
@@ -545,31 +389,3 @@ def _nothing(parameter: str) -> bool:
 
 def _handed_over(work: Work) -> Work:
     return [(group, state, grad.hand_over()) for group, state, grad in work]
-
-
-class _BlankState(TorchFunctionMode):
-    """Gives optimizer constructors constant state without memory: `full_like(param)` becomes an expanded scalar."""
-
-    _FILLS: ClassVar[dict[Any, float]] = {torch.zeros_like: 0.0, torch.ones_like: 1.0}
-
-    def __init__(self, slots: SlotTable) -> None:
-        super().__init__()
-        self._slots = slots
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.zeros_like, torch.ones_like, torch.full_like) and self._slots.of(args[0]) is not None:
-            fill = self._FILLS.get(func)
-            if fill is None:
-                fill = args[1] if len(args) > 1 else kwargs["fill_value"]
-            param = args[0]
-            dtype = kwargs.get("dtype") or param.dtype
-            return torch.full((1,) * param.dim(), fill, dtype=dtype, device=param.device).expand(param.shape)
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def blank_state(slots: SlotTable) -> Iterator[None]:
-    """Within it, optimizers may be constructed over paged parameters without allocating full-size state (Adagrad)."""
-    with _BlankState(slots):
-        yield

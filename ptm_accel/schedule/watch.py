@@ -6,7 +6,6 @@ wrong: the pass was the first of its kind, in cold memory; a neighbour used the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ptm_accel.hardware.profile import LinkRates
@@ -19,9 +18,6 @@ _PATIENCE = 3
 
 _MOST = 16.0
 """Rates are taken to be off by at most this factor, either way: what seems more is a moment with little to move."""
-
-_HALVINGS = 10
-"""Steps in which the fitting factor is searched for: to less than a percent."""
 
 
 @dataclass(slots=True)
@@ -94,31 +90,4 @@ def rates_as_seen(rates: LinkRates, before: LinkUse, after: LinkUse) -> LinkRate
     if busy_s <= 0 or not any(moved):
         return rates
     factor = min(max(rates.seconds(*moved) / busy_s, 1 / _MOST), _MOST)
-    return _scaled(rates, factor)
-
-
-def rates_that_fit(rates: LinkRates, simulated_s: Callable[[LinkRates], float], took_s: float) -> LinkRates:
-    """`rates`, all scaled alike, so that a pass is simulated to take what passes like it took.
-
-    What a link is worth to a pass is less than what it carries while it is busy: it stands still between two accesses,
-    and takes its share of the cores. Fitted on one budget, this foretells others.
-
-    Args:
-        rates: as they were measured or seen.
-        simulated_s: seconds of the pass by given rates; faster links do not make it longer.
-        took_s: what it took.
-    """
-    slow, fast = 1 / _MOST, 1.0
-    if simulated_s(rates) >= took_s:
-        return rates
-    for _ in range(_HALVINGS):
-        factor = (slow * fast) ** 0.5
-        if simulated_s(_scaled(rates, factor)) > took_s:
-            slow = factor
-        else:
-            fast = factor
-    return _scaled(rates, fast)
-
-
-def _scaled(rates: LinkRates, factor: float) -> LinkRates:
     return LinkRates(rates.read_bytes_s * factor, rates.write_bytes_s * factor, rates.both_bytes_s * factor)

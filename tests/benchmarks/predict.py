@@ -112,9 +112,7 @@ def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: 
 def foretell(engine: Any, others: list[str], step_s: float, warm: Any) -> dict[str, dict[str, float]]:
     """What a step takes under other budgets, by the trace that was recorded under this one."""
     from ptm_accel.schedule.choice import choose_plan
-    from ptm_accel.schedule.simulate import simulate
     from ptm_accel.schedule.updates import Updates
-    from ptm_accel.schedule.watch import rates_that_fit
     from ptm_accel.units import parse_bytes
 
     run_ahead, pool = engine.run_ahead, engine.pool
@@ -127,12 +125,6 @@ def foretell(engine: Any, others: list[str], step_s: float, warm: Any) -> dict[s
     # The pass that was recorded is one of many; its arithmetic is what all of them took.
     excess_s = route.recorded.compute_s - (tally.compute_s - warm.compute_s) / (tally.passes - warm.passes)
 
-    def simulated_s(rates: Any) -> float:
-        simulation = simulate(route.trace, route.plan, rates, lambda gradient: gradient.nbytes * update_s)
-        return simulation.seconds - excess_s
-
-    rates = rates_that_fit(run_ahead.rates, simulated_s, pass_s)
-    print(f"link fitted by {rates.read_bytes_s / run_ahead.rates.read_bytes_s:.2f}", file=sys.stderr)
     said: dict[str, dict[str, float]] = {}
     for other in others:
         budget, clip = other.split(":")
@@ -144,7 +136,7 @@ def foretell(engine: Any, others: list[str], step_s: float, warm: Any) -> dict[s
             overwritten=run_ahead.overwritten,
             in_backward=not float(clip),
             repeats=True,
-            rates=rates,
+            rates=run_ahead.rates,
             update_s=update_s,
         )
         assert choice.simulated is not None, f"no plan for {budget}"
@@ -160,8 +152,6 @@ def run(options: argparse.Namespace, budget: str, clip: float, foretold: tuple[s
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{budget} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    if foretold:
-        print(done.stderr[-200:], file=sys.stderr)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

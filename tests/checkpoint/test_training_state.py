@@ -22,7 +22,8 @@ from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimi
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
-from ptm_accel.optim.optimizer import PagedOptimizer, blank_state
+from ptm_accel.optim.blank_state import blank_state
+from ptm_accel.optim.optimizer import PagedOptimizer
 from tests.plain_loop import same_bits
 from tests.tiers import open_memory
 
@@ -188,7 +189,7 @@ def test_state_that_the_checkpoint_lacks_is_forgotten(tmp_path: Path) -> None:
     load_optimizer_state(used.optimizer, tmp_path)
     assert used.optimizer.state_dict()["state"] == {}
     assert not used.optimizer.state
-    assert not list(used.optimizer.named_state())
+    assert not list(used.optimizer.states.named_entries())
 
 
 def test_the_layout_is_plain_safetensors_and_json(tmp_path: Path) -> None:
@@ -398,7 +399,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, damage: Callable[[Path], obj
 def test_a_master_of_another_dtype_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, dtype=torch.bfloat16, masters="fp32")
     run.train(0, 1)
-    run.optimizer.state_for("embed.weight").paged["exp_avg"] = run.engine.slots.by_name["embed.weight"].value
+    run.optimizer.states.named("embed.weight").paged["exp_avg"] = run.engine.slots.by_name["embed.weight"].value
     save_optimizer_state(run.optimizer, tmp_path)
     edit(tmp_path, lambda i: i["state"]["embed.weight"].update(master={"paged": "embed.weight/exp_avg"}))
     with pytest.raises(
@@ -444,11 +445,11 @@ def build():
 engine, optimizer = build()
 start = anonymous()
 for number, slot in enumerate(engine.slots):
-    state = optimizer.state_for(slot.name)
+    state = optimizer.states.named(slot.name)
     for key in ("exp_avg", "exp_avg_sq"):
-        optimizer.put_state(state, key, torch.full((512, 512), float(number)))
-    optimizer.put_state(state, "step", torch.tensor(3.0))
-    optimizer.show(state)
+        optimizer.states.put(state, key, torch.full((512, 512), float(number)))
+    optimizer.states.put(state, "step", torch.tensor(3.0))
+    optimizer.states.show(state)
 out = Path(sys.argv[1]) / "state"
 out.mkdir()
 base = anonymous()
@@ -460,7 +461,7 @@ engine, optimizer = build()
 base2 = anonymous()
 with Peak() as loading:
     load_optimizer_state(optimizer, out)
-values = [float(engine.pool.snapshot(optimizer.state_for(s.name).paged["exp_avg"])[0, 0]) for s in engine.slots]
+values = [float(engine.pool.snapshot(optimizer.states.named(s.name).paged["exp_avg"])[0, 0]) for s in engine.slots]
 assert values == [float(i) for i in range(96)], values
 print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loading": loading.bytes - base2}))
 """

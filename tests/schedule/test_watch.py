@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen, rates_that_fit
+from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
 
 RATES = LinkRates(4e9, 8e9, 5e9)
 START = LinkUse(7, 11, 13.0)
@@ -61,19 +61,3 @@ def test_rates_stay_within_reason() -> None:
     fast = rates_as_seen(RATES, START, LinkUse(7 + 8_000_000_000, 11, 13.0 + 1e-9))
     assert slow.read_bytes_s == RATES.read_bytes_s / 16
     assert fast.write_bytes_s == RATES.write_bytes_s * 16
-
-
-@pytest.mark.parametrize("took", [1.05, 2.0, 9.0])
-def test_rates_are_fitted_to_what_a_pass_took(took: float) -> None:
-    def simulated_s(rates: LinkRates) -> float:
-        return max(1.0, 4e9 / rates.read_bytes_s)
-
-    fitted = rates_that_fit(RATES, simulated_s, took)
-    assert simulated_s(fitted) == pytest.approx(took, rel=0.01)
-    assert fitted.write_bytes_s / fitted.read_bytes_s == pytest.approx(2.0), "all alike"
-
-
-def test_rates_that_are_slow_enough_or_make_no_difference_stay_in_bounds() -> None:
-    assert rates_that_fit(RATES, lambda rates: 4e9 / rates.read_bytes_s, 0.5) == RATES
-    least = rates_that_fit(RATES, lambda rates: 1.0, 2.0)
-    assert RATES.read_bytes_s / 17 < least.read_bytes_s < RATES.read_bytes_s
