@@ -96,8 +96,8 @@ class PTMConfig:
 
     Attributes:
         device_memory: what may be used on the accelerator; a share is of the card. Default: 90% of the card.
-        host_memory: what may be used in host memory; a share is of the machine's or container's limit.
-            Default: 80% of what is available at the start.
+        host_memory: what each process may use in host memory; a share is of the machine's or container's limit,
+            divided by the processes that train on the machine. Default: 80% of what is available at the start.
         disk: scratch folders, or `DiskConfig` (or a mapping) for a limit. Default: no disk.
         update: `"exact"`: the same numbers as without paging. `"blocking"`: the same numbers as well; the whole update
             is carried out within `optimizer.step()`, nothing of it before or after.
@@ -229,22 +229,23 @@ class ResolvedConfig:
         return [f"{dial}: {value} ({self.origins[dial]})" for dial, value in values.items()]
 
 
-def resolve(config: PTMConfig, *, device_total_bytes: int | None) -> ResolvedConfig:
+def resolve(config: PTMConfig, *, device_total_bytes: int | None, processes: int = 1) -> ResolvedConfig:
     """Turns the dials into bytes on this machine, and checks the disk paths.
 
     Args:
         config: what was asked.
         device_total_bytes: memory of the accelerator; None on a machine without one, where `device_memory` is
             ignored, since one file of dials may serve several machines.
+        processes: how many on this machine train alike; each gets its part of a share, and sizes are for each.
 
     Raises:
         BudgetError: more is asked than the machine or its control group has.
         ConfigError: a disk path that cannot be used, or a budget smaller than a page.
     """
     page_bytes = _check_page_size(config.page_size)
-    host_bytes, host_origin = _resolve_host(config.host_memory, page_bytes)
+    host_bytes, host_origin = _resolve_host(config.host_memory, page_bytes, processes)
     device_bytes, device_origin = _resolve_device(config.device_memory, device_total_bytes, page_bytes)
-    disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config)
+    disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes)
     default_page = page_bytes == parse_bytes(DEFAULT_PAGE_SIZE)
     return ResolvedConfig(
         page_bytes=page_bytes,
@@ -258,8 +259,7 @@ def resolve(config: PTMConfig, *, device_total_bytes: int | None) -> ResolvedCon
             "device_memory": device_origin,
             "host_memory": host_origin,
             "disk": disk_origin,
-            # "exact" is the only mode there is, so it cannot have been chosen against another.
-            "update": "default",
+            "update": "default" if config.update == UPDATE_MODES[0] else "given",
             "page_size": "default" if default_page else "given",
             "master_weights": "default" if config.master_weights is None else "given",
         },
@@ -289,22 +289,27 @@ def check_disk_path(path: Path) -> None:
         raise ConfigError(f"disk: not writable: {path} ({error.strerror}); {remedy}.") from error
 
 
-def _resolve_host(asked: str | int | None, page_bytes: int) -> tuple[int, str]:
+def _resolve_host(asked: str | int | None, page_bytes: int, processes: int) -> tuple[int, str]:
     limit = machine.host_limit()
     if asked is None:
         available = machine.available_bytes()
-        nbytes = parse_bytes(HOST_SHARE, total_bytes=available)
+        nbytes = parse_bytes(HOST_SHARE, total_bytes=available // processes)
         origin = (
-            f"derived from {HOST_SHARE} of {format_bytes(available)} available; "
+            f"derived from {HOST_SHARE} of {format_bytes(available)} available{_each(processes)}; "
             f"the {limit.origin} is {format_bytes(limit.bytes)}"
         )
     else:
-        nbytes = _check_size("host_memory", asked, total_bytes=limit.bytes)
-        origin = f"given, {asked} of the {limit.origin} {format_bytes(limit.bytes)}" if _is_share(asked) else "given"
-    if nbytes > limit.bytes:
-        _refuse_too_much("host_memory", nbytes, f"the {limit.origin}", limit.bytes)
+        nbytes = _check_size("host_memory", asked, total_bytes=limit.bytes // processes)
+        of = f"given, {asked} of the {limit.origin} {format_bytes(limit.bytes)}{_each(processes)}"
+        origin = of if _is_share(asked) else "given"
+    if nbytes > limit.bytes // processes:
+        _refuse_too_much("host_memory", nbytes, f"the {limit.origin}{_each(processes)}", limit.bytes // processes)
     _check_holds_a_page("host_memory", nbytes, page_bytes)
     return nbytes, origin
+
+
+def _each(processes: int) -> str:
+    return f", over {processes} processes" if processes > 1 else ""
 
 
 def _resolve_device(asked: str | int | None, total_bytes: int | None, page_bytes: int) -> tuple[int | None, str]:
@@ -322,7 +327,7 @@ def _resolve_device(asked: str | int | None, total_bytes: int | None, page_bytes
     return nbytes, origin
 
 
-def _resolve_disk(config: PTMConfig) -> tuple[tuple[Path, ...], int | None, str]:
+def _resolve_disk(config: PTMConfig, processes: int) -> tuple[tuple[Path, ...], int | None, str]:
     if config.disk is None:
         return (), None, "off: no path given"
     disk = DiskConfig.load(config.disk)
@@ -331,13 +336,14 @@ def _resolve_disk(config: PTMConfig) -> tuple[tuple[Path, ...], int | None, str]
         check_disk_path(path)
     # Paths on one file system share its free space, so each file system counts once.
     file_systems = {path.stat().st_dev: path for path in paths}
-    free_bytes = sum(psutil.disk_usage(str(path)).free for path in file_systems.values())
+    free_bytes = sum(psutil.disk_usage(str(path)).free for path in file_systems.values()) // processes
     asked = DISK_SHARE if disk.limit is None else disk.limit
     nbytes = _check_size("disk.limit", asked, total_bytes=free_bytes)
     if nbytes > free_bytes:
-        _refuse_too_much("disk.limit", nbytes, "the free space of its paths", free_bytes)
+        _refuse_too_much("disk.limit", nbytes, f"the free space of its paths{_each(processes)}", free_bytes)
     if disk.limit is None:
-        return paths, nbytes, f"paths given, limit derived from {DISK_SHARE} of {format_bytes(free_bytes)} free"
+        origin = f"paths given, limit derived from {DISK_SHARE} of {format_bytes(free_bytes)} free{_each(processes)}"
+        return paths, nbytes, origin
     return paths, nbytes, "given"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
+from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import side_by_side
 from ptm_accel.hardware.rates import disk_rates
@@ -70,10 +71,14 @@ class Engine:
         gradients: their gradients.
         optimizer: the optimizer bound to it, if any.
         floor: the least budget it can train under.
+        replicas: keeps it and those of other processes alike, where there are some.
         run_ahead: what is known of its passes, and moves pages before they are needed.
         updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
             as they are; set by whoever owns the loop (`Engine.backward`).
     """
+
+    count: ClassVar[int] = 0
+    """How many models this process has put on pages."""
 
     planned = True
     """Whether passes are planned from their traces. Without plans the pool pages on demand: slower, same numbers."""
@@ -96,6 +101,7 @@ class Engine:
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.optimizer: PagedOptimizer | None = None
         self.gradients: Gradients | None = None
+        self.replicas: Replicas | None = None
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self._finaliser = weakref.finalize(model, _close_unasked, memory)
 
@@ -230,6 +236,7 @@ class Engine:
         if isinstance(pool.compute, CudaTier):
             self._watch_tide(pool.compute)
         hint_about_masters(trainable, self.config)
+        Engine.count += 1
 
     def _watch_heap(self) -> Glibc | None:
         """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
@@ -311,6 +318,8 @@ class Engine:
             self.gradients = None
         self.state_dicts.remove()
         self.residency.remove()
+        if self.replicas is not None:
+            self.replicas.remove()
         for slot in self.slots:
             slot.value.occupant = None
             if slot.value.place is Place.BLANK and not (check and slot.shown):
@@ -381,6 +390,7 @@ class Engine:
         optimizer = self.optimizer
         return (
             optimizer is not None
+            and self.replicas is None
             and self._may_overlap()
             and self.updates_in_backward()
             and optimizer.expects_backward()
@@ -422,6 +432,7 @@ class Engine:
             batch_bytes=_asking(self, lambda engine: engine._batch_bytes(), 0),
             run_ahead=self.run_ahead,
             overlap=_asking(self, lambda engine: engine._may_overlap(), False),
+            synchronise=_asking(self, Engine.synchronise, None),
         )
         return self.optimizer
 
@@ -443,7 +454,7 @@ class Engine:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
-        possible = not self._forbidden and self._may_overlap()
+        possible = not self._forbidden and self.replicas is None and self._may_overlap()
         if self.optimizer is not None and possible and self.updates_in_backward():
             with self.optimizer.in_backward.permitted():
                 yield
@@ -462,6 +473,7 @@ class Engine:
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         assert self.gradients is not None
+        self.synchronise()
         if self.optimizer is not None:
             self.optimizer.apply_scale()
         present = self.gradients.arrived()
@@ -473,6 +485,31 @@ class Engine:
             else:
                 self.gradients.multiply(coefficient)
         return norm
+
+    def replicate(self) -> None:
+        """From now on this model is one of several, each in a process of `torch.distributed`, that stay alike.
+
+        Raises:
+            UnsupportedError: the processes have different models.
+        """
+        if self.replicas is None:
+            self.replicas = Replicas(self.pool, self.model)
+            self.replicas.share_values(self.slots, self.model.buffers())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around micro-batches whose gradients are only added up, and not made the same in all replicas."""
+        with nullcontext() if self.replicas is None else self.replicas.no_sync():
+            yield
+
+    def synchronise(self) -> None:
+        """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
+        if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
+            return
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        with INTERRUPTS:
+            self.replicas.share_gradients(self.gradients)
 
     def settle(self) -> None:
         """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
@@ -501,7 +538,12 @@ class Engine:
             for slot in self.slots:
                 stack.callback(self.pool.pin(slot.value, write=write).release)
             if grads:
-                stack.enter_context(self._shown_gradients(write))
+                assert self.gradients is not None
+                self.synchronise()
+                if self.optimizer is not None:
+                    self.optimizer.in_backward.refuse("gradients were looked at")
+                    self.optimizer.apply_scale()
+                stack.enter_context(self.gradients.shown(write=write))
             yield self.model
         if write:
             self._weights_touched()
@@ -509,30 +551,6 @@ class Engine:
     def _weights_touched(self) -> None:
         if self.optimizer is not None:
             self.optimizer.weights_touched()
-
-    @contextmanager
-    def _shown_gradients(self, write: bool) -> Iterator[None]:
-        assert self.gradients is not None
-        if self.optimizer is not None:
-            self.optimizer.in_backward.refuse("gradients were looked at")
-            self.optimizer.apply_scale()
-        shown = []
-        try:
-            for grad in self.gradients.present():
-                assert grad.value is not None
-                pin = self.pool.pin(grad.value, write=write)
-                shown.append((grad, pin))
-                total = pin.tensor
-                grad.slot.param.grad = total.to(grad.slot.value.dtype)
-            yield
-        finally:
-            for grad, pin in shown:
-                after, grad.slot.param.grad = grad.slot.param.grad, None
-                if write and after is not None:
-                    if after.data_ptr() != pin.tensor.data_ptr():
-                        pin.tensor.copy_(after)
-                    grad.changed()
-                pin.release()
 
     def check_integrity(self) -> None:
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""

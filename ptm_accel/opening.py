@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def _speeds(paths: Sequence[Path]) -> list[float] | None:
     return [1 / link.seconds(1, 1) for link in rates if link is not None] if None not in rates else None
 
 
+def local_processes() -> int:
+    """How many processes train on this machine, as launchers tell (`torchrun`, `accelerate launch`)."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
 def open_memory(
     config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
@@ -37,7 +43,7 @@ def open_memory(
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    resolved = resolve(config, device_total_bytes=total)
+    resolved = resolve(config, device_total_bytes=total, processes=local_processes())
     if memory is None:
         capacities = Capacities(
             page_bytes=resolved.page_bytes,

@@ -6,8 +6,8 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
 from ptm_accel.config import PTMConfig
-from ptm_accel.engine import Engine, engine_holding
+from ptm_accel.engine import Engine, engine_holding, engine_of
+from ptm_accel.environment import agreed
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -97,8 +98,8 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
         **kwargs: as for `Accelerator`.
 
     Raises:
-        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well; more than one process; a device that
-            is neither CUDA nor the CPU.
+        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well; a device that is neither CUDA nor the
+            CPU.
         ConfigError: dials that cannot be used.
     """
 
@@ -111,16 +112,14 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
         memory: Memory | None = None,
         **kwargs: Any,
     ) -> None:
-        self.ptm_config = PTMConfig.load(ptm_config)
+        self.ptm_config = agreed(ptm_config)
         self._memory = memory
         self._attached: weakref.WeakSet[Engine] = weakref.WeakSet()
         given = inspect.signature(Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
         _refuse_plugins(given)
-        _refuse_processes(int(os.environ.get("WORLD_SIZE", "1")))
         super().__init__(*args, **kwargs)
         if self.distributed_type in _TYPES:
             _refuse_plugin(_TYPES[self.distributed_type], "the state of this process")
-        _refuse_processes(self.num_processes)
         if self.device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
                 f"ptm_accel was given the device {self.device}; it has pages for CUDA and for the CPU only. "
@@ -153,6 +152,8 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)
         self._attached.add(engine)
+        if self.num_processes > 1:
+            engine.replicate()
         return engine
 
     def _holds(self, model: nn.Module) -> bool:
@@ -237,6 +238,16 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
             for engine in list(self._attached):
                 stack.enter_context(engine.backward())
             super().backward(loss, **kwargs)
+        for engine in list(self._attached):
+            if engine.replicas is not None and engine.replicas.due:
+                engine.synchronise()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As `Accelerator.no_sync`: what backward adds in it stays in this process until a later one."""
+        engine = engine_of(model)
+        with super().no_sync(model), nullcontext() if engine is None else engine.no_sync():
+            yield
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -271,6 +282,7 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
             super().clip_grad_value_(given, clip_value)
             return
         self.unscale_gradients()
+        engine.synchronise()
         if engine.optimizer is not None:
             engine.optimizer.in_backward.refuse("gradients were clipped by value")
             engine.optimizer.apply_scale()
@@ -305,11 +317,3 @@ def _refuse_plugin(name: str, where: str) -> None:
         f"{name} is switched on (by {where}) and so is ptm_accel: both want to place the same parameters. "
         f"Leave {name} out, or train without ptm_accel."
     )
-
-
-def _refuse_processes(processes: int) -> None:
-    if processes > 1:
-        raise UnsupportedError(
-            f"ptm_accel was started in {processes} processes; several processes are not supported yet. Run with one: "
-            "`accelerate launch --num_processes 1 ...`, or `python ...`."
-        )

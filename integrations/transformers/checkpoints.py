@@ -10,6 +10,8 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,14 +72,20 @@ class PagedCheckpoints(_Host):
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         before = self.state.best_model_checkpoint
         try:
-            with staged(final) as staging:
+            with self._staged(final) as staging:
                 self._staging = staging
                 super()._save_checkpoint(model, trial)
                 self._staging = None
-                self._name_best_checkpoint(final, before, staging / final.name)
-                for entry in list((staging / final.name).iterdir()):
-                    entry.rename(staging / entry.name)
-                (staging / final.name).rmdir()
+                # Other processes write there as well: the states of their random numbers.
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    self._name_best_checkpoint(final, before, staging / final.name)
+                    for entry in list((staging / final.name).iterdir()):
+                        entry.rename(staging / entry.name)
+                    (staging / final.name).rmdir()
+            self.accelerator.wait_for_everyone()
+            if not self.args.should_save:
+                self._name_best_checkpoint(final, before, None)
         finally:
             self._staging = None
             pushes, self._pushes_when_done = self._pushes_when_done, False
@@ -92,8 +100,26 @@ class PagedCheckpoints(_Host):
                 use_mtime=True,
             )
 
-    def _name_best_checkpoint(self, final: Path, before: str | None, written: Path) -> None:
-        """Sets the path of the best checkpoint, which the Trainer has looked for in the staging directory."""
+    @contextmanager
+    def _staged(self, final: Path) -> Iterator[Path]:
+        """The directory that all processes write a checkpoint into; one of them makes and publishes it."""
+        with ExitStack() as stack:
+            mine = stack.enter_context(staged(final)) if self.args.should_save else None
+            if self.args.world_size > 1:
+                told = [str(mine)]
+                torch.distributed.broadcast_object_list(told, 0)
+                mine = mine or Path(told[0])
+            assert mine is not None
+            yield mine
+
+    def _name_best_checkpoint(self, final: Path, before: str | None, written: Path | None) -> None:
+        """Sets the path of the best checkpoint, which the Trainer has looked for in the staging directory.
+
+        Args:
+            final: the name of the checkpoint that was written.
+            before: the best one's before.
+            written: where it lies, if this process has written its state.
+        """
         state = self.state
         best = before
         if state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
@@ -102,7 +128,8 @@ class PagedCheckpoints(_Host):
                 best = str(path)
         if state.best_model_checkpoint != best or best != before:
             state.best_model_checkpoint = best
-            state.save_to_json(str(written / TRAINER_STATE_NAME))
+            if written is not None:
+                state.save_to_json(str(written / TRAINER_STATE_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._staging is not None:
@@ -116,6 +143,8 @@ class PagedCheckpoints(_Host):
         if engine is None or engine.optimizer is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
+        if not self.args.should_save:
+            return
         save_optimizer_state(engine.optimizer, Path(output_dir))
         with warnings.catch_warnings(record=True) as caught:
             if self.lr_scheduler is not None:
@@ -126,8 +155,10 @@ class PagedCheckpoints(_Host):
 
     def _clear_leftovers(self, trial: Any) -> None:
         """Removes what a killed save has left."""
-        for path in remove_incomplete(Path(self._get_output_dir(trial))):
-            logger.warning("%s was left by a save that did not end, and was tidied up.", path)
+        if self.args.should_save:
+            for path in remove_incomplete(Path(self._get_output_dir(trial))):
+                logger.warning("%s was left by a save that did not end, and was tidied up.", path)
+        self.accelerator.wait_for_everyone()
 
     def _find_checkpoint(self, asked: str | bool) -> str | bool:
         """The complete checkpoint to resume from.

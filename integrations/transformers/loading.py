@@ -47,8 +47,8 @@ _NOT_ON_PAGES = {
     "load_in_4bit": "quantised parameters cannot be put on pages; load the model in a floating-point dtype",
     "gguf_file": "only safetensors can be read onto pages; convert the model once with save_pretrained()",
     "state_dict": "it is in memory already; call AutoModel.from_pretrained and attach the engine to the model",
-    "distributed_config": "several processes are not supported yet; leave it out",
-    "tp_plan": "several processes are not supported yet; leave it out",
+    "distributed_config": "pages of one model are not shared among processes yet; leave it out",
+    "tp_plan": "pages of one model are not shared among processes yet; leave it out",
 }
 
 

@@ -16,10 +16,11 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
+from ptm_accel.environment import agreed
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.logs import speak
 from ptm_accel.memory.interrupts import INTERRUPTS
-from ptm_accel.optim.optimizer import blank_state
+from ptm_accel.optim.blank_state import blank_state
 
 from ..accelerate import PTMAccelerator
 from .callback import PTMCallback
@@ -43,8 +44,8 @@ class PTMTrainerMixin(PagedCheckpoints):
 
     Raises:
         ConfigError: dials that cannot be used.
-        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, there are several processes, or
-            `optim` names an optimizer that cannot run on pages.
+        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, or `optim` names an optimizer that cannot
+            run on pages.
     """
 
     ptm_config: PTMConfig | None = None
@@ -56,7 +57,7 @@ class PTMTrainerMixin(PagedCheckpoints):
         **kwargs: Any,
     ) -> None:
         if ptm_config is not None or self.ptm_config is None:
-            self.ptm_config = PTMConfig.load(ptm_config)
+            self.ptm_config = agreed(ptm_config)
         speak()
         super().__init__(*args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:

@@ -212,12 +212,6 @@ def test_plugins_as_arguments_are_refused() -> None:
         PTMAccelerator(cpu=True, fsdp_plugin=plugin)
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UnsupportedError, match="was started in 4 processes; several processes are not supported yet"):
-        PTMAccelerator(cpu=True)
-
-
 def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accelerator, "device", torch.device("mps"))
     with pytest.raises(UnsupportedError, match=r"was given the device mps; it has pages for CUDA and for the CPU only"):

@@ -1,0 +1,61 @@
+"""`python -m ptm_accel [dials] script.py ...`: a script with pages switched on.
+
+The same as `accelerate launch --use_ptm script.py ...` in one process; and `accelerate launch -m ptm_accel script.py`
+does it where torch's entry points are off (`TORCH_DEVICE_BACKEND_AUTOLOAD=0`), in as many processes as are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+
+from ptm_accel import autoload
+from ptm_accel.config import PTMConfig
+from ptm_accel.environment import CONFIG_FILE, SWITCH, TEXT_DIALS, is_on, overridden, to_environment, variable_of
+from ptm_accel.errors import PTMError
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a script, or with `-m` a module, as Python would.
+
+    Args:
+        argv: what stands behind `python -m ptm_accel`.
+    """
+    parser = argparse.ArgumentParser("python -m ptm_accel", allow_abbrev=False, description=__doc__.split("\n")[0])
+    for dial, text in TEXT_DIALS.items():
+        parser.add_argument(f"--ptm_{dial}", help=text)
+    parser.add_argument(f"--ptm_{CONFIG_FILE}", help="YAML file with the dials")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    given = parser.parse_args(argv)
+    texts = {name: value for name in TEXT_DIALS if (value := getattr(given, f"ptm_{name}")) is not None}
+    file = getattr(given, f"ptm_{CONFIG_FILE}")
+    try:
+        if is_on(os.environ) and not texts and file is None:
+            file = os.environ.get(variable_of(CONFIG_FILE))
+        else:
+            os.environ.update(to_environment(overridden(PTMConfig.load(file), texts)))
+    except PTMError as error:
+        parser.error(str(error))
+    os.environ[SWITCH] = "true"
+    _run(given.script, given.args, given.module)
+
+
+def _run(script: str, args: list[str], module: bool) -> None:
+    import torch  # noqa: F401  # calls `autoload.install`, unless that is off
+
+    autoload.install()
+    sys.argv = [script, *args]
+    if module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several processes: what they must have in common."""

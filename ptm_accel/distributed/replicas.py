@@ -1,0 +1,130 @@
+"""Several processes that each have the whole model on pages of their own, as `DistributedDataParallel` has it.
+
+It does what DDP does, to the bit with two processes: the first process's values go to all others once, its buffers
+before every forward; gradients are multiplied by 1 / number of processes and summed over them at the end of every
+backward that synchronises. What differs is when: DDP sends buckets while backward runs; here each gradient is sent when
+all have arrived, page by page, since one that has arrived may be away.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.gradients import Gradients, GradSlot
+from ptm_accel.model.slots import ParamSlot
+
+
+class Replicas:
+    """Keeps the replicas of a model alike.
+
+    Args:
+        pool: where the model's pages are.
+        model: the model.
+
+    Attributes:
+        processes: how many there are.
+        due: whether gradients are to be shared after the next backward: its forward was not within `no_sync`.
+    """
+
+    def __init__(self, pool: Pool, model: nn.Module) -> None:
+        self.processes = dist.get_world_size()
+        self._pool = pool
+        self.due = True
+        self._syncs = self._buffers_due = True
+        self._hook = model.register_forward_pre_hook(self._before_forward())
+        self._met: tuple[Gradients | None, int] = (None, 0)
+
+    def share_values(self, slots: Iterable[ParamSlot], buffers: Iterable[torch.Tensor]) -> None:
+        """Gives every process the first one's parameters and buffers.
+
+        Raises:
+            UnsupportedError: the processes have different models.
+        """
+        slots, buffers = list(slots), list(buffers)
+        self._compare([*((slot.name, slot.value.shape) for slot in slots), *(("", b.shape) for b in buffers)])
+        for slot in slots:
+            with self._pool.pin(slot.value, write=True) as values:
+                dist.broadcast(values, 0)
+        for buffer in buffers:
+            dist.broadcast(buffer, 0)
+
+    def _compare(self, described: list[tuple[str, torch.Size]]) -> None:
+        text = repr([(name, tuple(shape)) for name, shape in described])
+        others: list[str | None] = [None] * self.processes
+        dist.all_gather_object(others, text)
+        if any(other != others[0] for other in others):
+            raise UnsupportedError(
+                f"the {self.processes} processes have different models (the shapes or the order of their parameters "
+                "and buffers differ). Build the same one in each."
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around micro-batches whose gradients are only added up."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def _before_forward(self) -> Callable[[nn.Module, object], None]:
+        known = weakref.ref(self)
+
+        def share(module: nn.Module, args: object) -> None:
+            self = known()
+            if self is None or not module.training or not torch.is_grad_enabled():
+                return
+            # As in DDP: not after a forward that did not synchronise.
+            if self._buffers_due:
+                _share_buffers(module)
+            self.due = self._buffers_due = self._syncs
+
+        return share
+
+    def share_gradients(self, gradients: Gradients) -> None:
+        """Makes every gradient the mean over all processes, unless none has arrived here since that was done."""
+        if self.have_shared(gradients):
+            return
+        slots = gradients.slots()
+        there = torch.tensor([grad.value is not None for grad in slots], dtype=torch.uint8)
+        there = there.to(self._pool.compute.device)
+        dist.all_reduce(there, dist.ReduceOp.MAX)
+        for grad, anywhere in zip(slots, there.tolist(), strict=True):
+            if anywhere:
+                self._share(grad)
+        self._met = (gradients, gradients.arrivals)
+
+    def have_shared(self, gradients: Gradients) -> bool:
+        """Whether no gradient has arrived here since they were made the same."""
+        return self._met == (gradients, gradients.arrivals)
+
+    def _share(self, grad: GradSlot) -> None:
+        if grad.value is None:
+            # Used by others, not by this one; in DDP (find_unused_parameters) it adds nothing to the sum.
+            value = grad.slot.value
+            grad.add(torch.zeros(value.shape, dtype=value.dtype, device=self._pool.compute.device))
+        assert grad.value is not None
+        with self._pool.pin(grad.value, write=True) as total:
+            total.mul_(1.0 / self.processes)
+            dist.all_reduce(total)
+        grad.changed()
+
+    def remove(self) -> None:
+        """Takes the hook off the model."""
+        self._hook.remove()
+
+
+def _share_buffers(module: nn.Module) -> None:
+    """What a forward may change (running means), as the first process has it; the rest is computed alike by all."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                dist.broadcast(buffer, 0)

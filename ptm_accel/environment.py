@@ -1,0 +1,130 @@
+"""The dials in environment variables: how launchers tell them to the processes that they start.
+
+`ACCELERATE_USE_PTM=true` switches pages on, as `ACCELERATE_USE_FSDP` does for FSDP; the dials follow as `PTM_*`. What
+`accelerate launch --use_ptm` sets, a person sets for `torchrun` or plain `python`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptm_accel.config import DiskConfig, PTMConfig
+from ptm_accel.errors import ConfigError
+
+SWITCH = "ACCELERATE_USE_PTM"
+CONFIG_FILE = "config_file"
+
+TEXT_DIALS = {
+    "device_memory": "what may be used on each accelerator, such as 10GB or 80%%",
+    "host_memory": "what each process may use in host memory, such as 64GB or 50%%",
+    "disk": "folder on an SSD for what does not fit; several are separated by commas",
+    "disk_limit": "what may be used on disk, such as 500GB",
+    "update": "exact or blocking",
+    "page_size": "unit of booking and transfer, such as 4MiB",
+    "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
+}
+"""Each dial that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
+
+
+def variable_of(dial: str) -> str:
+    """The environment variable of a dial, or of the configuration file."""
+    return f"PTM_{dial.upper()}"
+
+
+def is_on(environ: Mapping[str, str]) -> bool:
+    """Whether pages are switched on.
+
+    Raises:
+        ConfigError: the switch is neither on nor off.
+    """
+    text = environ.get(SWITCH, "").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{SWITCH}={environ[SWITCH]!r} is neither on nor off; set it to true or false.")
+
+
+def from_environment(environ: Mapping[str, str]) -> PTMConfig | None:
+    """The dials that the environment asks for; None if pages are not switched on.
+
+    Raises:
+        ConfigError: dials that cannot be used, or a variable that is nearly one of a dial.
+    """
+    if not is_on(environ):
+        return None
+    known = {variable_of(name): name for name in (*TEXT_DIALS, CONFIG_FILE)}
+    for variable in environ:
+        if variable.startswith("PTM_") and variable not in known:
+            close = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
+            if close:
+                raise ConfigError(f"{variable} is not a dial of ptm_accel; did you mean {close[0]}?")
+    texts = {name: environ[variable] for variable, name in known.items() if environ.get(variable)}
+    base = PTMConfig.load(texts.pop(CONFIG_FILE, None))
+    return overridden(base, texts)
+
+
+def to_environment(config: PTMConfig) -> dict[str, str]:
+    """The variables from which `from_environment` makes `config` again.
+
+    Raises:
+        ConfigError: the path of a disk has a comma.
+    """
+    found = {
+        "device_memory": config.device_memory,
+        "host_memory": config.host_memory,
+        "update": config.update,
+        "page_size": config.page_size,
+        "master_weights": config.master_weights,
+    }
+    if config.disk is not None:
+        disk = DiskConfig.load(config.disk)
+        commas = [path for path in disk.paths if "," in path]
+        if commas:
+            raise ConfigError(f"disk: {commas[0]!r} has a comma, which separates folders; use another folder.")
+        found |= {"disk": ",".join(disk.paths), "disk_limit": disk.limit}
+    return {SWITCH: "true", **{variable_of(name): str(value) for name, value in found.items() if value is not None}}
+
+
+def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
+    """The dials that a script gives, or else those of the environment.
+
+    Raises:
+        ConfigError: dials that cannot be used; both give some, and not the same.
+    """
+    asked = from_environment(os.environ)
+    if given is None:
+        return asked or PTMConfig()
+    config = PTMConfig.load(given)
+    if asked not in (None, PTMConfig(), config):
+        raise ConfigError(
+            f"the script gives the dials {config}, and the launcher or the environment (PTM_...) {asked}; leave one of "
+            "them out."
+        )
+    return config
+
+
+def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
+    """`config` with the dials that are given as text in place of its own.
+
+    Args:
+        config: the dials.
+        texts: by the names of `TEXT_DIALS`.
+
+    Raises:
+        ConfigError: dials that cannot be used; a limit without a disk.
+    """
+    changes: dict[str, Any] = {name: text for name, text in texts.items() if name not in ("disk", "disk_limit")}
+    disk = DiskConfig.load(config.disk) if config.disk is not None else None
+    if "disk" in texts:
+        paths = tuple(part.strip() for part in texts["disk"].split(",") if part.strip())
+        disk = DiskConfig(paths=paths, limit=disk.limit if disk is not None else None)
+    if "disk_limit" in texts:
+        if disk is None:
+            raise ConfigError(f"disk_limit: {texts['disk_limit']!r} is a limit without a disk; set disk as well.")
+        disk = replace(disk, limit=texts["disk_limit"])
+    return replace(config, **changes, disk=disk)

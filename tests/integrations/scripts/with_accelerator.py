@@ -1,0 +1,45 @@
+"""A script as people write them, with an Accelerator: it knows nothing of ptm_accel. Given: MODEL OUT."""
+
+import sys
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+
+def main(source: str, out: str) -> None:
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 512, (24,), generator=generator) for _ in range(40)]
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=2)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=10)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses = []
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach().reshape(1)).sum().item())
+        if number == 7:
+            break
+    accelerator.print("RESULT", losses, flush=True)
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(model).save_pretrained(
+        out, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
+    )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,226 @@
+"""`accelerate launch --use_ptm script.py` with scripts that know nothing of it, beside the same without the flag."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch")
+DIALS = {"host_memory": "2200KB", "page_size": "4096"}
+"""What the tiny model's states do not fit; they go to a disk."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def result(self) -> str:
+        lines = [line for line in self.out.splitlines() if line.startswith("RESULT")]
+        assert len(lines) == 1, f"{self.out}\n{self.err[-3000:]}"
+        return lines[0]
+
+
+def run(*command: str, cwd: Path, **env: str) -> Run:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PTM_", "ACCELERATE_", "PYTEST_"))}
+    settings = {"HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**kept, **settings, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+def flags(folder: Path) -> list[str]:
+    dials = (part for dial, text in DIALS.items() for part in (f"--ptm_{dial}", text))
+    return ["--use_ptm", *dials, "--ptm_disk", str(folder)]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny: ModuleType) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.model().save_pretrained(folder)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(ours: Path, plain: Path) -> None:
+    found, expected = weights(ours), weights(plain)
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("script", ["with_trainer.py", "with_accelerator.py"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_unchanged_script_gives_the_same(script: str, processes: int, folder: Path, tmp_path: Path) -> None:
+    command = [str(SCRIPTS / script), str(folder)]
+    if processes == 1:
+        plain = run(*ACCELERATE, "--cpu", *command, str(tmp_path / "plain"), cwd=tmp_path)
+    else:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+        plain = run(*torchrun, *command, str(tmp_path / "plain"), cwd=tmp_path, ACCELERATE_USE_CPU="true")
+    number = ["--num_processes", str(processes), "--main_process_port", "0"]
+    ours = run(*ACCELERATE, *flags(tmp_path), "--cpu", *number, *command, str(tmp_path / "ours"), cwd=tmp_path)
+    assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
+    assert ours.result == plain.result
+    assert_same(tmp_path / "ours", tmp_path / "plain")
+    assert not list(tmp_path.glob("ptm_accel-*")), "nothing is left on the disk"
+
+
+@pytest.mark.parametrize("way", ["module", "launch as a module", "torchrun", "own command"])
+def test_other_ways_to_say_it(way: str, folder: Path, tmp_path: Path) -> None:
+    command = [str(SCRIPTS / "with_trainer.py"), str(folder)]
+    plain = run(*command, str(tmp_path / "plain"), cwd=tmp_path)
+    dials = {
+        **{f"PTM_{k.upper()}": v for k, v in DIALS.items()},
+        "PTM_DISK": str(tmp_path),
+        "ACCELERATE_USE_PTM": "true",
+    }
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [*command, str(tmp_path / "ours")]
+    if way == "module":
+        ours = run(*ACCELERATE, "--cpu", "-m", "ptm_accel", *command, cwd=tmp_path, **dials, **off)
+    elif way == "launch as a module":
+        ours = run("-m", "accelerate.commands.launch", "--cpu", *flags(tmp_path), *command, cwd=tmp_path)
+    elif way == "torchrun":
+        ours = run("-m", "torch.distributed.run", "--standalone", *command, cwd=tmp_path, **dials)
+    else:
+        ours = run("-m", "ptm_accel.cli", "launch", "--cpu", *flags(tmp_path)[1:], *command, cwd=tmp_path, **off)
+    assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
+    assert "host_memory: " in ours.err, "the resolved dials are shown"
+    assert ours.result == plain.result
+    assert_same(tmp_path / "ours", tmp_path / "plain")
+
+
+def test_a_section_of_the_configuration_file_switches_it_on_and_flags_win(folder: Path, tmp_path: Path) -> None:
+    plain = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, "use_cpu": True}
+    section = {"host_memory": "64MiB", "page_size": 4096, "disk": str(tmp_path)}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**plain, "ptm_config": section}))
+    command = ["--config_file", "config.yaml", "--ptm_host_memory", "32MiB", str(SCRIPTS / "with_trainer.py")]
+    found = run(*ACCELERATE, *command, str(folder), str(tmp_path / "out"), cwd=tmp_path)
+    assert found.code == 0, found.err[-3000:]
+    assert "host_memory: 32.00 MiB (given)" in found.err
+    assert "page_size: 4096 B (given)" in found.err
+
+
+def test_values_that_are_cast_as_they_are_read_are_the_same(folder: Path, tmp_path: Path) -> None:
+    command = [str(SCRIPTS / "with_trainer.py"), str(folder)]
+    plain = run(*command, str(tmp_path / "plain"), "bfloat16", cwd=tmp_path)
+    ours = run(*ACCELERATE, *flags(tmp_path), "--cpu", *command, str(tmp_path / "ours"), "bfloat16", cwd=tmp_path)
+    assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
+    assert ours.result == plain.result
+    assert_same(tmp_path / "ours", tmp_path / "plain")
+
+
+def test_a_script_that_puts_nothing_on_pages_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("import torch\nprint('done')\n")
+    found = run(*ACCELERATE, "--use_ptm", "--cpu", "idle.py", cwd=tmp_path)
+    assert "done" in found.out
+    assert found.code != 0
+    assert "no model was put on them" in found.err
+
+
+def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_path: Path) -> None:
+    text = (SCRIPTS / "with_trainer.py").read_text()
+    other = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import torch'], check=True)\n"
+    (tmp_path / "script.py").write_text(other + text)
+    found = run(*ACCELERATE, *flags(tmp_path), "--cpu", "script.py", str(folder), str(tmp_path / "out"), cwd=tmp_path)
+    assert found.code == 0, found.err[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--use_ptm", "--ptm_host_memroy", "4GB"], "unknown flag --ptm_host_memroy; did you mean --ptm_host_memory?"),
+        (["--use_ptm", "--ptm-disc=/x"], "unknown flag --ptm-disc; did you mean --ptm_disk?"),
+        (["--ptm_host_memory", "4GB"], "--ptm_host_memory does nothing without --use_ptm; add --use_ptm."),
+        (["--use_ptm", "--ptm_host_memory", "lots"], "host_memory: "),
+        (["--use_ptm", "--ptm_update", "lock_free"], "update: 'lock_free' is not available"),
+        (["--use_ptm", "--ptm_disk_limit", "4GB"], "is a limit without a disk; set disk as well."),
+        (["--use_ptm", "--ptm_config_file", "none.yaml"], "none.yaml: no such file"),
+        (["--use_ptm", "--ptm_config_file", "bad.yaml"], "bad.yaml: not valid YAML"),
+        (["--use_ptm", "--use_deepspeed"], "DeepSpeed (--use_deepspeed) and ptm_accel (--use_ptm, or ptm_config"),
+        (["--use_ptm", "--use_fsdp"], "FSDP (--use_fsdp) and ptm_accel"),
+        (["--config_file", "typo.yaml"], "unknown key 'host_memroy'; did you mean 'host_memory'?"),
+        (["--config_file", "list.yaml"], "expected a mapping of dials, got list"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_starts(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
+    (tmp_path / "bad.yaml").write_text("host_memory: [\n")
+    (tmp_path / "typo.yaml").write_text(plain + "ptm_config:\n  host_memroy: 4GB\n")
+    (tmp_path / "list.yaml").write_text(plain + "ptm_config: [4GB]\n")
+    (tmp_path / "script.py").write_text("print('started')\n")
+    found = run(*ACCELERATE, *arguments, "script.py", cwd=tmp_path)
+    assert found.code == 2, found.err[-3000:]
+    assert message in found.err
+    assert "Traceback" not in found.err
+    assert "started" not in found.out
+
+
+def test_a_flag_behind_the_script_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('started')\n")
+    found = run(*ACCELERATE, "script.py", "--use_ptm", cwd=tmp_path)
+    assert found.code == 2
+    assert "--use_ptm stands behind the script script.py, to which it would be given; put it before." in found.err
+
+
+def test_help_shows_the_flags(tmp_path: Path) -> None:
+    assert "--use_ptm" in run(*ACCELERATE, "--help", cwd=tmp_path).out
+    found = run(*ACCELERATE, "--use_ptm", "--help", cwd=tmp_path)
+    assert found.code == 0, found.err
+    for flag in ("--ptm_device_memory", "--ptm_host_memory", "--ptm_disk", "--ptm_config_file"):
+        assert flag in found.out
+
+
+def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, accelerate, transformers.trainer, transformers.modeling_utils\n"
+        "assert not [f for f in sys.meta_path if type(f).__module__.startswith('ptm_accel')]\n"
+        "assert [m for m in sys.modules if m.startswith('ptm_accel')] == ['ptm_accel', 'ptm_accel.autoload']\n"
+        "assert '__new__' not in vars(accelerate.Accelerator)\n"
+        "assert torch.nn.Module.register_parameter.__module__ == 'torch.nn.modules.module'\n"
+    )
+    (tmp_path / "plain.py").write_text(code)
+    found = run("plain.py", cwd=tmp_path)
+    assert found.code == 0, found.err
+
+
+@pytest.mark.parametrize("first", ["accelerate", "transformers", "torch", "datasets", "peft"])
+def test_any_order_of_imports(first: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "order.py").write_text(
+        f"import {first}\n"
+        "from accelerate import Accelerator\n"
+        "from transformers import Trainer\n"
+        "assert type(Accelerator(cpu=True)).__name__ == 'PTMAccelerator'\n"
+        "assert '__new__' in vars(Trainer)\n"
+        "import os\n"
+        "os._exit(0)\n"
+    )
+    found = run("order.py", cwd=tmp_path, ACCELERATE_USE_PTM="1")
+    assert found.code == 0, found.err

@@ -1,0 +1,97 @@
+"""The dials in environment variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptm_accel.config import DiskConfig, PTMConfig
+from ptm_accel.environment import SWITCH, agreed, from_environment, is_on, overridden, to_environment
+from ptm_accel.errors import ConfigError
+
+SIZES = st.one_of(st.none(), st.just("50%"), st.integers(4 << 20, 1 << 40), st.just("64GB"))
+FOLDERS = st.lists(st.sampled_from(["/a", "/b c", "~/d", "$E/f"]), min_size=1, max_size=3, unique=True)
+DISKS = st.one_of(
+    st.none(), st.builds(lambda paths, limit: DiskConfig(paths=tuple(paths), limit=limit), FOLDERS, SIZES)
+)
+
+
+@given(
+    st.builds(
+        PTMConfig,
+        device_memory=SIZES,
+        host_memory=SIZES,
+        disk=DISKS,
+        update=st.sampled_from(["exact", "blocking"]),
+        page_size=st.sampled_from(["4MiB", 65536]),
+        master_weights=st.sampled_from([None, "fp32"]),
+    )
+)
+def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> None:
+    told = to_environment(config)
+    assert all(isinstance(value, str) for value in told.values())
+    read = from_environment(told)
+    assert read is not None
+    for dial in ("device_memory", "host_memory", "page_size"):
+        asked = getattr(config, dial)
+        assert getattr(read, dial) == (None if asked is None else str(asked))
+    assert (read.update, read.master_weights) == (config.update, config.master_weights)
+    if config.disk is None:
+        assert read.disk is None
+    else:
+        disk, there = DiskConfig.load(config.disk), DiskConfig.load(read.disk or [])
+        assert there.paths == disk.paths
+        assert there.limit == (None if disk.limit is None else str(disk.limit))
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("True", True), (" yes ", True), ("0", False), ("", False)])
+def test_the_switch(text: str, on: bool) -> None:
+    assert is_on({SWITCH: text}) is on
+    assert (from_environment({SWITCH: text, "PTM_HOST_MEMORY": "1GB"}) is None) is not on
+    assert not is_on({})
+
+
+def test_a_switch_that_is_neither() -> None:
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_PTM='perhaps' is neither on nor off; set it to true or"):
+        is_on({SWITCH: "perhaps"})
+
+
+def test_a_variable_that_is_nearly_one() -> None:
+    with pytest.raises(ConfigError, match="PTM_HOST_MEMROY is not a dial of ptm_accel; did you mean PTM_HOST_MEMORY?"):
+        from_environment({SWITCH: "1", "PTM_HOST_MEMROY": "1GB"})
+    assert from_environment({SWITCH: "1", "PTM_SOMETHING_ELSE": "1"}) == PTMConfig()
+
+
+def test_variables_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "dials.yaml"
+    file.write_text("host_memory: 8GB\nupdate: blocking\n")
+    read = from_environment({SWITCH: "1", "PTM_CONFIG_FILE": str(file), "PTM_HOST_MEMORY": "4GB"})
+    assert read == PTMConfig(host_memory="4GB", update="blocking")
+
+
+def test_a_disk_given_as_text_keeps_the_limit_and_a_limit_the_disk() -> None:
+    base = PTMConfig(disk=DiskConfig(paths=("/a",), limit="1GB"))
+    assert overridden(base, {"disk": "/b, /c"}).disk == DiskConfig(paths=("/b", "/c"), limit="1GB")
+    assert overridden(base, {"disk_limit": "2GB"}).disk == DiskConfig(paths=("/a",), limit="2GB")
+    with pytest.raises(ConfigError, match="disk_limit: '2GB' is a limit without a disk; set disk as well"):
+        overridden(PTMConfig(), {"disk_limit": "2GB"})
+
+
+def test_a_path_with_a_comma() -> None:
+    with pytest.raises(ConfigError, match="disk: '/a,b' has a comma, which separates folders; use another folder"):
+        to_environment(PTMConfig(disk="/a,b"))
+
+
+def test_dials_of_a_script_and_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed(None) == PTMConfig()
+    assert agreed({"host_memory": "1GB"}) == PTMConfig(host_memory="1GB")
+    monkeypatch.setenv(SWITCH, "true")
+    assert agreed({"host_memory": "1GB"}) == PTMConfig(host_memory="1GB"), "the launcher has only switched it on"
+    monkeypatch.setenv("PTM_HOST_MEMORY", "2GB")
+    assert agreed(None) == PTMConfig(host_memory="2GB")
+    assert agreed({"host_memory": "2GB"}) == PTMConfig(host_memory="2GB")
+    with pytest.raises(ConfigError, match="the script gives the dials .*; leave one of them out"):
+        agreed({"host_memory": "1GB"})
