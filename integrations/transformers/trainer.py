@@ -44,8 +44,8 @@ class PTMTrainerMixin(PagedCheckpoints):
 
     Raises:
         ConfigError: dials that cannot be used.
-        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, or `optim` names an optimizer that cannot
-            run on pages.
+        UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, or `optim` names an optimizer that
+            cannot run on pages.
     """
 
     ptm_config: PTMConfig | None = None
