@@ -164,6 +164,22 @@ def write_section(file: Path, dials: dict[str, Any]) -> None:
     file.write_text(yaml.safe_dump(content, sort_keys=True), encoding="utf-8")
 
 
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
+    output: Annotated[Path | None, typer.Option(help="By default optimizer.pt in the checkpoint.")] = None,
+) -> None:
+    """Writes a checkpoint's optimizer state as runs without ptm_accel read it (for an Accelerator: optimizer.bin)."""
+    from ptm_accel.checkpoint.plain_state import write_plain_state
+
+    file = checkpoint / "optimizer.pt" if output is None else output
+    write_plain_state(checkpoint, file)
+    typer.echo(f"{file}: {format_bytes(file.stat().st_size)}")
+
+
 # ---- launch ----------------------------------------------------------------------------------------------------------
 
 

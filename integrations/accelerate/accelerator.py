@@ -23,6 +23,8 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from .states import PagedStates
+
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
@@ -88,7 +90,7 @@ class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.optimizer.zero_grad()
 
 
-class PTMAccelerator(Accelerator):  # type: ignore[misc]
+class PTMAccelerator(PagedStates):
     """An `Accelerator` whose models and optimizers are on pages; everything else is accelerate's own.
 
     Args:

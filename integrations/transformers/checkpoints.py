@@ -24,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rota
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ptm_accel.checkpoint.directory import is_complete, remove_incomplete, staged
+from ptm_accel.checkpoint.plain_state import load_plain_state
 from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
@@ -217,24 +218,18 @@ class PagedCheckpoints(_Host):
         if engine is None or engine.optimizer is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        if not has_optimizer_state(directory):
-            self._refuse_plain_state(directory)
-            return
-        load_optimizer_state(engine.optimizer, directory)
+        if has_optimizer_state(directory):
+            load_optimizer_state(engine.optimizer, directory)
+        else:
+            plain = next((path for name in _PLAIN_OPTIMIZER if (path := directory / name).is_file()), None)
+            if plain is None:
+                return
+            load_plain_state(engine.optimizer, plain)
         scheduler = directory / SCHEDULER_NAME
         if scheduler.is_file() and self.lr_scheduler is not None:
             with warnings.catch_warnings(record=True) as caught:
                 self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
             reissue_pt_warnings(caught)
-
-    def _refuse_plain_state(self, directory: Path) -> None:
-        for name in _PLAIN_OPTIMIZER:
-            if (directory / name).is_file():
-                raise CheckpointError(
-                    f"the checkpoint {directory} was saved without ptm_accel: its optimizer state is one pickled file "
-                    f"({name}, {(directory / name).stat().st_size} bytes), which cannot be read onto pages. Load the "
-                    "weights with from_pretrained() and train with a new optimizer, or resume without ptm_accel."
-                )
 
 
 def _whole(path: Path) -> bool:

@@ -46,14 +46,48 @@ def staged(final: Path) -> Iterator[Path]:
         DiskError: the file system is full or failed; what was written is removed, an older `final` is intact.
     """
     final = Path(final)
-    staging = final.parent / f"{_STAGING}-{final.name}-{os.getpid()}"
+    with _cleared(final.parent / f"{_STAGING}-{final.name}-{os.getpid()}", final) as staging:
+        yield staging
+        _sync_tree(staging)
+        _publish(staging, final)
+
+
+@contextmanager
+def added(folder: Path) -> Iterator[Path]:
+    """Writes files into a directory that exists and may hold others', after all of them are complete and on the disk.
+
+    Args:
+        folder: the directory.
+
+    Yields:
+        an empty directory on the same file system to write into; what is there at the end moves into `folder`, in
+        place of what has the same names.
+
+    Raises:
+        DiskError: the file system is full or failed; what was written is removed, `folder` is as it was.
+    """
+    folder = Path(folder)
+    with _cleared(folder.parent / f"{_STAGING}-{folder.name}-{os.getpid()}", folder) as staging:
+        yield staging
+        _sync_tree(staging)
+        for path in sorted(staging.rglob("*")):
+            place = folder / path.relative_to(staging)
+            if path.is_dir():
+                place.mkdir(exist_ok=True)
+            else:
+                path.replace(place)
+        _sync_tree(folder)
+        shutil.rmtree(staging)
+
+
+@contextmanager
+def _cleared(staging: Path, final: Path) -> Iterator[Path]:
+    """An empty directory that is removed if anything fails; says so where the file system is the reason."""
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         yield staging
-        _sync_tree(staging)
-        _publish(staging, final)
     except BaseException as error:
         refusal = _failure(error, staging, final)
         shutil.rmtree(staging, ignore_errors=True)

@@ -196,14 +196,14 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         BudgetError: no room for the state; the optimizer's state is then incomplete.
     """
     directory = Path(directory)
-    index = _read_index(directory)
+    index = read_index(directory)
     with ExitStack() as files:
-        saved = _Saved(directory, index, files)
+        saved = SavedState(directory, index, files)
         saved.check(optimizer)
         _apply(optimizer, saved)
 
 
-def _apply(optimizer: PagedOptimizer, saved: _Saved) -> None:
+def _apply(optimizer: PagedOptimizer, saved: SavedState) -> None:
     groups = zip(optimizer.param_groups, saved.groups, optimizer.states.groups(), strict=True)
     for group, there, slots in groups:
         for key, value in there["values"].items():
@@ -238,7 +238,12 @@ def _is_paged(value: Any) -> bool:
     return isinstance(value, dict) and "paged" in value
 
 
-def _read_index(directory: Path) -> dict[str, Any]:
+def read_index(directory: Path) -> dict[str, Any]:
+    """The contents of a saved state's JSON file.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or of another version.
+    """
     path = directory / INDEX_NAME
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -264,7 +269,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 
 @dataclass
-class _Saved:
+class SavedState:
     """A saved state: its index, and its shards opened as they are needed.
 
     Attributes:

@@ -104,7 +104,7 @@ class StateDictHooks:
         given = known() if known is not None else None
         if given is not None and any(value is given for value in state_dict.values()):
             return given
-        values = self._pool.snapshot(slot.value)
+        values = _alone(self._pool.snapshot(slot.value))
         if known is not None:
             self._tied[id(slot)] = weakref.ref(values)
         return values
@@ -132,3 +132,11 @@ class StateDictHooks:
 
 def _nothing() -> None:
     """Stands for a reference that has died, and for nobody to tell."""
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a storage that ends where they end: safetensors takes others for pieces of something larger."""
+    if values.untyped_storage().nbytes() == values.nbytes or not values.is_contiguous():
+        return values
+    alone: torch.Tensor = torch.utils.dlpack.from_dlpack(values)
+    return alone

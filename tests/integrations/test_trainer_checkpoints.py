@@ -20,6 +20,7 @@ from ptm_accel.integrations.transformers import Trainer
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
+from ptm_accel.checkpoint.plain_state import write_plain_state
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import CheckpointError
 
@@ -219,11 +220,22 @@ def test_only_complete_checkpoints_are_resumed_from(
         again.train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_of_the_plain_trainer_is_refused(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
-    _build(tiny, transformers.Trainer, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    trainer = _build(tiny, Trainer, tmp_path, tight, max_steps=2)
-    with pytest.raises(CheckpointError, match=r"was saved without ptm_accel: its optimizer state is one pickled file"):
-        trainer.train(resume_from_checkpoint=True)
+@pytest.mark.parametrize("first", ["plain", "paged"])
+def test_runs_with_and_without_pages_resume_one_another(
+    first: str, uninterrupted: dict[str, Any], tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    plain, paged = (transformers.Trainer, None), (Trainer, tight)
+    (cls, dials), (other, others) = (plain, paged) if first == "plain" else (paged, plain)
+    changes = {"max_steps": 10, "save_strategy": "steps", "save_steps": 4}
+    _build(tiny, cls, run, dials, {"callbacks": [_Ends(4)]}, **changes).train()
+    if first == "paged":
+        assert not (run / "checkpoint-4" / "optimizer.pt").exists(), "nothing is pickled unasked"
+        write_plain_state(run / "checkpoint-4", run / "checkpoint-4" / "optimizer.pt")
+    resumed = _build(tiny, other, run, others, **changes)
+    resumed.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert _steps({"history": tiny.history(resumed)}) == _steps(uninterrupted)
+    assert tiny.digest(resumed.model) == uninterrupted["weights"]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +304,13 @@ def test_fused_experts_resume_exactly(tiny: ModuleType, tmp_path: Path) -> None:
     resumed = _build(tiny, Trainer, run, dials, {"model": mixtral()}, **changes)
     resumed.train(resume_from_checkpoint=True)
     assert engine_of(resumed.model).pool.stats.evictions > 0
+    assert tiny.digest(resumed.model) == tiny.digest(plain.model)
+    # A checkpoint of the plain Trainer as well, which itself leaves the experts as they were.
+    stock = tmp_path / "stock"
+    ends = {"model": mixtral(), "callbacks": [_Ends(2)]}
+    _build(tiny, transformers.Trainer, stock, given=ends, **changes).train()
+    resumed = _build(tiny, Trainer, stock, dials, {"model": mixtral()}, **changes)
+    resumed.train(resume_from_checkpoint=str(stock / "checkpoint-2"))
     assert tiny.digest(resumed.model) == tiny.digest(plain.model)
 
 

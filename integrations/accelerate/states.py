@@ -1,0 +1,159 @@
+"""`save_state` and `load_state` on pages: whole directories, optimizer state in safetensors by parameter name.
+
+Weights, schedulers, samplers, random numbers and registered objects are accelerate's own files, so that what is saved
+with pages loads without them, but for the optimizer's state: that is written as `ptm_accel.checkpoint` has it, and
+plain `optimizer.bin` is read as well (`ptm-accel export` makes one).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+
+from ptm_accel.checkpoint.directory import added, staged
+from ptm_accel.checkpoint.plain_state import load_plain_state
+from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
+from ptm_accel.errors import CheckpointError
+from ptm_accel.optim.optimizer import PagedOptimizer
+
+
+class PagedStates(Accelerator):  # type: ignore[misc]
+    """The part of the accelerator on pages that saves and loads."""
+
+    _optimizers: list[AcceleratedOptimizer]
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Accelerator.save_state`; a directory that does not exist yet appears complete or not at all.
+
+        Files of others in a directory that exists are left as they are.
+
+        Raises:
+            DiskError: the disk is full or failed.
+        """
+        naming = self.project_configuration.automatic_checkpoint_naming
+        final = self._next_directory() if naming else Path(os.fspath(output_dir or ""))
+        with self._shared_staging(final) as staging:
+            self.project_configuration.automatic_checkpoint_naming = False
+            try:
+                with self._without_optimizers() as optimizers:
+                    super().save_state(str(staging), *args, **kwargs)
+            finally:
+                self.project_configuration.automatic_checkpoint_naming = naming
+            if self._writes:
+                for number, optimizer in enumerate(optimizers):
+                    folder = _state_folder(staging, number)
+                    folder.mkdir(exist_ok=True)
+                    save_optimizer_state(_paged(optimizer), folder)
+        return final if naming else output_dir
+
+    @property
+    def _writes(self) -> bool:
+        each = self.project_configuration.save_on_each_node
+        return bool(self.is_local_main_process if each else self.is_main_process)
+
+    def _next_directory(self) -> Path:
+        """As accelerate names checkpoints, and removes the oldest of too many.
+
+        Raises:
+            ValueError: there is one of that name, as in accelerate.
+        """
+        project = self.project_configuration
+        base = Path(self.project_dir) / "checkpoints"
+        final = base / f"checkpoint_{self.save_iteration}"
+        if final.exists():
+            raise ValueError(
+                f"Checkpoint directory {final} ({self.save_iteration}) already exists. Please manually override "
+                "`self.save_iteration` with what iteration to start with."
+            )
+        self.wait_for_everyone()
+        found = [path for path in base.iterdir() if re.search(r"_\d+$", path.name)] if base.is_dir() else []
+        if project.total_limit is not None and self.is_main_process:
+            found.sort(key=lambda path: int(path.name.rpartition("_")[2]))
+            for path in found[: max(len(found) + 1 - project.total_limit, 0)]:
+                shutil.rmtree(path)
+        return final
+
+    @contextmanager
+    def _shared_staging(self, final: Path) -> Iterator[Path]:
+        """The directory that all processes write a state into; one of them makes and publishes it."""
+        with ExitStack() as stack:
+            make = added if final.exists() else staged
+            mine = stack.enter_context(make(final)) if self.is_main_process else None
+            if self.num_processes > 1:
+                told = [str(mine)]
+                torch.distributed.broadcast_object_list(told, 0)
+                mine = mine or Path(told[0])
+            assert mine is not None
+            yield mine
+            # What others write there must be complete before it gets its name.
+            self.wait_for_everyone()
+        self.wait_for_everyone()
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        """As `Accelerator.load_state`, one tensor at a time onto pages; also what a plain run has saved.
+
+        Raises:
+            CheckpointError: the directory has no optimizer state, or that of another model or optimizer.
+        """
+        source = self._latest() if input_dir is None else Path(os.path.expanduser(os.fspath(input_dir)))
+        if source is not None and source.is_dir():
+            self._check_states(source)
+        with self._without_optimizers() as optimizers:
+            # accelerate says what is wrong with a directory that is not there.
+            super().load_state(None if source is None else str(source), *args, **kwargs)
+        assert source is not None
+        for number, optimizer in enumerate(optimizers):
+            paged = _paged(optimizer)
+            folder = _state_folder(source, number)
+            if has_optimizer_state(folder):
+                load_optimizer_state(paged, folder)
+            else:
+                load_plain_state(paged, source / _plain_name(number))
+
+    def _latest(self) -> Path | None:
+        """The newest of the directories that were named automatically."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            return None
+        found = (Path(self.project_dir) / "checkpoints").glob("*_[0-9]*")
+        return max(found, key=lambda path: int(path.name.rpartition("_")[2]), default=None)
+
+    def _check_states(self, source: Path) -> None:
+        for number in range(len(self._optimizers)):
+            folder, plain = _state_folder(source, number), source / _plain_name(number)
+            if not has_optimizer_state(folder) and not plain.is_file():
+                raise CheckpointError(
+                    f"{source} has no state of optimizer {number} (neither {folder.relative_to(source.parent)} of "
+                    f"ptm_accel nor {plain.name}). Load another one, or prepare as many optimizers as were saved."
+                )
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[list[AcceleratedOptimizer]]:
+        """While it lasts, accelerate sees no optimizers: it would gather and pickle their state."""
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            yield optimizers
+        finally:
+            self._optimizers = optimizers
+
+
+def _paged(optimizer: AcceleratedOptimizer) -> PagedOptimizer:
+    inner = optimizer.optimizer
+    assert isinstance(inner, PagedOptimizer), "`prepare_optimizer` lets no other through"
+    return inner
+
+
+def _state_folder(directory: Path, number: int) -> Path:
+    return directory if number == 0 else directory / f"optimizer_{number}"
+
+
+def _plain_name(number: int) -> str:
+    return "optimizer.bin" if number == 0 else f"optimizer_{number}.bin"

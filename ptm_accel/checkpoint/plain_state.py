@@ -1,0 +1,128 @@
+"""The optimizer state of runs without ptm_accel: one file by torch.save (`optimizer.pt`), read, and written on request.
+
+This is the only place that touches that format. It is read with `weights_only` and mapped, one tensor at a time onto
+pages; and written from mapped tensors, so that neither needs memory for all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptm_accel.checkpoint.training_state import SavedState, read_index
+from ptm_accel.errors import CheckpointError, DiskError
+from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.states import MASTER_KEY
+from ptm_accel.units import format_bytes
+
+_FULL_SIZE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg")
+"""Entries of torch's optimizers that have the shape of their parameter."""
+
+
+def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
+    """Reads what `torch.save(optimizer.state_dict(), file)` has written onto pages.
+
+    Args:
+        optimizer: has the same parameters, in the same groups and order.
+        file: the file.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another model or optimizer; nothing has been changed then.
+        BudgetError: no room for the state.
+    """
+    try:
+        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        groups, state = saved["param_groups"], saved["state"]
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{file} ({format_bytes(file.stat().st_size)}) is no optimizer state that can be read without running code "
+            f"from it: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Resume from another "
+            "checkpoint."
+        ) from error
+    _check_groups(optimizer, groups, file)
+    _check_shapes(optimizer, state, file)
+    optimizer.load_state_dict(saved)
+
+
+def _check_groups(optimizer: PagedOptimizer, groups: list[dict[str, Any]], file: Path) -> None:
+    there, here = [len(group["params"]) for group in groups], [len(slots) for slots in optimizer.states.groups()]
+    if there != here:
+        raise CheckpointError(
+            f"{file} has parameter groups of {there} parameters, this optimizer has {here}: it is of another model or "
+            "of another grouping."
+        )
+    for number, group in enumerate(groups):
+        lacking = sorted(optimizer.inner.defaults.keys() - group.keys())
+        if lacking:
+            raise CheckpointError(
+                f"{file} has no {lacking[0]!r} in parameter group {number}, and {type(optimizer.inner).__name__} has "
+                "one: it is of another optimizer. Train with the one it was saved by."
+            )
+
+
+def _check_shapes(optimizer: PagedOptimizer, state: Mapping[int, dict[str, Any]], file: Path) -> None:
+    slots = [slot for group in optimizer.states.groups() for slot in group]
+    for number, entries in state.items():
+        for key, value in entries.items():
+            there = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            here = tuple(slots[number].value.shape)
+            if key in _FULL_SIZE and value is not None and there != here:
+                raise CheckpointError(
+                    f"{file} has {key!r} of shape {there} for {slots[number].name}, which has {here} here: it is of "
+                    "another model."
+                )
+
+
+def write_plain_state(directory: Path, file: Path) -> None:
+    """Writes a checkpoint's optimizer state as plain torch reads it.
+
+    Args:
+        directory: a checkpoint that `save_optimizer_state` has written into.
+        file: what to write; it is there as a whole or not at all.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has fp32 masters, for which plain runs have no place.
+        DiskError: writing failed.
+    """
+    with ExitStack() as files:
+        saved = SavedState(directory, read_index(directory), files)
+        whole = _plain(saved, directory)
+        part = file.with_name(f".{file.name}.incomplete")
+        try:
+            torch.save(whole, part)
+            part.replace(file)
+        except (OSError, RuntimeError) as error:
+            part.unlink(missing_ok=True)
+            number = error.errno if isinstance(error, OSError) and error.errno else 5
+            raise DiskError(number, f"cannot write {file.name}: {os.strerror(number)} ({error})", str(file)) from error
+
+
+def _plain(saved: SavedState, directory: Path) -> dict[str, Any]:
+    groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    number = 0
+    for group in saved.groups:
+        numbers = list(range(number, number + len(group["params"])))
+        number += len(numbers)
+        groups.append({**{key: saved.decode(value) for key, value in group["values"].items()}, "params": numbers})
+        for index, name in zip(numbers, group["params"], strict=True):
+            entries = saved.state.get(name, {})
+            if MASTER_KEY in entries:
+                raise CheckpointError(
+                    f"the optimizer state in {directory} has fp32 masters (of {name} first), which a plain run has no "
+                    "place for; resume with ptm_accel, or train without master_weights."
+                )
+            if entries:
+                state[index] = {key: _value(saved, value) for key, value in entries.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def _value(saved: SavedState, value: Any) -> Any:
+    paged = isinstance(value, dict) and "paged" in value
+    return saved.tensor(value["paged"]) if paged else saved.decode(value)

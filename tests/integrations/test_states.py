@@ -1,0 +1,196 @@
+"""Saving and resuming in a loop of one's own: `save_state` and `load_state`, with pages and without, both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration
+from ptm_accel.integrations.accelerate import PTMAccelerator
+from safetensors.torch import load_file
+
+from ptm_accel.checkpoint.plain_state import write_plain_state
+from ptm_accel.errors import CheckpointError, DiskError
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[Callable[[], None]]:
+    """accelerate keeps its state for the whole process."""
+
+    def reset() -> None:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    yield reset
+    reset()
+
+
+class Loop:
+    """A loop that can be saved and resumed at any step."""
+
+    def __init__(self, tiny: ModuleType, folder: Path, dials: dict[str, Any] | None, **changes: Any) -> None:
+        options = {"cpu": True, "project_config": ProjectConfiguration(project_dir=str(folder), **changes)}
+        self.accelerator = Accelerator(**options) if dials is None else PTMAccelerator(**options, ptm_config=dials)
+        torch.manual_seed(0)
+        model = tiny.model(attention_dropout=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        self.rows = tiny.data(6)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
+        self.weights: Callable[[Any], Any] = tiny.weights
+
+    def run(self, begin: int, end: int) -> list[float]:
+        losses = []
+        for row in self.rows[begin:end]:
+            loss = self.model(**{name: value[None] for name, value in row.items()}).loss
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def end(self) -> Any:
+        return self.weights(self.accelerator.unwrap_model(self.model))
+
+
+@pytest.mark.parametrize(("first", "second"), [("paged", "paged"), ("paged", "plain"), ("plain", "paged")])
+@pytest.mark.parametrize("budget", ["roomy", "tight"])
+def test_resuming_goes_on_exactly(
+    first: str, second: str, budget: str, tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    dials = tiny.budget(budget, tmp_path / "scratch")
+    whole = Loop(tiny, tmp_path, None)
+    losses, expected = whole.run(0, 6), whole.end()
+    fresh()
+    loop = Loop(tiny, tmp_path, dials if first == "paged" else None)
+    assert loop.run(0, 3) == losses[:3]
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    assert loop.run(3, 6) == losses[3:], "saving changes nothing"
+    fresh()
+    resumed = Loop(tiny, tmp_path, dials if second == "paged" else None)
+    if (first, second) == ("paged", "plain"):
+        assert not (tmp_path / "state" / "optimizer.bin").exists(), "nothing is pickled unasked"
+        write_plain_state(tmp_path / "state", tmp_path / "state" / "optimizer.bin")
+    resumed.accelerator.load_state(str(tmp_path / "state"))
+    assert resumed.run(3, 6) == losses[3:]
+    assert tiny.same(resumed.end(), expected)
+    assert not list(tmp_path.glob(".incomplete*"))
+
+
+def test_weights_are_those_of_the_plain_run(tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]) -> None:
+    for name, dials in (("plain", None), ("paged", tiny.budget("tight", tmp_path))):
+        loop = Loop(tiny, tmp_path, dials)
+        loop.run(0, 2)
+        loop.accelerator.save_state(tmp_path / name)
+        loop.accelerator.save_model(loop.model, str(tmp_path / f"{name} model"), max_shard_size="300KB")
+        fresh()
+    read = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "paged")]
+    assert read[0] == read[1]
+    files = {path.name for path in (tmp_path / "plain model").iterdir()}
+    assert files == {path.name for path in (tmp_path / "paged model").iterdir()}
+    assert len(files) > 2
+    for file in files:
+        assert (tmp_path / "plain model" / file).read_bytes() == (tmp_path / "paged model" / file).read_bytes()
+
+
+def test_names_and_rotation_as_in_accelerate(tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]) -> None:
+    folder = tmp_path / "run"
+    loop = Loop(tiny, folder, tiny.budget("tight", tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    for _ in range(3):
+        loop.run(0, 1)
+        loop.accelerator.save_state()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    before = loop.end()
+    loop.run(0, 1)
+    loop.accelerator.load_state()
+    assert tiny.same(loop.end(), before)
+    loop.accelerator.project_configuration.iteration = 2
+    with pytest.raises(ValueError, match="already exists. Please manually override `self.save_iteration`"):
+        loop.accelerator.save_state()
+
+
+def test_files_of_others_stay(tiny: ModuleType, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "README.md").write_text("mine")
+    loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path))
+    loop.accelerator.save_state(str(state))
+    loop.run(0, 1)
+    loop.accelerator.save_state(str(state))
+    assert (state / "README.md").read_text() == "mine"
+    before = loop.end()
+    loop.run(0, 1)
+    loop.accelerator.load_state(str(state))
+    assert tiny.same(loop.end(), before)
+
+
+def test_a_save_that_fails_leaves_the_one_before(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path))
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()}
+    loop.run(0, 1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("ptm_accel.checkpoint.training_state.save_file", full)
+    with pytest.raises(DiskError, match="No space left on device"):
+        loop.accelerator.save_state(str(tmp_path / "state"))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()} == before
+    with pytest.raises(DiskError, match="No space left on device"):
+        loop.accelerator.save_state(str(tmp_path / "other"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
+    monkeypatch.undo()
+    loop.accelerator.save_state(str(tmp_path / "other"))
+
+
+def test_what_is_not_there_is_said_before_anything_changes(tiny: ModuleType, tmp_path: Path) -> None:
+    loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path))
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    loop.run(0, 1)
+    before = loop.end()
+    (tmp_path / "state" / "optimizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no state of optimizer 0 .*Load another one"):
+        loop.accelerator.load_state(str(tmp_path / "state"))
+    assert tiny.same(loop.end(), before)
+    with pytest.raises(ValueError, match="folder does not exist"):
+        loop.accelerator.load_state(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="No input_dir provided"):
+        loop.accelerator.load_state()
+
+
+def test_two_models_with_an_optimizer_each(tiny: ModuleType, tmp_path: Path) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=tiny.budget("roomy", tmp_path))
+    models = [tiny.model(seed) for seed in (0, 1)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    prepared = accelerator.prepare(*models, *optimizers)
+
+    def step() -> None:
+        for model, optimizer in zip(prepared[:2], prepared[2:], strict=True):
+            accelerator.backward(model(**{k: v[None] for k, v in tiny.data(1)[0].items()}).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    accelerator.save_state(str(tmp_path / "state"))
+    assert json.loads((tmp_path / "state" / "optimizer_1" / "optimizer.json").read_text())["state"]
+    assert set(load_file(tmp_path / "state" / "model_1.safetensors")) == set(models[1].state_dict())
+    step()
+    expected = [tiny.weights(model) for model in models]
+    accelerator.load_state(str(tmp_path / "state"))
+    step()
+    assert all(tiny.same(tiny.weights(model), value) for model, value in zip(models, expected, strict=True))
