@@ -7,10 +7,11 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -20,8 +21,11 @@ from rich.table import Table
 from ptm_accel import autoload, machine
 from ptm_accel.config import YAML_SECTION, DiskConfig, PTMConfig, check_disk_path
 from ptm_accel.environment import SWITCH
-from ptm_accel.errors import ConfigError, PTMError
+from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
 from ptm_accel.units import format_bytes
+
+if TYPE_CHECKING:
+    from ptm_accel.estimate import Estimate
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models that do not fit."
@@ -92,6 +96,64 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+# ---- estimate --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
+    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", help="Rows of a batch.")] = 1,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
+    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer.")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
+    master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Tells what training a model with AdamW needs: memory, disk, and the least that it can do with."""
+    import torch
+
+    from ptm_accel.estimate import estimate as work_out
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype: {dtype!r} is unknown; set it to {', '.join(dtypes)}.")
+    masters = PTMConfig(master_weights=master_weights).master_weights is not None
+    host = import_module("ptm_accel.integrations.transformers.estimating")
+    meta = host.meta_model(model, dtypes[dtype], checkpointing=checkpointing)
+    autocast = torch.bfloat16 if bf16 else None
+    batch: Any = host.text_batch(meta, batch_size, length)
+    try:
+        found = work_out(meta, batch, master_weights=masters, autocast_dtype=autocast)
+        unknown = None
+    except UnsupportedError as error:
+        found, unknown = work_out(meta, master_weights=masters), str(error)
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "unknown": unknown}, indent=1))
+        return
+    _show_estimate(found, f"{batch_size} x {length}", unknown)
+
+
+def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
+    held = "not known beforehand" if found.pass_bytes is None else format_bytes(found.pass_bytes)
+    rows = {
+        "parameters": f"{found.parameters / 1e6:,.1f}M, of which {found.trainable / 1e6:,.1f}M train",
+        "their states": format_bytes(found.states_bytes),
+        "all in memory": f"host_memory of {format_bytes(found.whole_bytes)}",
+        "the least": f"host_memory of {format_bytes(found.least_bytes)}, and {format_bytes(found.below_bytes)} of disk",
+        "what makes it the least": found.reason,
+        f"beside it, a batch of {batch}": held,
+    }
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
+    if unknown is not None:
+        console.print(unknown)
 
 
 # ---- config ----------------------------------------------------------------------------------------------------------

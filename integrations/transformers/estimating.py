@@ -1,0 +1,52 @@
+"""A model of the Hub, or of a local directory, without its weights: to be measured, not to be run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ptm_accel.errors import ConfigError
+from ptm_accel.model.forecast import ShapeSpec
+
+
+def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = False) -> PreTrainedModel:
+    """The model on the meta device, in training mode.
+
+    Args:
+        id_or_path: as for `from_pretrained`; only the configuration is read.
+        dtype: of its parameters.
+        checkpointing: whether activations are checkpointed.
+
+    Raises:
+        ConfigError: there is no such configuration.
+    """
+    try:
+        config = AutoConfig.from_pretrained(id_or_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{id_or_path} has no configuration that can be read: {str(error).splitlines()[0]} Give a model id, or a "
+            "directory with a config.json."
+        ) from error
+    names = getattr(config, "architectures", None) or []
+    cls: Any = getattr(transformers, names[0], None) if names else None
+    with torch.device("meta"):
+        make = AutoModelForCausalLM.from_config if cls is None else cls._from_config
+        model: PreTrainedModel = make(config, dtype=dtype)
+    model.tie_weights()
+    if checkpointing:
+        # Its name since transformers 5.2; before, it was that of gradients.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    model.train()
+    return model
+
+
+def text_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, ShapeSpec]:
+    """The shapes of a batch of text with labels."""
+    names = ["input_ids", "labels"]
+    if getattr(model.config, "is_encoder_decoder", False):
+        names.append("decoder_input_ids")
+    return {name: ShapeSpec((rows, length)) for name in names}

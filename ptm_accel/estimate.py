@@ -1,0 +1,96 @@
+"""What a model will need, before anything is allocated: from shapes alone, and from a pass over fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ptm_accel.config import DEFAULT_PAGE_SIZE
+from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.model.attach import check_model, small_bytes, take_parameters
+from ptm_accel.model.floor import FUSED_ADAMW, Appetite, least_budget
+from ptm_accel.model.forecast import ShapeSpec, forecast
+from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.units import parse_bytes
+
+_OPENED_BYTES = 4
+"""Pages of the memory that is opened to ask; nothing is put into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What training a model takes, on the tier that computes (`host_memory`, or `device_memory` where there is one).
+
+    Attributes:
+        parameters: how many; tied ones once.
+        trainable: how many of them.
+        states_bytes: parameters, gradients, optimizer state, masters and buffers.
+        whole_bytes: the budget under which nothing ever moves.
+        least_bytes: the least budget that it can train under.
+        reason: which tensor or phase makes that the least.
+        below_bytes: what the tiers below must hold under the least budget.
+        pass_bytes: what a forward and backward hold beside the budget on a CPU, at most: activations and casts; on a
+            device the budget counts them. None if no batch was given.
+    """
+
+    parameters: int
+    trainable: int
+    states_bytes: int
+    whole_bytes: int
+    least_bytes: int
+    reason: str
+    below_bytes: int
+    pass_bytes: int | None
+
+
+def estimate(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor | ShapeSpec | object] | None = None,
+    *,
+    master_weights: bool = False,
+    autocast_dtype: torch.dtype | None = None,
+    appetite: Appetite = FUSED_ADAMW,
+    page_size: str | int = DEFAULT_PAGE_SIZE,
+) -> Estimate:
+    """Works out what a model needs; it may be on the meta device, and is not changed.
+
+    Args:
+        model: the model, in the mode, with the frozen parameters and the checkpointing that it will train with.
+        batch: its keyword arguments, of which only shapes count; None to leave activations out.
+        master_weights: whether narrower parameters get fp32 masters.
+        autocast_dtype: what `torch.autocast` will cast to; None without it.
+        appetite: what the optimizer needs; AdamW's by default.
+        page_size: as in the configuration.
+
+    Raises:
+        UnsupportedError: the model cannot be put on pages; or a pass over it depends on values (`forecast`).
+    """
+    page_bytes = parse_bytes(page_size)
+    check_model(model)
+    memory = build_memory(Capacities(page_bytes=page_bytes, host_bytes=_OPENED_BYTES * page_bytes), torch.device("cpu"))
+    slots = SlotTable()
+    try:
+        take_parameters(model, memory.pool, slots, ExtentTable(), small=small_bytes(page_bytes), paged={})
+        floor = least_budget(model, slots, appetite, masters=master_weights, window_bytes=page_bytes)
+        counted = [(slot.value.numel, slot.param.requires_grad) for slot in slots]
+    finally:
+        for slot in slots:
+            memory.pool.forget(slot.value)
+        memory.close()
+    pass_bytes = None
+    if batch is not None:
+        trace = forecast(model, batch, autocast_dtype=autocast_dtype, page_bytes=page_bytes)
+        pass_bytes = max((access.held_bytes for access in trace.accesses), default=0)
+    return Estimate(
+        parameters=sum(count for count, _ in counted),
+        trainable=sum(count for count, trained in counted if trained),
+        states_bytes=floor.states_bytes,
+        whole_bytes=floor.whole_bytes,
+        least_bytes=floor.total_bytes,
+        reason=floor.reason,
+        below_bytes=max(floor.states_bytes - floor.fixed_bytes, 0),
+        pass_bytes=pass_bytes,
+    )

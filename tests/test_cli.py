@@ -1,0 +1,132 @@
+"""The command line beside accelerate's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from ptm_accel import __main__, cli
+from ptm_accel.checkpoint.training_state import save_optimizer_state
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.environment import from_environment
+from ptm_accel.errors import ConfigError
+
+RUNNER = CliRunner()
+
+
+def test_env_tells_what_a_report_needs() -> None:
+    shown = RUNNER.invoke(cli.app, ["env"])
+    assert shown.exit_code == 0
+    told = json.loads(RUNNER.invoke(cli.app, ["env", "--json"]).output)
+    assert told["torch"] == torch.__version__
+    assert re.fullmatch(r"[\d.]+ GiB \((cgroup v[12] limit|physical memory)\)", told["host memory"])
+    assert all(name in shown.output for name in told)
+    assert cli.environment_report().keys() == told.keys()
+
+
+def test_a_package_that_is_not_there() -> None:
+    assert cli._version("no-such-package") == "not installed"
+
+
+def test_the_questionnaire_writes_the_section(tmp_path: Path) -> None:
+    file = tmp_path / "sub" / "config.yaml"
+    answers = ["lots", "8GB", "", f"/no/such/folder\n{tmp_path}", "blocking", "fp32"]
+    found = RUNNER.invoke(cli.app, ["config", "--config_file", str(file)], input="\n".join(answers) + "\n")
+    assert found.exit_code == 0, found.output
+    assert "host_memory: " in found.output, "an answer that cannot be used is asked for again"
+    assert "no such directory: /no/such/folder" in found.output
+    written = yaml.safe_load(file.read_text())
+    assert written["ptm_config"] == {
+        "host_memory": "8GB",
+        "disk": [str(tmp_path)],
+        "update": "blocking",
+        "master_weights": "fp32",
+    }
+    assert PTMConfig.load(file) == PTMConfig.load(written["ptm_config"])
+    assert written["distributed_type"] == "NO"
+
+
+def test_what_the_file_says_already_stays(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nptm_config: {host_memory: 1GB}\n")
+    cli.write_section(file, {"update": "exact"})
+    assert yaml.safe_load(file.read_text()) == {
+        "distributed_type": "MULTI_GPU",
+        "num_processes": 4,
+        "ptm_config": {"update": "exact"},
+    }
+
+
+@pytest.mark.parametrize(("text", "message"), [("[", "cannot be read as YAML"), ("- 1\n", "holds no mapping")])
+def test_another_file_is_left_alone(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        cli.write_section(file, {})
+    assert file.read_text() == text
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ptm_accel.cli", "export", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("ptm-accel: error: ")
+    assert "has no optimizer state" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_export_writes_what_torch_reads(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    engine = Engine.attach(model, PTMConfig(host_memory="8MiB"), device=torch.device("cpu"))
+    optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    save_optimizer_state(optimizer, tmp_path)
+    engine.close()
+    found = RUNNER.invoke(cli.app, ["export", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    torch.optim.AdamW(torch.nn.Linear(8, 8).parameters()).load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    assert RUNNER.invoke(cli.app, ["export", str(tmp_path), "--output", str(tmp_path / "optimizer.bin")]).exit_code == 0
+    assert (tmp_path / "optimizer.bin").stat().st_size > 3 * 8 * 8 * 4
+
+
+def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    (tmp_path / "script.py").write_text(
+        "import os, sys, beside\n"
+        "assert __name__ == '__main__'\n"
+        "print(sys.argv[1:], beside.value, os.environ['PTM_HOST_MEMORY'], os.environ['ACCELERATE_USE_PTM'])\n"
+        "os._exit(0)\n"
+    )
+    for script in (["script.py"], ["-m", "script"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ptm_accel", "--ptm_host_memory", "1GB", *script, "--lr", "1"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.stdout == "['--lr', '1'] 7 1GB true\n", done.stderr
+
+
+def test_dials_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["--ptm_host_memory", "lots", "script.py"])
+    assert ended.value.code == 2
+    assert "host_memory: " in capsys.readouterr().err
+    assert from_environment({}) is None

@@ -1,0 +1,92 @@
+"""What a model will need, beside what it then does need."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config
+from typer.testing import CliRunner
+
+from ptm_accel import cli
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.errors import BudgetError, ConfigError
+from ptm_accel.estimate import estimate
+from ptm_accel.model.forecast import ShapeSpec
+from tests.tiers import PAGE
+
+CONFIG = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=3, vocab_size=512, num_attention_heads=4)
+BATCH = {"input_ids": ShapeSpec((2, 24)), "labels": ShapeSpec((2, 24))}
+
+
+def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, None), (torch.bfloat16, "fp32")])
+def test_the_least_is_what_training_is_refused_below(dtype: torch.dtype, masters: str | None, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        meta = LlamaForCausalLM(CONFIG).to(dtype)
+    found = estimate(meta, BATCH, master_weights=masters is not None, page_size=PAGE)
+    assert found.parameters == found.trainable == sum(p.numel() for p in meta.parameters())
+    assert found.least_bytes < found.states_bytes < found.whole_bytes
+
+    def attach(nbytes: int) -> Engine:
+        config = PTMConfig(host_memory=nbytes, page_size=PAGE, disk=str(tmp_path), master_weights=masters)
+        return Engine.attach(model(dtype), config, device=torch.device("cpu"))
+
+    with pytest.raises(BudgetError, match="cannot train under less than") as refused:
+        attach(found.least_bytes - PAGE)
+    figure = re.search(r"at least (\d+) bytes", str(refused.value))
+    assert figure is not None
+    # What the tiers hold for themselves (staging) is known once they are open.
+    assert found.least_bytes <= int(figure[1]) <= found.least_bytes * 1.25
+    engine = attach(int(figure[1]))
+    assert engine.floor.states_bytes - found.states_bytes == int(figure[1]) - found.least_bytes, "staging, in both"
+    engine.close()
+
+
+def test_activations_grow_with_the_batch_and_frozen_parameters_need_less() -> None:
+    whole = model()
+    small, large = (estimate(whole, {name: ShapeSpec((rows, 24)) for name in BATCH}, page_size=PAGE) for rows in (2, 8))
+    assert small.pass_bytes is not None
+    assert large.pass_bytes is not None
+    assert 2 * small.pass_bytes < large.pass_bytes < 5 * small.pass_bytes
+    assert estimate(whole, page_size=PAGE).pass_bytes is None
+    for param in whole.model.parameters():
+        param.requires_grad_(False)
+    frozen = estimate(whole, BATCH, page_size=PAGE)
+    assert frozen.trainable == whole.lm_head.weight.numel()
+    assert frozen.states_bytes < small.states_bytes
+    assert whole.lm_head.weight.device.type == "cpu", "unchanged"
+
+
+@pytest.mark.parametrize("extra", [[], ["--checkpointing"], ["--bf16"], ["--dtype", "bfloat16"]])
+def test_on_the_command_line(extra: list[str], tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    arguments = ["estimate", str(tmp_path), "--batch_size", "2", "--length", "24", *extra]
+    shown = CliRunner().invoke(cli.app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "a batch of 2 x 24" in shown.output
+    told = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).output)
+    assert told["parameters"] == sum(p.numel() for p in model().parameters())
+    assert told["pass_bytes"] > 0
+
+
+def test_other_kinds_of_models(tmp_path: Path) -> None:
+    sizes = {"d_model": 256, "d_ff": 512, "num_layers": 2, "num_heads": 4, "d_kv": 64, "vocab_size": 512}
+    T5Config(**sizes, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    told = json.loads(CliRunner().invoke(cli.app, ["estimate", str(tmp_path), "--length", "8", "--json"]).output)
+    assert told["pass_bytes"] > 0
+
+
+def test_what_cannot_be_asked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no configuration that can be read"):
+        CliRunner().invoke(cli.app, ["estimate", str(tmp_path)], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="dtype: 'int8' is unknown"):
+        CliRunner().invoke(cli.app, ["estimate", str(tmp_path), "--dtype", "int8"], catch_exceptions=False)
