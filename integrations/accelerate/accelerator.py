@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -154,6 +155,8 @@ class PTMAccelerator(PagedStates):
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)
         self._attached.add(engine)
+        if hasattr(bare, "save_pretrained"):
+            import_module("..transformers.saving", __package__).install()
         if self.num_processes > 1:
             engine.replicate()
         return engine

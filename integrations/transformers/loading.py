@@ -32,6 +32,7 @@ from ptm_accel.model.attach import create_value, small_bytes
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.opening import open_memory
 
+from . import saving
 from .weights import Setter, exchanged, load_weights, one_at_a_time, owner_of, read_headers, redirected, weight_files
 
 __all__ = ["from_config", "from_pretrained", "load_weights"]
@@ -100,6 +101,7 @@ def from_pretrained(
         memory.close()
         raise
     reader.attach(loaded[0] if isinstance(loaded, tuple) else loaded)
+    saving.install()
     return loaded
 
 
@@ -285,6 +287,7 @@ def from_config(
         memory.close()
         raise
     model.to(memory.pool.compute.device)
+    saving.install()
     return model
 
 

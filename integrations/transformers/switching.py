@@ -14,6 +14,7 @@ import torch
 
 from ptm_accel.config import resolve
 from ptm_accel.environment import from_environment
+from ptm_accel.memory.mapped_files import MappedFiles
 from ptm_accel.model.attach import small_bytes
 from ptm_accel.model.scratch_parameters import ScratchParameters
 from ptm_accel.opening import local_processes
@@ -55,4 +56,5 @@ def switch_models(module: ModuleType) -> None:
     assert resolved.disk_limit_bytes is not None
     # Read by several threads at once, tensors that are cast would wait in memory for their turn.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    ScratchParameters(resolved.disk_paths, resolved.disk_limit_bytes, small_bytes(resolved.page_bytes)).install()
+    files = MappedFiles(resolved.disk_paths, resolved.disk_limit_bytes)
+    ScratchParameters(files, small_bytes(resolved.page_bytes)).install()

@@ -13,20 +13,26 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ptm_accel.errors import BudgetError, DiskError
-from ptm_accel.model.scratch_parameters import ScratchParameters, is_in_a_file
+from ptm_accel.memory.mapped_files import MappedFiles, is_in_a_file
+from ptm_accel.model.scratch_parameters import ScratchParameters
 
 LIMIT = 1 << 20
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> ScratchParameters:
-    return ScratchParameters([tmp_path], LIMIT, 1024)
+def files(tmp_path: Path) -> MappedFiles:
+    return MappedFiles([tmp_path], LIMIT)
 
 
 @pytest.fixture
-def installed(scratch: ScratchParameters) -> Iterator[ScratchParameters]:
+def scratch(files: MappedFiles) -> ScratchParameters:
+    return ScratchParameters(files, 1024)
+
+
+@pytest.fixture
+def installed(scratch: ScratchParameters, files: MappedFiles) -> Iterator[MappedFiles]:
     remove: Callable[[], None] = scratch.install()
-    yield scratch
+    yield files
     remove()
 
 
@@ -35,7 +41,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 16))
 
 
-def test_values_are_those_without(installed: ScratchParameters, tmp_path: Path) -> None:
+def test_values_are_those_without(installed: MappedFiles, tmp_path: Path) -> None:
     ours = net()
     held = [name for name, param in ours.named_parameters() if is_in_a_file(param)]
     assert held == ["0.weight", "1.weight", "3.weight"]
@@ -58,7 +64,7 @@ def test_the_same_random_numbers(scratch: ScratchParameters) -> None:
     assert not any(is_in_a_file(param) for param in after.parameters()), "ended"
 
 
-def test_what_goes_gives_its_room_back(installed: ScratchParameters) -> None:
+def test_what_goes_gives_its_room_back(installed: MappedFiles) -> None:
     first = net()
     twin = copy.deepcopy(first)
     assert all(map(torch.equal, first.parameters(), twin.parameters()))
@@ -68,7 +74,7 @@ def test_what_goes_gives_its_room_back(installed: ScratchParameters) -> None:
     assert installed.held_bytes < before
 
 
-def test_tied_parameters_stay_one(installed: ScratchParameters) -> None:
+def test_tied_parameters_stay_one(installed: MappedFiles) -> None:
     model = net()
     head = nn.Linear(16, 50, bias=False)
     head.weight = model[0].weight
@@ -76,7 +82,7 @@ def test_tied_parameters_stay_one(installed: ScratchParameters) -> None:
     assert head.weight.data_ptr() == model[0].weight.data_ptr()
 
 
-def test_a_mapped_checkpoint_stays_where_it_is(installed: ScratchParameters, tmp_path: Path) -> None:
+def test_a_mapped_checkpoint_stays_where_it_is(installed: MappedFiles, tmp_path: Path) -> None:
     save_file({"w": torch.randn(64, 64)}, tmp_path / "w.safetensors")
     value = load_file(tmp_path / "w.safetensors")["w"]
     if not is_in_a_file(value):
@@ -87,7 +93,7 @@ def test_a_mapped_checkpoint_stays_where_it_is(installed: ScratchParameters, tmp
     assert installed.held_bytes == 0
 
 
-def test_others_are_left_alone(installed: ScratchParameters) -> None:
+def test_others_are_left_alone(installed: MappedFiles) -> None:
     module = nn.Module()
     module.small = nn.Parameter(torch.zeros(8))
     module.meta = nn.Parameter(torch.zeros(64, 64, device="meta"))
@@ -97,14 +103,14 @@ def test_others_are_left_alone(installed: ScratchParameters) -> None:
     assert installed.held_bytes == 0
 
 
-def test_a_limit_is_kept(installed: ScratchParameters) -> None:
-    with pytest.raises(BudgetError, match=r"need 4.00 MiB of scratch files .* limit is 1.00 MiB; raise disk.limit"):
+def test_a_limit_is_kept(installed: MappedFiles) -> None:
+    with pytest.raises(BudgetError, match=r"4.00 MiB of scratch files .* limit is 1.00 MiB; raise disk.limit"):
         nn.Linear(1024, 1024)
     assert installed.held_bytes == 0
 
 
 def test_a_full_disk_is_an_error_and_not_the_end(
-    installed: ScratchParameters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: MappedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, offset: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -121,4 +127,4 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     with pytest.raises(DiskError, match="disk: no scratch file can be made in"):
-        ScratchParameters([tmp_path], LIMIT, 1024).take(nn.Parameter(torch.zeros(64, 64)))
+        MappedFiles([tmp_path], LIMIT).copy_of(torch.zeros(64, 64))

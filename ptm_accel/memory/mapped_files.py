@@ -1,0 +1,98 @@
+"""Tensors whose bytes are in scratch files without names: ordinary to their users, written out where there is need."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptm_accel.errors import BudgetError, DiskError
+from ptm_accel.units import format_bytes
+
+_BEYOND_BYTES = 4096
+"""Storages are longer than their tensors: so pages copy them, and never take a storage over that is a file."""
+
+
+class MappedFiles:
+    """Makes such tensors.
+
+    Args:
+        folders: where; the one with most room is taken.
+        limit_bytes: how much they may take in all.
+
+    Attributes:
+        held_bytes: what is in files now.
+    """
+
+    def __init__(self, folders: Sequence[Path], limit_bytes: int) -> None:
+        self.held_bytes = 0
+        self._folders = list(folders)
+        self._limit_bytes = limit_bytes
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy in a file.
+
+        Raises:
+            BudgetError: the files would take more than they may.
+            DiskError: the disk is full, or a file cannot be made.
+        """
+        nbytes = tensor.nbytes
+        if self.held_bytes + nbytes > self._limit_bytes:
+            raise BudgetError(
+                f"disk: {format_bytes(self.held_bytes + nbytes)} of scratch files are needed for what is not on pages, "
+                f"the limit is {format_bytes(self._limit_bytes)}; raise disk.limit."
+            )
+        storage = self._mapped(nbytes + _BEYOND_BYTES)
+        whole: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+        copied = whole[:nbytes].view(tensor.dtype).view(tensor.shape)
+        with torch.no_grad():
+            copied.copy_(tensor)
+        self.held_bytes += nbytes
+        weakref.finalize(storage, self._gone, nbytes)
+        return copied
+
+    def _gone(self, nbytes: int) -> None:
+        self.held_bytes -= nbytes
+
+    def _mapped(self, nbytes: int) -> Any:
+        folder = max(self._folders, key=_free_bytes)
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="ptm_accel-", suffix=".mapped", dir=folder)
+        except OSError as error:
+            raise DiskError(error.errno, f"disk: no scratch file can be made in {folder}", str(folder)) from error
+        try:
+            # A disk that is full is met here; at a write through the mapping the process would be killed.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DiskError(
+                error.errno, f"disk: {folder} has no room for {format_bytes(nbytes)}; free space, or set another", name
+            ) from error
+        finally:
+            os.close(descriptor)
+            os.unlink(name)
+
+
+def is_in_a_file(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are mapped from a file, as those of a safetensors checkpoint are that were not cast."""
+    address = tensor.data_ptr()
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+            begin, end = (int(part, 16) for part in addresses.split("-"))
+            if begin <= address < end:
+                return inode.strip() != "0"
+    return False
+
+
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,152 @@
+"""A checkpoint that is four times the memory, fine-tuned by an unchanged script under a cap of the kernel's.
+
+    OMP_WAIT_POLICY=passive python tests/benchmarks/hub.py DIRECTORY_ON_AN_SSD [--hidden 1024] [--layers 16]
+
+The script (hub_script.py) is run plain, as large as it is, and with pages switched on in a process whose memory the
+kernel caps at what the documentation promises: the script before its model, host_memory (a quarter of the checkpoint),
+what a pass holds, and 5%. Losses, generated text and saved weights must be the same. Reading is timed from
+a cold page cache, beside a plain loop over the same files. Prints the result as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import capping
+import torch
+from machine_facts import facts
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
+
+from ptm_accel.estimate import estimate
+from ptm_accel.model.forecast import ShapeSpec
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+STEPS = 3
+CASES = (("Llama", "float32"), ("Llama", "bfloat16"), ("Mixtral", "float32"))
+
+
+def shape(kind: str, hidden: int, layers: int) -> PretrainedConfig:
+    sizes = {"hidden_size": hidden, "num_attention_heads": 16, "vocab_size": 8192, "use_cache": True}
+    if kind == "Llama":
+        return LlamaConfig(**sizes, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers)
+    experts = {"num_local_experts": 4, "num_key_value_heads": 4}
+    return MixtralConfig(**sizes, **experts, intermediate_size=hidden, num_hidden_layers=layers)
+
+
+def make(folder: Path, config: PretrainedConfig) -> int:
+    """A checkpoint with random values, in shards; returns its bytes."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="200MB")
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def cold(folder: Path) -> None:
+    """Drops the files from the page cache."""
+    for path in folder.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def plain_read_s(folder: Path) -> float:
+    """Seconds of reading all of it once, through the page cache, by a plain loop."""
+    cold(folder)
+    buffer = bytearray(4 * MIB)
+    begin = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - begin
+
+
+def told(text: str) -> dict[str, Any]:
+    return dict(json.loads(next(line for line in text.splitlines() if line.startswith("HUB ")).removeprefix("HUB ")))
+
+
+def digest(folder: Path) -> str:
+    files = sorted(folder.glob("*.safetensors"))
+    return hashlib.md5(b"".join(path.read_bytes() for path in files), usedforsecurity=False).hexdigest()
+
+
+def run(directory: Path, kind: str, dtype: str, options: argparse.Namespace) -> str:
+    """One row of the table."""
+    checkpoint, plain_out, out = (directory / name for name in ("checkpoint", "plain", "paged"))
+    config = shape(kind, options.hidden, options.layers)
+    nbytes = make(checkpoint, config)
+    script = [str(HERE / "hub_script.py"), str(checkpoint)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(
+        [sys.executable, *script, str(plain_out), dtype, str(STEPS)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"the plain script ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    plain = told(done.stdout)
+    host = nbytes // 4 // MIB * MIB
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    batch = {name: ShapeSpec((2, 128)) for name in ("input_ids", "labels")}
+    passing = estimate(meta, batch).pass_bytes or 0
+    cap = int((plain["base_bytes"] + host + passing) * 1.05)
+    bare = plain_read_s(checkpoint)
+    cold(checkpoint)
+    # As `accelerate launch --use_ptm` starts it; the launcher itself, which takes memory of its own, is left out.
+    dials = {"ACCELERATE_USE_PTM": "true", "PTM_HOST_MEMORY": str(host), "PTM_DISK": str(directory)}
+    command = [sys.executable, *script, str(out), dtype, str(STEPS)]
+    done = capping.run_capped(cap, command, env={**env, **dials}, timeout_s=3600)
+    if done.returncode != 0:
+        raise SystemExit(f"the paged script ended with {done.returncode}, {done.kills} kills:\n{done.stderr[-3000:]}")
+    ours = told(done.stdout)
+    same = all(ours[key] == plain[key] for key in ("losses", "eval_loss", "text")) and digest(out) == digest(plain_out)
+    AutoModelForCausalLM.from_pretrained(out)
+    for folder in (checkpoint, plain_out, out):
+        shutil.rmtree(folder)
+    return (
+        f"| {kind}, {dtype} | {nbytes / MIB:.0f} | {host / MIB:.0f} | {cap / MIB:.0f} | {ours['peak_bytes'] / MIB:.0f} "
+        f"| {plain['peak_bytes'] / MIB:.0f} | {'the same' if same else 'DIFFERENT'} | {ours['ready_s']:.2f} s "
+        f"| {bare:.2f} s | {nbytes / MIB / ours['ready_s']:.0f} | {ours['save_s']:.2f} s | {ours['end_s']:.1f} s |"
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    options = parser.parse_args()
+    reason = capping.available()
+    if reason is not None:
+        raise SystemExit(f"cannot cap memory: {reason}")
+    print("# A checkpoint of four times the memory\n")
+    print(facts("OMP_WAIT_POLICY=passive python tests/benchmarks/hub.py DIRECTORY"))
+    print(f"* {STEPS} steps of batch 2 x 128, evaluation, saving, text; fp32 checkpoints in shards of 200 MB\n")
+    print(
+        "| model, read as | checkpoint, MiB | host_memory, MiB | cap, MiB | peak RSS | plain's peak RSS | losses, text "
+        "and saved weights | read until ready to train | a plain loop over the files | MiB/s | save | all |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for kind, dtype in CASES:
+        print(run(options.directory, kind, dtype, options), flush=True)
+
+
+if __name__ == "__main__":
+    main()
