@@ -7,6 +7,7 @@ the first. Of a model on pages that would be most of the model in memory; so the
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,11 +31,9 @@ def install() -> None:
     @functools.wraps(original)
     def revert_weight_conversion(model: Any, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         engine = engine_of(model)
-        if engine is None or not engine.config.disk_paths:
+        in_memory = engine is None or not engine.config.disk_paths
+        with nullcontext() if in_memory or engine is None else _IntoFiles(engine):
             found: dict[str, torch.Tensor] = original(model, state_dict)
-            return found
-        with _IntoFiles(engine):
-            found = original(model, state_dict)
         return found
 
     setattr(revert_weight_conversion, _MARK, True)

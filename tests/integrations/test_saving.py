@@ -38,7 +38,7 @@ def test_experts_are_taken_apart_in_files(tiny: ModuleType, tmp_path: Path, monk
     monkeypatch.setattr(MappedFiles, "copy_of", noted)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    config = PTMConfig(host_memory="600KiB", page_size=4096, disk=str(scratch))
+    config = PTMConfig(host_memory="720KiB", page_size=4096, disk=str(scratch))
     engine = Engine.attach(model, config, device=torch.device("cpu"))
     model.save_pretrained(tmp_path / "ours", max_shard_size="100KB")
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
