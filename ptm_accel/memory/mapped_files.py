@@ -15,8 +15,8 @@ import torch
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.units import format_bytes
 
-_BEYOND_BYTES = 4096
-"""Storages are longer than their tensors: so pages copy them, and never take a storage over that is a file."""
+_addresses: set[int] = set()
+"""Where the storages are that there are now."""
 
 
 class MappedFiles:
@@ -48,16 +48,18 @@ class MappedFiles:
                 f"disk: {format_bytes(self.held_bytes + nbytes)} of scratch files are needed for what is not on pages, "
                 f"the limit is {format_bytes(self._limit_bytes)}; raise disk.limit."
             )
-        storage = self._mapped(nbytes + _BEYOND_BYTES)
-        whole: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
-        copied = whole[:nbytes].view(tensor.dtype).view(tensor.shape)
+        storage = self._mapped(nbytes)
+        octets: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+        copied = octets.view(tensor.dtype).view(tensor.shape)
         with torch.no_grad():
             copied.copy_(tensor)
         self.held_bytes += nbytes
-        weakref.finalize(storage, self._gone, nbytes)
+        _addresses.add(storage.data_ptr())
+        weakref.finalize(storage, self._gone, storage.data_ptr(), nbytes)
         return copied
 
-    def _gone(self, nbytes: int) -> None:
+    def _gone(self, address: int, nbytes: int) -> None:
+        _addresses.discard(address)
         self.held_bytes -= nbytes
 
     def _mapped(self, nbytes: int) -> Any:
@@ -79,6 +81,11 @@ class MappedFiles:
         finally:
             os.close(descriptor)
             os.unlink(name)
+
+
+def is_scratch(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of these: what is written to it is written to the disk."""
+    return tensor.untyped_storage().data_ptr() in _addresses
 
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.interrupts import BookLock
+from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.traffic import PoolStats, Traffic
@@ -120,6 +121,8 @@ class Pool:
                 self.adviser.created(tensor)
             # Small ones leave small holes, and a copy of them is rounded up to more than they are.
             copied = self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
+            # A scratch file is no place for values that training writes again and again.
+            copied = copied or is_scratch(data)
             alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device.type != self.compute.device.type:
                 self._make_extent(tensor).tensor.copy_(data)

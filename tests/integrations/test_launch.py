@@ -12,10 +12,15 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from accelerate.commands import launch
+from accelerate.commands.config import config_args
 from safetensors.torch import load_file
+
+from ptm_accel.environment import TEXT_DIALS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch")
+TOLD = {f"PTM_{dial.upper()}" for dial in (*TEXT_DIALS, "config_file")}
 DIALS = {"host_memory": "2200KB", "page_size": "4096"}
 """What the tiny model's states do not fit; they go to a disk."""
 
@@ -169,33 +174,77 @@ def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_pat
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_starts(
-    arguments: list[str], message: str, tmp_path: Path
+    arguments: list[str], message: str, host: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
     (tmp_path / "bad.yaml").write_text("host_memory: [\n")
     (tmp_path / "typo.yaml").write_text(plain + "ptm_config:\n  host_memroy: 4GB\n")
     (tmp_path / "list.yaml").write_text(plain + "ptm_config: [4GB]\n")
-    (tmp_path / "script.py").write_text("print('started')\n")
-    found = run(*ACCELERATE, *arguments, "script.py", cwd=tmp_path)
-    assert found.code == 2, found.err[-3000:]
-    assert message in found.err
-    assert "Traceback" not in found.err
-    assert "started" not in found.out
+    with pytest.raises(SystemExit) as ended:
+        host._validate_launch_command(host.launch_command_parser().parse_args([*arguments, "script.py"]))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert "ACCELERATE_USE_PTM" not in os.environ
 
 
-def test_a_flag_behind_the_script_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('started')\n")
-    found = run(*ACCELERATE, "script.py", "--use_ptm", cwd=tmp_path)
-    assert found.code == 2
-    assert "--use_ptm stands behind the script script.py, to which it would be given; put it before." in found.err
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """accelerate's launcher with the flags; as it was afterwards."""
+    from ptm_accel.integrations.accelerate.launching import extend_config, extend_launch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(config_args, "ClusterConfig", config_args.ClusterConfig)
+    for name in ("launch_command_parser", "_validate_launch_command"):
+        monkeypatch.setattr(launch, name, getattr(launch, name))
+    monkeypatch.setattr(launch, "options_to_group", dict(launch.options_to_group))
+    # A configuration of whoever runs this must not count.
+    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "none.yaml"))
+    for name in (*(f"PTM_{dial.upper()}" for dial in TEXT_DIALS), "ACCELERATE_USE_PTM", "PTM_LAUNCHER"):
+        # Set and taken away, so that what a test sets is taken away as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    extend_config(config_args)
+    extend_launch(launch)
+    return launch
 
 
-def test_help_shows_the_flags(tmp_path: Path) -> None:
-    assert "--use_ptm" in run(*ACCELERATE, "--help", cwd=tmp_path).out
-    found = run(*ACCELERATE, "--use_ptm", "--help", cwd=tmp_path)
-    assert found.code == 0, found.err
+def test_a_flag_behind_the_script_is_refused(host: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        host._validate_launch_command(host.launch_command_parser().parse_args(["script.py", "--use_ptm"]))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--use_ptm stands behind the script script.py, to which it would be given; put it before." in said
+
+
+def test_what_was_asked_is_told_to_the_processes(host: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "dials.yaml").write_text("host_memory: 8GB\nupdate: blocking\n")
+    flags = ["--use_ptm", "--ptm_config_file", "dials.yaml", "--ptm-host-memory", "4GB", "--num_processes", "1"]
+    host._validate_launch_command(host.launch_command_parser().parse_args([*flags, "script.py"]))
+    told = {name: value for name, value in os.environ.items() if name in TOLD}
+    assert told == {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB"}
+    assert os.environ["ACCELERATE_USE_PTM"] == "true"
+    assert os.environ["PTM_LAUNCHER"] == str(os.getpid())
+
+
+def test_without_flag_and_section_nothing_is_told(host: ModuleType) -> None:
+    host._validate_launch_command(host.launch_command_parser().parse_args(["--num_processes", "1", "script.py"]))
+    assert "ACCELERATE_USE_PTM" not in os.environ
+
+
+def test_a_section_may_be_empty(host: ModuleType, tmp_path: Path) -> None:
+    plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
+    (tmp_path / "empty.yaml").write_text(plain + "ptm_config:\n")
+    host._validate_launch_command(host.launch_command_parser().parse_args(["--config_file", "empty.yaml", "s.py"]))
+    assert os.environ["ACCELERATE_USE_PTM"] == "true"
+
+
+def test_help_shows_the_flags(host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--help"])
+    assert "--use_ptm" in host.launch_command_parser().format_help()
+    monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--use_ptm", "--help"])
+    shown = host.launch_command_parser().format_help()
     for flag in ("--ptm_device_memory", "--ptm_host_memory", "--ptm_disk", "--ptm_config_file"):
-        assert flag in found.out
+        assert flag in shown
 
 
 def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
@@ -211,7 +260,7 @@ def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
     assert found.code == 0, found.err
 
 
-@pytest.mark.parametrize("first", ["accelerate", "transformers", "torch", "datasets", "peft"])
+@pytest.mark.parametrize("first", ["accelerate", "transformers", "peft"])
 def test_any_order_of_imports(first: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "order.py").write_text(
         f"import {first}\n"

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.mapped_files import MappedFiles, is_in_a_file
 from ptm_accel.model.scratch_parameters import ScratchParameters
@@ -72,6 +74,16 @@ def test_what_goes_gives_its_room_back(installed: MappedFiles) -> None:
     del first
     gc.collect()
     assert installed.held_bytes < before
+
+
+def test_what_comes_onto_pages_leaves_its_file(installed: MappedFiles) -> None:
+    model = net()
+    assert installed.held_bytes
+    values = [param.detach().clone() for param in model.parameters()]
+    engine = Engine.attach(model, PTMConfig(host_memory="8MiB"), device=torch.device("cpu"))
+    assert installed.held_bytes == 0, "also where all of it fits"
+    assert all(map(torch.equal, model.state_dict().values(), values))
+    engine.close()
 
 
 def test_tied_parameters_stay_one(installed: MappedFiles) -> None:
