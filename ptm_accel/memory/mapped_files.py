@@ -85,7 +85,8 @@ class MappedFiles:
 
 def is_scratch(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of these: what is written to it is written to the disk."""
-    return tensor.untyped_storage().data_ptr() in _addresses
+    # A fake tensor has no address.
+    return type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in _addresses
 
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:
