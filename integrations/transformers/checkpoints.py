@@ -204,7 +204,12 @@ class PagedCheckpoints(_Host):
             super()._load_best_model()
 
     def _load_weights(self, directory: Path) -> bool:
-        """Loads safetensors of a whole model onto the pages; False where there are none (adapters, older formats)."""
+        """Loads safetensors of a whole model onto the pages; False where the Trainer has to.
+
+        There may be none (adapters, older formats), or the model may load its state in a way of its own.
+        """
+        if type(self._bare_model).load_state_dict is not nn.Module.load_state_dict:
+            return False
         if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
             return False
         load_weights(self._bare_model, directory)

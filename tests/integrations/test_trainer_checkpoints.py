@@ -347,3 +347,39 @@ def test_a_tied_model_saves_as_the_plain_trainer_does(tiny: ModuleType, tight: d
         trainer.save_model()
         saved.append((folder / "model.safetensors").read_bytes())
     assert saved[0] == saved[1]
+
+
+class _Loads(torch.nn.Module):
+    """A model whose buffer grows, and that knows how to load it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("seen", torch.empty(0))
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.seen = torch.cat([self.seen, x.detach()[:, 0]])
+        return {"loss": self.layer(x).square().mean()}
+
+
+def test_a_model_that_loads_its_state_in_its_own_way(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(8), "labels": torch.zeros(1)} for _ in range(16)]
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    run = tmp_path / "run"
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        args = tiny.arguments(run, **changes)
+        return Trainer(model=_Loads(), args=args, train_dataset=rows, ptm_config=tight)
+
+    whole = build()
+    whole.train()
+    resumed = build()
+    resumed.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert torch.equal(resumed.model.seen, whole.model.seen)
+    assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight)
