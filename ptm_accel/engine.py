@@ -35,7 +35,7 @@ from ptm_accel.model.compiled import Region, refuse_oversized_region
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, Sums, clip_coefficient, total_norm
 from ptm_accel.model.residency import Residency
-from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -312,19 +312,23 @@ class Engine:
         self.state_dicts.remove()
         self.residency.remove()
         for slot in self.slots:
-            slot.value.occupant = None
+            if check:
+                slot.meet()
             if slot.value.place is Place.BLANK and not (check and slot.shown):
                 # Never put on pages (it still has its own data), or without values in a model that is given up.
+                slot.value.occupant = None
                 continue
-            if slot.value.place.resident:
-                values = self.pool.fault(slot.value).detach().clone()
-            else:
-                values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
-            self.table.remove(slot.param.data)
-            slot.param.data = values
-            self.pool.forget(slot.value)
+            self._take_off(slot)
         self.close()
         return self.model
+
+    def _take_off(self, slot: ParamSlot) -> None:
+        if slot.value.place.resident:
+            values = self.pool.fault(slot.value).detach().clone()
+        else:
+            values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
+        slot.take_off(values)
+        self.pool.forget(slot.value)
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
@@ -493,12 +497,18 @@ class Engine:
             self.gradients.drop()
 
     @contextmanager
-    def gathered(self, *, grads: bool = False, write: bool = False) -> Iterator[nn.Module]:
-        """See `ptm_accel.gathered`."""
+    def gathered(
+        self, *, grads: bool = False, write: bool = False, part: nn.Module | None = None
+    ) -> Iterator[nn.Module]:
+        """See `ptm_accel.gathered`; of the whole model, or of a part of it."""
         # Pins leave little room to work in.
         self.settle()
+        slots = [self.slots.of(param) for param in (self.model if part is None else part).parameters()]
         with ExitStack() as stack:
-            for slot in self.slots:
+            for slot in slots:
+                if slot is None:
+                    continue
+                slot.meet()
                 stack.callback(self.pool.pin(slot.value, write=write).release)
             if grads:
                 stack.enter_context(self._shown_gradients(write))

@@ -267,6 +267,7 @@ class _Write(_Target):
         ref = _tensor_of(module, name)
         slot = self.engine.slots.of(ref)
         if slot is not None:
+            slot.meet()
             with self.engine.pool.pin(slot.value, write=True) as pages:
                 pages.copy_(value)
             slot.generation += 1

@@ -74,6 +74,7 @@ def values_of(slot: ParamSlot, pool: Pool) -> torch.Tensor:
     with pool.lock:
         if pool.owed is not None:
             pool.owed.finish()
+        slot.meet()
         extent = slot.value.extent
         # One that is on its way has an extent, and nothing in it yet.
         if extent is not None and slot.value.place.resident:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,10 @@ from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, ou
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
-from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+
+_BORROWED_AT_ONCE = 8
+"""How many parameters code outside is taken to work on at a time."""
 
 
 @dataclass(slots=True)
@@ -92,6 +96,7 @@ class Residency:
         self.root: nn.Module | None = None
         self.owner: object = None
         """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
+        self._borrowed: deque[ParamSlot] = deque(maxlen=_BORROWED_AT_ONCE)
         self._frames = _Frames()
         self._refuse = refusal(self.regions.name_of)
         self.read_outside_graph = outside_graph(self.read)
@@ -131,6 +136,7 @@ class Residency:
 
     def remove(self) -> None:
         """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
+        self._borrowed.clear()
         self.regions.remove()
         for handle in self._handles:
             handle.remove()
@@ -190,6 +196,7 @@ class Residency:
         slot = self.slots.of(param)
         if slot is None:
             return
+        slot.meet()
         value = slot.value
         stack = self._frames.stack
         if stack:
@@ -200,10 +207,20 @@ class Residency:
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
             return
         with INTERRUPTS:
-            if not stack:
+            if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
+                self._lend(slot)
+            elif not stack:
                 self.pool.fault(value, write=self.writing)
             elif id(slot) not in stack[-1].reads:
                 stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
+
+    def _lend(self, slot: ParamSlot) -> None:
+        """No forward and no backward: somebody's own code reads a parameter, and may want to write."""
+        # What it has given to those before comes onto pages, so that it never has them all in memory of its own.
+        for before in self._borrowed:
+            before.meet()
+        self._borrowed.append(slot)
+        slot.lend()
 
     @contextmanager
     def written(self) -> Iterator[None]:
@@ -223,8 +240,13 @@ class Residency:
 
     def _enter(self, module: nn.Module, region: Region | None) -> None:
         frames = self._frames
-        if not frames.stack and module is self.root:
-            self.regions.scan()
+        if not frames.stack:
+            for borrowed in self._borrowed:
+                borrowed.meet()
+            self._borrowed.clear()
+            self.pool.end_loans()
+            if module is self.root:
+                self.regions.scan()
         entered = None if region is not None else module
         region = region or self.regions.at(module)
         frame = _Frame(module, saved=self.saved.cover())
@@ -237,13 +259,17 @@ class Residency:
             return
         for param in dict.values(module._parameters):
             slot = self.slots.of(param)
-            if slot is not None and slot.value.movable:
+            if slot is None:
+                continue
+            slot.meet()
+            if slot.value.movable:
                 frame.pins.append(self.pool.pin(slot.value, write=self.writing))
         if module._parameters:
             self._meet_autocast(frames, frame)
 
     def _enter_region(self, frames: _Frames, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
+            slot.meet()
             frame.pins.append(self.pool.pin(slot.value, write=self.writing))
         running = next((f.casting for f in frames.stack if f.casting is not None), None)
         if running is not None and not any(f.suspended for f in frames.stack):

@@ -361,7 +361,7 @@ class RunAhead:
                 continue
             if tensor.pins or self._awaits(tensor):
                 self._going.append(tensor)
-            elif self._pool.is_idle(tensor):
+            elif self._pool.is_idle(tensor) and not self._pool.is_on_loan(tensor):
                 self._spare(tensor)
 
     def _send_for(self, accessed: PagedTensor) -> None:

@@ -104,6 +104,7 @@ class StateDictHooks:
         given = known() if known is not None else None
         if given is not None and any(value is given for value in state_dict.values()):
             return given
+        slot.meet()
         values = self._pool.snapshot(slot.value)
         if known is not None:
             self._tied[id(slot)] = weakref.ref(values)
@@ -115,6 +116,7 @@ class StateDictHooks:
             for name, param in dict.items(module._parameters):
                 slot = self._slots.of(param)
                 if slot is not None and prefix + name in state_dict:
+                    slot.meet()
                     pins.append(self._pool.pin(slot.value, write=True))
 
         return begin
