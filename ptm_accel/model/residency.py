@@ -29,7 +29,9 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pin, Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
+from ptm_accel.model.copying import copy_parameter
 from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.hooks import Hook
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
@@ -155,7 +157,6 @@ class Residency:
         """The hooks that are on the model's modules."""
         return tuple(self._handles)
 
-    # Hooks are plain functions, not bound methods: a deep copy of the module then copies no engine.
     def _enter_hook(self) -> Any:
         refuse = self._refuse
 
@@ -164,7 +165,7 @@ class Residency:
                 refuse(module)
             self.enter(module)
 
-        return enter
+        return Hook(enter)
 
     def _enter_root_hook(self) -> Any:
         refuse = self._refuse
@@ -176,14 +177,14 @@ class Residency:
                 self.run_ahead.begin((module.training, torch.is_grad_enabled(), shapes_of(args, kwargs)))
             self.enter(module)
 
-        return enter
+        return Hook(enter)
 
     def _leave_hook(self) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_dynamo_compiling():
                 self.leave(module, output)
 
-        return leave
+        return Hook(leave)
 
     # ---- reads -----------------------------------------------------------------------------------------------
 
@@ -221,6 +222,10 @@ class Residency:
             before.meet()
         self._borrowed.append(slot)
         slot.lend()
+
+    def copied(self, param: nn.Parameter | None, memo: dict[int, Any]) -> nn.Parameter | None:
+        """A copy of a parameter in ordinary memory, for a deep copy of a part of the model."""
+        return copy_parameter(param, self.slots, self.pool, memo)
 
     @contextmanager
     def written(self) -> Iterator[None]:
