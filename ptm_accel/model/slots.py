@@ -260,8 +260,19 @@ class SlotTable:
 
     def add(self, slot: ParamSlot) -> None:
         """Adds a slot under its parameter and its first name."""
+        self.put(slot.name, slot)
+
+    def put(self, name: str, slot: ParamSlot) -> None:
+        """Adds a slot under its parameter and one of its names."""
         self._by_id[id(slot.param)] = slot
-        self.by_name[slot.name] = slot
+        self.by_name[name] = slot
+
+    def become(self, other: SlotTable) -> None:
+        """Takes over the slots of another table, their order and their names."""
+        self._by_id = dict(other._by_id)
+        self.by_name = dict(other.by_name)
+        for name, slot in reversed(self.by_name.items()):
+            slot.name = slot.value.name = name
 
     def remove(self, slot: ParamSlot) -> None:
         """Forgets a slot whose parameter has left the model."""

@@ -307,6 +307,13 @@ class PagedOptimizer(torch.optim.Optimizer):
                     change(total)
                 grad.changed()
 
+    def knows_parameters(self) -> bool:
+        """Whether its parameters are the model's, and of the shapes that its state is of."""
+        of_shape = (
+            tensor.shape == state.slot.value.shape for state in self._states.values() for tensor in state.paged.values()
+        )
+        return all(self._slots.of(param) is not None for param in self._params()) and all(of_shape)
+
     def follow(self, gradients: Gradients) -> None:
         """Takes its gradients from `gradients` from now on: other parameters than before are trainable."""
         self._gradients = gradients

@@ -232,3 +232,19 @@ def test_a_copied_part_keeps_no_engine(tmp_path: Path) -> None:
     assert memory.closed
     assert same(made.state_dict(), build().inner.state_dict())
     assert not made(torch.ones(1, WIDTH)).isnan().any()
+
+
+def test_a_part_and_a_wrapper_can_be_gathered(tmp_path: Path) -> None:
+    model, twin = build(), build()
+    engine = on_pages(model, tmp_path)
+    for look in (model.inner, nn.Sequential(model)):
+        values = list((twin.inner if look is model.inner else twin).parameters())
+        with ptm_accel.gathered(look, write=True):
+            seen = [p.detach().clone() for p in look.parameters()]
+            assert len(engine.pool.pinned()) == len(seen)
+            with torch.no_grad():
+                model.inner[0].weight.add_(1.0)
+                twin.inner[0].weight.add_(1.0)
+            assert all(torch.equal(a, b.detach()) for a, b in zip(seen[1:], values[1:], strict=True) if a.dim() != 2)
+    assert same(model.state_dict(), twin.state_dict())
+    engine.check_integrity()
