@@ -432,6 +432,9 @@ class Engine:
         return self.config.page_bytes
 
     def _floor(self, appetite: Appetite, model: nn.Module | None = None, slots: SlotTable | None = None) -> Floor:
+        # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
+        self.settle()
+        self.pool.room.settle()
         return least_budget(
             self.model if model is None else model,
             self.slots if slots is None else slots,

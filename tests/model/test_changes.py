@@ -165,6 +165,7 @@ def test_a_changed_model_trains_as_ever(change: Callable[[Net], nn.Module], kind
             assert not changed(batch(9)).isnan().any() or change is with_other_modules
         assert Engine.attach(changed, engine.asked) is engine
         assert engine_of(changed) is engine is not None
+        assert engine.floor.total_bytes == needs(change(net()), tmp_path, kind)[0]
         assert engine.model is changed
         assert train(changed, engine) == expected
         assert_same_state(changed, plain_after)
