@@ -22,7 +22,7 @@ from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import side_by_side
 from ptm_accel.hardware.rates import disk_rates
-from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.heap import Glibc, HeapTide
@@ -32,11 +32,12 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import check_model, leave_meta, small_bytes, take_parameters
+from ptm_accel.model.changes import Changes, Outline, changes_of, is_covered, outline, refuse_changes
 from ptm_accel.model.compiled import Region, refuse_oversized_region
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, Sums, clip_coefficient, total_norm
 from ptm_accel.model.residency import Residency
-from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -103,6 +104,8 @@ class Engine:
         self.gradients: Gradients | None = None
         self.replicas: Replicas | None = None
         self.metrics = Metrics(memory, self.run_ahead.tally)
+        self._buffers: Reservation | None = None
+        self._outline: Outline = ()
         self._finaliser = weakref.finalize(model, _close_unasked, memory)
 
     # ---- beginning and end -----------------------------------------------------------------------------------
@@ -125,17 +128,17 @@ class Engine:
             device: where compute happens; by default the current CUDA device, or the CPU where there is none.
 
         Returns:
-            the engine; a model that is already on pages keeps the one it has.
+            the engine; a model that is already on pages keeps the one it has, which follows what has become of it.
 
         Raises:
             ConfigError: contradictory dials, or other dials than a model on pages was given.
             UnsupportedError: a parameter or module that cannot be paged, by name.
             BudgetError: less than the least budget the model can train under.
         """
-        existing = engine_of(model)
+        existing = engine_of(model) or engine_holding(model.parameters())
         if existing is not None:
             existing._check_same(config)
-            existing._meet_trainable()
+            existing.follow(model)
             return existing
         check_model(model)
         asked = config or PTMConfig()
@@ -202,18 +205,28 @@ class Engine:
         refuse_homeless(self.memory, self._floor(NO_OPTIMIZER))
 
     def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
-        pool = self.pool
         self._size_up(values)
+        self._bring_in(list(self.slots), values)
+        if isinstance(self.pool.compute, CudaTier):
+            self._watch_tide(self.pool.compute)
+        hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
+        Engine.count += 1
+
+    def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        """Puts the values of `slots` on pages, and the model's modules on faults."""
+        pool = self.pool
         blank = leave_meta(self.model, self.slots, pool.compute.device)
         buffers = sum(b.nbytes for b in self.model.buffers())
+        if self._buffers is not None:
+            self._buffers.release()
         self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
-        heap = self._watch_heap()
+        heap = self._watch_heap() if pool.room.tide is None else None
         self._decide_to_plan()
         if self.run_ahead.enabled and isinstance(pool.home, DiskTier):
             self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
             self.run_ahead.link_use = partial(_use_of, pool.home)
         left = 0
-        for slot in self.slots:
+        for slot in slots:
             if slot.param in blank or slot.param in values:
                 slot.show(pool.compute.device)
             else:
@@ -233,10 +246,7 @@ class Engine:
         self.gradients.hold_landing()
         self.residency.regions.found = self._meet_region
         self.refresh_compiled()
-        if isinstance(pool.compute, CudaTier):
-            self._watch_tide(pool.compute)
-        hint_about_masters(trainable, self.config)
-        Engine.count += 1
+        self._outline = outline(self.model)
 
     def _watch_heap(self) -> Glibc | None:
         """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
@@ -256,6 +266,70 @@ class Engine:
         least = min(total, self.floor.total_bytes * 5 // 4)
         self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes)
         self.pool.room.shrink()
+
+    def follow(self, model: nn.Module | None = None) -> None:
+        """Follows what has become of the model: wrapped, given adapters or another head, resized, merged.
+
+        What it has now that is not on pages comes onto pages, and what it no longer has comes off them. Whoever trains
+        it calls this (the Trainer does); until then what is new is ordinary memory, and everything works.
+
+        Args:
+            model: what wraps or replaces it, if it is another module now.
+
+        Raises:
+            UnsupportedError: what is new cannot be paged, or `model` is only a part of what is on pages.
+            BudgetError: less than the least budget that it can train under now.
+        """
+        model = self.model if model is None else model
+        for slot in self.slots:
+            slot.meet()
+        if model is self.model and outline(model) == self._outline and is_covered(model):
+            self._meet_trainable()
+            return
+        check_model(model, {slot.param for slot in self.slots})
+        small = small_bytes(self.config.page_bytes)
+        changes = changes_of(model, self.slots, self.pool, self.table, small=small)
+        try:
+            other = engine_holding(slot.param for slot in changes.new)
+            refuse_changes(changes, model, self.model, None if other is None else other.model)
+            floor = self._floor(FUSED_ADAMW, model, changes.slots)
+            refuse_below(self.memory, floor)
+            refuse_homeless(self.memory, self._floor(NO_OPTIMIZER, model, changes.slots))
+        except BaseException:
+            for slot in changes.new:
+                self.pool.forget(slot.value)
+            raise
+        self.floor = floor
+        self._change(model, changes)
+
+    def _change(self, model: nn.Module, changes: Changes) -> None:
+        self.settle()
+        if self.gradients is not None:
+            self.gradients.remove()
+        self.state_dicts.remove()
+        self.residency.remove()
+        self.run_ahead.forget()
+        for slot in changes.gone:
+            self._take_off(slot)
+        self.slots.become(changes.slots)
+        if model is not self.model:
+            _engines.pop(self.model, None)
+            _engines[model] = weakref.ref(self)
+            self._finaliser.detach()
+            self._finaliser = weakref.finalize(model, _close_unasked, self.memory)
+            self.model = model
+        self._bring_in(changes.new, {})
+        if self.replicas is not None:
+            self.replicas.share_values(changes.new, ())
+        if self.pool.room.tide is not None:
+            self.pool.room.tide.need(self.floor.total_bytes * 5 // 4)
+        if self.optimizer is not None:
+            assert self.gradients is not None
+            if self.optimizer.states.are_of_the_model():
+                self.optimizer.follow(self.gradients)
+            else:
+                self.optimizer.close()
+                self.optimizer = None
 
     def _meet_trainable(self) -> None:
         """Follows changes of `requires_grad` since the model was put on pages (layers frozen or unfrozen)."""
@@ -321,19 +395,23 @@ class Engine:
         if self.replicas is not None:
             self.replicas.remove()
         for slot in self.slots:
-            slot.value.occupant = None
+            if check:
+                slot.meet()
             if slot.value.place is Place.BLANK and not (check and slot.shown):
                 # Never put on pages (it still has its own data), or without values in a model that is given up.
+                slot.value.occupant = None
                 continue
-            if slot.value.place.resident:
-                values = self.pool.fault(slot.value).detach().clone()
-            else:
-                values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
-            self.table.remove(slot.param.data)
-            slot.param.data = values
-            self.pool.forget(slot.value)
+            self._take_off(slot)
         self.close()
         return self.model
+
+    def _take_off(self, slot: ParamSlot) -> None:
+        if slot.value.place.resident:
+            values = self.pool.fault(slot.value).detach().clone()
+        else:
+            values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
+        slot.take_off(values)
+        self.pool.forget(slot.value)
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
@@ -364,10 +442,13 @@ class Engine:
         """Size of an optimizer window."""
         return self.config.page_bytes
 
-    def _floor(self, appetite: Appetite) -> Floor:
+    def _floor(self, appetite: Appetite, model: nn.Module | None = None, slots: SlotTable | None = None) -> Floor:
+        # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
+        self.settle()
+        self.pool.room.settle()
         return least_budget(
-            self.model,
-            self.slots,
+            self.model if model is None else model,
+            self.slots if slots is None else slots,
             appetite,
             masters=self.config.master_weights is not None,
             window_bytes=self.window_bytes,
@@ -530,12 +611,18 @@ class Engine:
             self.gradients.drop()
 
     @contextmanager
-    def gathered(self, *, grads: bool = False, write: bool = False) -> Iterator[nn.Module]:
-        """See `ptm_accel.gathered`."""
+    def gathered(
+        self, *, grads: bool = False, write: bool = False, part: nn.Module | None = None
+    ) -> Iterator[nn.Module]:
+        """See `ptm_accel.gathered`; of the whole model, or of a part of it."""
         # Pins leave little room to work in.
         self.settle()
+        slots = [self.slots.of(param) for param in (self.model if part is None else part).parameters()]
         with ExitStack() as stack:
-            for slot in self.slots:
+            for slot in slots:
+                if slot is None:
+                    continue
+                slot.meet()
                 stack.callback(self.pool.pin(slot.value, write=write).release)
             if grads:
                 assert self.gradients is not None

@@ -17,18 +17,18 @@ def gathered(model: nn.Module, *, grads: bool = False, write: bool = False) -> I
     """All parameters of a paged model at once, for code that looks at them as in an ordinary model.
 
     Args:
-        model: the model; one that is not on pages is yielded as it is.
+        model: the model, or a part of it, or what wraps it; one that is not on pages is yielded as it is.
         grads: also show the summed (and clipped) gradients as `p.grad`.
         write: what is changed inside is kept.
 
     Raises:
         BudgetError: the budget does not hold them all at once.
     """
-    engine = engine_of(model)
+    engine = engine_of(model) or engine_holding(model.parameters())
     if engine is None:
         yield model
         return
-    with engine.gathered(grads=grads, write=write):
+    with engine.gathered(grads=grads, write=write, part=model):
         yield model
 
 

@@ -92,20 +92,25 @@ def from_pretrained(
     resolved, memory = open_memory(config, memory)
     reader = _Reader(config, resolved, memory)
     try:
-        with redirected(reader.redirect), exchanged(PreTrainedModel, _MOVE_MISSING, reader.admit_missing):
+        with (
+            redirected(reader.redirect),
+            exchanged(PreTrainedModel, _MOVE_MISSING, reader.admit_missing),
+            exchanged(PreTrainedModel, _FINALIZE, reader.attach_when_read),
+        ):
             loaded = auto_cls.from_pretrained(id_or_path, **{"use_safetensors": True, **kwargs})
+        reader.attach(loaded[0] if isinstance(loaded, tuple) else loaded)
     except SafetensorError as error:
         memory.close()
         raise CheckpointError(f"the weights of {id_or_path} are damaged: {error}. Download the model again.") from error
     except BaseException:
         memory.close()
         raise
-    reader.attach(loaded[0] if isinstance(loaded, tuple) else loaded)
     saving.install()
     return loaded
 
 
 _MOVE_MISSING = "_move_missing_keys_from_meta_to_device"
+_FINALIZE = "_finalize_model_loading"
 
 
 def _refuse(kwargs: Mapping[str, Any]) -> None:
@@ -145,11 +150,16 @@ class _Reader:
         self._loaded: dict[str, nn.Parameter] = {}
         self._missing: list[Reservation] = []
         self._sized = False
+        self._engine: Engine | None = None
 
     def redirect(self, original: Setter) -> Setter:
         """Makes the function that transformers hands loaded tensors to."""
 
         def take(model: nn.Module, full_name: str, value: Any, info: Any, quantizer: Any) -> None:
+            if self._engine is not None:
+                # An adapter, which is put into the model after that is on pages.
+                original(model, full_name, value, info, quantizer)
+                return
             if not self._sized:
                 self._sized = True
                 self._rehearse(model)
@@ -184,16 +194,29 @@ class _Reader:
 
         return move
 
+    def attach_when_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes the function that ends the reading of a model: what is done to it then (adapters) meets real values."""
+
+        def finalize(model: nn.Module, *rest: Any) -> Any:
+            info = original(model, *rest)
+            self.attach(model)
+            return info
+
+        return finalize
+
     def attach(self, model: nn.Module) -> Engine:
         """Joins the model and its pages. On failure the pages are gone, and the model is of no use."""
+        if self._engine is not None:
+            self._engine.follow(model)
+            return self._engine
         for reservation in self._missing:
             reservation.release()
         living = set(model.parameters())
         for param in [param for param in self._values if param not in living]:
             self._pool.forget(self._values.pop(param))
-        engine = Engine.take_over(model, self._config, self._resolved, self._memory, self._values)
+        self._engine = Engine.take_over(model, self._config, self._resolved, self._memory, self._values)
         model.to(self._pool.compute.device)
-        return engine
+        return self._engine
 
     def _rehearse(self, model: nn.Module) -> None:
         """Refuses a model that cannot train under the budgets before anything is read."""

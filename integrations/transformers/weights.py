@@ -6,6 +6,7 @@ for each tensor of the model. That function is what is exchanged here, for one t
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import threading
@@ -45,21 +46,21 @@ def exchanged(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callab
 
     Args:
         owner: a module or class.
-        name: of the function.
+        name: of the function; a plain one or a static method.
         make: makes the other function from the original one.
     """
-    original = getattr(owner, name)
+    original, kept = getattr(owner, name), inspect.getattr_static(owner, name)
     ours = make(original)
     thread = threading.get_ident()
 
     def either(*args: Any, **kwargs: Any) -> Any:
         return (ours if threading.get_ident() == thread else original)(*args, **kwargs)
 
-    setattr(owner, name, either)
+    setattr(owner, name, staticmethod(either) if isinstance(kept, staticmethod) else either)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        setattr(owner, name, kept)
 
 
 @contextmanager
@@ -267,6 +268,7 @@ class _Write(_Target):
         ref = _tensor_of(module, name)
         slot = self.engine.slots.of(ref)
         if slot is not None:
+            slot.meet()
             with self.engine.pool.pin(slot.value, write=True) as pages:
                 pages.copy_(value)
             slot.generation += 1

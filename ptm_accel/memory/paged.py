@@ -20,6 +20,7 @@ class Place(enum.Enum):
                               |               |  ^                             |   ^
                               |               |  +--fault-- ARRIVING <-prefetch+   |
                               +--store--------+--drop the extent------------------+        any --drop--> BLANK
+    CLEAN --lend--> LENT, which leaves as CLEAN or as DIRTY does, whichever it turns out to be
     ```
     """
 
@@ -31,13 +32,15 @@ class Place(enum.Enum):
     """In the home, and on their way into an extent, which nobody has seen yet."""
     CLEAN = "clean"
     """In an extent of the compute tier, and the same bytes in the home."""
+    LENT = "lent"
+    """As clean, but somebody outside was given the extent, and may have written to it."""
     DIRTY = "dirty"
     """In an extent only; what the home holds, if anything, is out of date."""
 
     @property
     def resident(self) -> bool:
         """Whether there is an extent that can be used now."""
-        return self in (Place.CLEAN, Place.DIRTY)
+        return self in (Place.CLEAN, Place.DIRTY, Place.LENT)
 
 
 class Occupant(Protocol):
@@ -118,13 +121,9 @@ class PagedTensor:
     def __init__(self, name: str, tag: Tag, shape: torch.Size, dtype: torch.dtype, fill: float = 0.0) -> None:
         self.name = name
         self.tag = tag
-        self.shape = shape
-        self.dtype = dtype
         self.fill = fill
-        self.numel = math.prod(shape)
-        self.nbytes = self.numel * dtype.itemsize
-        self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
         self.place = Place.BLANK
+        self.become(shape, dtype)
         self.extent: Extent | None = None
         self.arrival: Transfer | None = None
         self.handle: Any = None
@@ -133,6 +132,15 @@ class PagedTensor:
         self.movable = True
         self.occupant: Occupant | None = None
         self.stores: list[Transfer] = []
+
+    def become(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Takes another shape and type; only of a blank tensor, which has no bytes."""
+        assert self.place is Place.BLANK, self
+        self.shape = shape
+        self.dtype = dtype
+        self.numel = math.prod(shape)
+        self.nbytes = self.numel * dtype.itemsize
+        self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
 
     def __repr__(self) -> str:
         return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
@@ -144,6 +152,7 @@ class PagedTensor:
             Place.AWAY: self.extent is None and self.handle is not None,
             Place.ARRIVING: self.extent is not None and self.handle is not None,
             Place.CLEAN: self.extent is not None and self.handle is not None,
+            Place.LENT: self.extent is not None and self.handle is not None,
             Place.DIRTY: self.extent is not None,
         }[self.place]
         arriving = (self.arrival is not None) == (self.place is Place.ARRIVING)

@@ -89,6 +89,7 @@ class Pool:
         self._silent = False
         self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
         self._idle_bytes = 0
+        self._loans: OrderedDict[PagedTensor, None] = OrderedDict()
         self._tensors: dict[int, PagedTensor] = {}
 
     # ---- life of a tensor ------------------------------------------------------------------------------------
@@ -152,6 +153,23 @@ class Pool:
             tensor.stored_bytes = 0
             tensor.place = Place.BLANK
 
+    def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
+        """Makes `data` the bytes of `tensor`, whatever it was before: of another shape or type, too.
+
+        Raises:
+            BudgetError: no room for its bytes.
+        """
+        with self.lock:
+            if self.owed is not None:
+                self.owed.before_use(tensor)
+            if tensor.pins and tensor.extent is not None and data.shape == tensor.shape and data.dtype == tensor.dtype:
+                tensor.extent.tensor.copy_(data)
+                tensor.place = Place.DIRTY
+                return
+            self.drop(tensor)
+            tensor.become(data.shape, data.dtype)
+            self.adopt(tensor, data)
+
     def forget(self, tensor: PagedTensor) -> None:
         """Drops `tensor` and ends its life."""
         self.drop(tensor)
@@ -176,7 +194,7 @@ class Pool:
                 self.owed.before_use(tensor)
             if self.adviser is not None and not self._silent:
                 self.adviser.accessed(tensor, write=write)
-            if tensor.place is Place.CLEAN or tensor.place is Place.DIRTY:
+            if tensor.place.resident:
                 if not tensor.pins:
                     self.touch(tensor)
             elif tensor.place is Place.ARRIVING:
@@ -187,6 +205,30 @@ class Pool:
                 tensor.place = Place.DIRTY
             assert tensor.extent is not None
             return tensor.extent.tensor
+
+    def lend(self, tensor: PagedTensor) -> torch.Tensor:
+        """As `fault`, for somebody who may write to it without saying so: whether they did is seen when it leaves.
+
+        Nor do they say when they are done. So what was lent leaves last, the newest after the others, until
+        `end_loans`.
+        """
+        with self.lock:
+            values = self.fault(tensor)
+            if tensor.place is Place.CLEAN:
+                tensor.place = Place.LENT
+            if tensor in self._idle:
+                self._loans[tensor] = None
+                self._loans.move_to_end(tensor)
+            return values
+
+    def is_on_loan(self, tensor: PagedTensor) -> bool:
+        """Whether somebody may still be using what they were lent."""
+        return tensor in self._loans
+
+    def end_loans(self) -> None:
+        """What was lent may leave as everything else: nobody uses it any more."""
+        with self.lock:
+            self._loans.clear()
 
     def pin(self, tensor: PagedTensor, *, write: bool = False) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
@@ -226,6 +268,7 @@ class Pool:
         if tensor in self._idle:
             assert tensor.extent is not None
             del self._idle[tensor]
+            self._loans.pop(tensor, None)
             self._idle_bytes -= tensor.extent.reservation.nbytes
 
     @property
@@ -234,8 +277,8 @@ class Pool:
         return self._idle_bytes
 
     def idle(self) -> list[PagedTensor]:
-        """What could be moved away now, least recently used first."""
-        return list(self._idle)
+        """What could be moved away now and is not on loan, least recently used first."""
+        return [tensor for tensor in self._idle if tensor not in self._loans]
 
     def is_idle(self, tensor: PagedTensor) -> bool:
         """Whether `tensor` is resident and could be moved away now."""
@@ -337,8 +380,9 @@ class Pool:
 
     def victim(self) -> PagedTensor | None:
         """Who is to leave next: the adviser's choice, or the least recently used; None if nobody can."""
-        victim = self.adviser.victim(self._idle) if self.adviser is not None else None
-        return victim if victim is not None else next(iter(self._idle), None)
+        idle = self.idle() if self._loans else self._idle
+        victim = self.adviser.victim(idle) if self.adviser is not None else None
+        return victim if victim is not None else next(iter(idle or self._loans), None)
 
     def evict(self, tensor: PagedTensor) -> None:
         """Moves an idle resident tensor away, storing it first if it is dirty.
@@ -353,7 +397,7 @@ class Pool:
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
                 return
-            if tensor.place is Place.DIRTY:
+            if tensor.place is Place.DIRTY or (tensor.place is Place.LENT and not self.traffic.is_stored(tensor)):
                 self.traffic.store_whole(tensor)
             self.let_go(tensor)
             tensor.place = Place.AWAY
@@ -361,9 +405,9 @@ class Pool:
     def flush(self, tensor: PagedTensor) -> None:
         """Makes the home hold the newest bytes of a resident tensor; it stays resident."""
         with self.lock:
-            if tensor.place is Place.DIRTY and self.home is not None:
+            if tensor.place in (Place.DIRTY, Place.LENT) and self.home is not None:
                 self.traffic.store_whole(tensor)
-                tensor.place = Place.CLEAN
+                tensor.place = Place.CLEAN if tensor.place is Place.DIRTY else Place.LENT
 
     def let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
         """Takes the extent from `tensor`; its memory is free once nobody views it and `transfer` has ended."""

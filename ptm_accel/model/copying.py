@@ -42,7 +42,7 @@ def copy_off_pages(model: nn.Module, slots: SlotTable, pool: Pool, hooks: Iterab
     for module in model.modules():
         if isinstance(module._parameters, FaultDict):
             memo[id(module._parameters)] = {
-                name: _copy_parameter(param, slots, pool, memo) for name, param in module._parameters.plain().items()
+                name: copy_parameter(param, slots, pool, memo) for name, param in module._parameters.plain().items()
             }
     duplicate = copy.deepcopy(model, memo)
     ours = {handle.id for handle in hooks}
@@ -54,7 +54,7 @@ def copy_off_pages(model: nn.Module, slots: SlotTable, pool: Pool, hooks: Iterab
     return duplicate
 
 
-def _copy_parameter(
+def copy_parameter(
     param: nn.Parameter | None, slots: SlotTable, pool: Pool, memo: dict[int, Any]
 ) -> nn.Parameter | None:
     """The copy of one parameter; `memo` makes it one object wherever the model has one object."""
@@ -74,6 +74,7 @@ def values_of(slot: ParamSlot, pool: Pool) -> torch.Tensor:
     with pool.lock:
         if pool.owed is not None:
             pool.owed.finish()
+        slot.meet()
         extent = slot.value.extent
         # One that is on its way has an extent, and nothing in it yet.
         if extent is not None and slot.value.place.resident:

@@ -90,8 +90,15 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
                 )
         return rest
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise PagedModelError(f"this model cannot be copied by copy.deepcopy. {_COPY_HELP}")
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        """An ordinary dictionary with copies in ordinary memory, for a deep copy of a part of the model.
+
+        Raises:
+            PagedModelError: it is the whole model that is copied, which may not fit.
+        """
+        if id(self._residency.root) in memo:
+            raise PagedModelError(f"this model cannot be copied by copy.deepcopy. {_COPY_HELP}")
+        return {name: self._residency.copied(param, memo) for name, param in dict.items(self)}
 
     def __copy__(self) -> dict[str, nn.Parameter | None]:
         return self.plain()

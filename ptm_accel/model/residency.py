@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -28,10 +29,15 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pin, Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
+from ptm_accel.model.copying import copy_parameter
 from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.hooks import Hook
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
-from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+
+_BORROWED_AT_ONCE = 8
+"""How many parameters code outside is taken to work on at a time."""
 
 
 @dataclass(slots=True)
@@ -92,6 +98,7 @@ class Residency:
         self.root: nn.Module | None = None
         self.owner: object = None
         """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
+        self._borrowed: deque[ParamSlot] = deque(maxlen=_BORROWED_AT_ONCE)
         self._frames = _Frames()
         self._refuse = refusal(self.regions.name_of)
         self.read_outside_graph = outside_graph(self.read)
@@ -131,6 +138,7 @@ class Residency:
 
     def remove(self) -> None:
         """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
+        self._borrowed.clear()
         self.regions.remove()
         for handle in self._handles:
             handle.remove()
@@ -149,7 +157,6 @@ class Residency:
         """The hooks that are on the model's modules."""
         return tuple(self._handles)
 
-    # Hooks are plain functions, not bound methods: a deep copy of the module then copies no engine.
     def _enter_hook(self) -> Any:
         refuse = self._refuse
 
@@ -158,7 +165,7 @@ class Residency:
                 refuse(module)
             self.enter(module)
 
-        return enter
+        return Hook(enter)
 
     def _enter_root_hook(self) -> Any:
         refuse = self._refuse
@@ -170,14 +177,14 @@ class Residency:
                 self.run_ahead.begin((module.training, torch.is_grad_enabled(), shapes_of(args, kwargs)))
             self.enter(module)
 
-        return enter
+        return Hook(enter)
 
     def _leave_hook(self) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_dynamo_compiling():
                 self.leave(module, output)
 
-        return leave
+        return Hook(leave)
 
     # ---- reads -----------------------------------------------------------------------------------------------
 
@@ -190,6 +197,7 @@ class Residency:
         slot = self.slots.of(param)
         if slot is None:
             return
+        slot.meet()
         value = slot.value
         stack = self._frames.stack
         if stack:
@@ -200,10 +208,24 @@ class Residency:
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
             return
         with INTERRUPTS:
-            if not stack:
+            if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
+                self._lend(slot)
+            elif not stack:
                 self.pool.fault(value, write=self.writing)
             elif id(slot) not in stack[-1].reads:
                 stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
+
+    def _lend(self, slot: ParamSlot) -> None:
+        """No forward and no backward: somebody's own code reads a parameter, and may want to write."""
+        # What it has given to those before comes onto pages, so that it never has them all in memory of its own.
+        for before in self._borrowed:
+            before.meet()
+        self._borrowed.append(slot)
+        slot.lend()
+
+    def copied(self, param: nn.Parameter | None, memo: dict[int, Any]) -> nn.Parameter | None:
+        """A copy of a parameter in ordinary memory, for a deep copy of a part of the model."""
+        return copy_parameter(param, self.slots, self.pool, memo)
 
     @contextmanager
     def written(self) -> Iterator[None]:
@@ -223,8 +245,13 @@ class Residency:
 
     def _enter(self, module: nn.Module, region: Region | None) -> None:
         frames = self._frames
-        if not frames.stack and module is self.root:
-            self.regions.scan()
+        if not frames.stack:
+            for borrowed in self._borrowed:
+                borrowed.meet()
+            self._borrowed.clear()
+            self.pool.end_loans()
+            if module is self.root:
+                self.regions.scan()
         entered = None if region is not None else module
         region = region or self.regions.at(module)
         frame = _Frame(module, saved=self.saved.cover())
@@ -237,13 +264,17 @@ class Residency:
             return
         for param in dict.values(module._parameters):
             slot = self.slots.of(param)
-            if slot is not None and slot.value.movable:
+            if slot is None:
+                continue
+            slot.meet()
+            if slot.value.movable:
                 frame.pins.append(self.pool.pin(slot.value, write=self.writing))
         if module._parameters:
             self._meet_autocast(frames, frame)
 
     def _enter_region(self, frames: _Frames, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
+            slot.meet()
             frame.pins.append(self.pool.pin(slot.value, write=self.writing))
         running = next((f.casting for f in frames.stack if f.casting is not None), None)
         if running is not None and not any(f.suspended for f in frames.stack):

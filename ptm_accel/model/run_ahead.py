@@ -198,6 +198,13 @@ class RunAhead:
         self._going.clear()
         self._pool.adviser = None
 
+    def forget(self) -> None:
+        """The model has other parameters than before: what was seen of its passes is of no use."""
+        self.give_up()
+        self.routes.clear()
+        self._tensors.clear()
+        self._updates, self._overwritten = {}, ()
+
     def reading_order(self) -> dict[str, int] | None:
         """The place of each parameter in the newest training pass, by name; None if none is known."""
         for route in reversed(self.routes.values()):
@@ -361,7 +368,7 @@ class RunAhead:
                 continue
             if tensor.pins or self._awaits(tensor):
                 self._going.append(tensor)
-            elif self._pool.is_idle(tensor):
+            elif self._pool.is_idle(tensor) and not self._pool.is_on_loan(tensor):
                 self._spare(tensor)
 
     def _send_for(self, accessed: PagedTensor) -> None:

@@ -68,7 +68,9 @@ class _Pack:
             source = self.table.find(tensor)
             if source is not None:
                 return SavedView(source, tensor)
-        return tensor if self._other is None else self._other(tensor)
+        # Detached: what is returned is kept by the node that saves it, and may be an output of that very node. That
+        # would be a circle which nothing breaks if no backward comes.
+        return tensor.detach() if self._other is None else self._other(tensor)
 
 
 class _Unpack:

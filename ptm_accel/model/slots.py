@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptm_accel.errors import PlaceholderError
+from ptm_accel.errors import PagedModelError, PlaceholderError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, is_intact, placeholder
@@ -100,28 +100,78 @@ class ParamSlot:
         param: the model's own `nn.Parameter`; its `.data` is the extent or a placeholder.
         value: its values on pages.
         generation: counts updates, so that a backward through an older forward is noticed.
+        writes: counts how often somebody outside may have written to the values.
         veiled: whether the parameter shows its placeholder although its values are there: an update is owed to them.
     """
 
-    __slots__ = ("_placeholder", "_pool", "_table", "generation", "name", "param", "value", "veiled")
+    __slots__ = (
+        "_address",
+        "_placeholder",
+        "_pool",
+        "_table",
+        "generation",
+        "name",
+        "param",
+        "value",
+        "veiled",
+        "writes",
+    )
 
     def __init__(self, name: str, param: nn.Parameter, value: PagedTensor, pool: Pool, table: ExtentTable) -> None:
         self.name = name
         self.param = param
         self.value = value
         self.generation = 0
+        self.writes = 0
         self.veiled = False
         self._pool = pool
         self._table = table
         self._placeholder: torch.Tensor | None = None
+        self._address: int | None = None
         value.occupant = self
+
+    def _give(self, data: torch.Tensor) -> None:
+        """Gives the parameter its extent or a placeholder, unless somebody else has given it something."""
+        if not self.exchanged:
+            self.param.data = data
+            self._address = self._table.address(data)
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether somebody has given the parameter other data than its extent or its placeholder."""
+        return self._address is not None and self._table.address(self.param) != self._address
+
+    def meet(self) -> None:
+        """Takes what somebody has given the parameter as its data (`param.data = ...`) onto its pages.
+
+        Called before its values are used, since nothing tells when it happens.
+
+        Raises:
+            PagedModelError: what was given is of another shape or type, and a forward uses the values.
+            BudgetError: no room for it.
+        """
+        if not self.exchanged:
+            return
+        given = self.param.data.contiguous()
+        if self.value.pins and (given.shape != self.value.shape or given.dtype != self.value.dtype):
+            raise PagedModelError(
+                f"parameter {self.name} of shape {tuple(self.value.shape)} and {self.value.dtype} was given data of "
+                f"shape {tuple(given.shape)} and {given.dtype} while it was in use. Change it between two forwards."
+            )
+        with INTERRUPTS:
+            self._pool.renew(self.value, given)
+            assert self.value.extent is not None
+            self._address = self._placeholder = None
+            self.generation += 1
+            self.writes += 1
+            self.arrived(self.value.extent.tensor)
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the values in."""
         if self.veiled:
             return
         stand_in, self._placeholder = self._placeholder, None
-        self.param.data = tensor
+        self._give(tensor)
         self._table.add(tensor, self)
         if stand_in is not None and stand_in.device.type == "cpu" and not is_intact(stand_in):
             raise PlaceholderError(
@@ -135,8 +185,9 @@ class ParamSlot:
         if self.veiled:
             return
         self._table.remove(tensor)
-        self._placeholder = placeholder(self.value.shape, self.value.dtype, tensor.device)
-        self.param.data = self._placeholder
+        if not self.exchanged:
+            self._placeholder = placeholder(self.value.shape, self.value.dtype, tensor.device)
+            self._give(self._placeholder)
 
     def veil(self) -> None:
         """An update is owed to the values: until it is done nobody is to see them."""
@@ -160,7 +211,7 @@ class ParamSlot:
     def stand_in(self, device: torch.device) -> None:
         """Gives the parameter its first placeholder, before any values exist."""
         self._placeholder = placeholder(self.value.shape, self.value.dtype, device)
-        self.param.data = self._placeholder
+        self._give(self._placeholder)
 
     def show(self, device: torch.device) -> None:
         """Gives a parameter whose values are on pages already its extent, or a placeholder if it is away."""
@@ -174,6 +225,13 @@ class ParamSlot:
         """Whether the parameter's data is ours: its extent or a placeholder, not what it had before it was paged."""
         return self._placeholder is not None or self.value.place.resident
 
+    def take_off(self, values: torch.Tensor) -> None:
+        """Gives the parameter `values` for good: it is on pages no more."""
+        self.value.occupant = None
+        self._table.remove(self.param.data)
+        self._address = self._placeholder = None
+        self.param.data = values
+
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy in `dtype` of a view of the values, charged as long as it lives."""
         with INTERRUPTS, self._pool.pin(self.value) as values:
@@ -182,6 +240,11 @@ class ParamSlot:
                 copy = view.to(dtype)
                 keep(copy)
             return copy
+
+    def lend(self) -> None:
+        """Brings the values in for somebody outside, who may write to them."""
+        self._pool.lend(self.value)
+        self.writes += 1
 
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""
@@ -197,8 +260,19 @@ class SlotTable:
 
     def add(self, slot: ParamSlot) -> None:
         """Adds a slot under its parameter and its first name."""
+        self.put(slot.name, slot)
+
+    def put(self, name: str, slot: ParamSlot) -> None:
+        """Adds a slot under its parameter and one of its names."""
         self._by_id[id(slot.param)] = slot
-        self.by_name[slot.name] = slot
+        self.by_name[name] = slot
+
+    def become(self, other: SlotTable) -> None:
+        """Takes over the slots of another table, their order and their names."""
+        self._by_id = dict(other._by_id)
+        self.by_name = dict(other.by_name)
+        for name, slot in reversed(self.by_name.items()):
+            slot.name = slot.value.name = name
 
     def remove(self, slot: ParamSlot) -> None:
         """Forgets a slot whose parameter has left the model."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.model.hooks import Hook
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ParamSlot, SlotTable
 
@@ -83,7 +84,6 @@ class StateDictHooks:
         """The hooks that are on the model's modules."""
         return tuple(self._handles)
 
-    # Plain functions, not bound methods: torch marks them, and a deep copy of a module then copies no engine.
     def _fill(self) -> Callable[..., None]:
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             for name, param in dict.items(module._parameters):
@@ -96,7 +96,7 @@ class StateDictHooks:
                 else:
                     state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")
 
-        return fill
+        return Hook(fill)
 
     def _snapshot(self, slot: ParamSlot, state_dict: dict[str, Any]) -> torch.Tensor:
         """The values of one parameter; under all names of a tied one, the same tensor, by which savers know it is."""
@@ -104,6 +104,7 @@ class StateDictHooks:
         given = known() if known is not None else None
         if given is not None and any(value is given for value in state_dict.values()):
             return given
+        slot.meet()
         values = _alone(self._pool.snapshot(slot.value))
         if known is not None:
             self._tied[id(slot)] = weakref.ref(values)
@@ -115,9 +116,10 @@ class StateDictHooks:
             for name, param in dict.items(module._parameters):
                 slot = self._slots.of(param)
                 if slot is not None and prefix + name in state_dict:
+                    slot.meet()
                     pins.append(self._pool.pin(slot.value, write=True))
 
-        return begin
+        return Hook(begin)
 
     def _end_load(self) -> Callable[..., None]:
         def end(module: nn.Module, incompatible_keys: Any) -> None:
@@ -127,7 +129,7 @@ class StateDictHooks:
             if pins:
                 self.loaded()
 
-        return end
+        return Hook(end)
 
 
 def _nothing() -> None:

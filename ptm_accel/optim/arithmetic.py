@@ -241,7 +241,7 @@ def _follow(unit: Unit, master: torch.Tensor, value: torch.Tensor) -> None:
     """Takes the master from the parameter: all of it at first, later where it has been written from outside."""
     if unit.start >= unit.state.mastered:
         master.copy_(value)
-    elif unit.state.rewritten:
+    elif unit.state.differs:
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
 
 

@@ -122,6 +122,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         self._synchronise()
         work, begun = self._work(), self.in_backward.chase is not None
+        for _, state, _ in work:
+            # What somebody has put in the place of its values is what is updated.
+            state.slot.meet()
         scale = self.apply_scale(but_its_own=True)
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]

@@ -277,7 +277,7 @@ class Sweep:
             opened.remove(unit)
             if unit.last:
                 unit.grad.drop()
-                state.rewritten = False
+                state.agree()
                 state.slot.generation += 1
 
     def _give_up(self, unit: Unit, opened: list[Unit]) -> None:

@@ -31,8 +31,8 @@ class ParamState:
         small: all the rest (step counts, factored moments).
         master: the fp32 master of a narrower parameter, where master weights are on.
         mastered: how many elements of the master, from the start, have been taken from the parameter.
-        rewritten: the parameter may have been written from outside since the last update: where it is no longer what
-            its master rounds to, the master is taken from it anew.
+        rewritten: the parameter was written from outside since the last update.
+        writes: how often that may have happened before, as its slot counts it.
     """
 
     slot: ParamSlot
@@ -41,6 +41,19 @@ class ParamState:
     master: PagedTensor | None = None
     mastered: int = 0
     rewritten: bool = False
+    writes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writes = self.slot.writes
+
+    @property
+    def differs(self) -> bool:
+        """Whether the parameter may not be what its master rounds to; where it is not, that is taken from it anew."""
+        return self.rewritten or self.writes != self.slot.writes
+
+    def agree(self) -> None:
+        """The parameter is what its master rounds to."""
+        self.rewritten, self.writes = False, self.slot.writes
 
     @property
     def empty(self) -> bool:
@@ -50,7 +63,7 @@ class ParamState:
     @property
     def overwritten(self) -> bool:
         """Whether an update writes all of the parameter and reads none of it: its master says all there is to say."""
-        return self.master is not None and not self.rewritten and self.mastered >= self.slot.value.numel
+        return self.master is not None and not self.differs and self.mastered >= self.slot.value.numel
 
     def tensors(self) -> list[PagedTensor]:
         """The parameter and what is kept for it on pages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from ptm_accel.integrations.transformers.loading import from_pretrained, load_weights
 from torch import nn
 from transformers import (
@@ -22,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    PreTrainedModel,
     core_model_loading,
 )
 
@@ -363,3 +366,20 @@ def test_no_more_than_the_budget_and_one_tensor_is_ever_in_memory(tmp_path: Path
     for what, tensors in (("building", 1), ("writing", 1), ("torch.float32", 1), ("torch.float64", 3)):
         limit = 1.05 * (budget + tensors * measured["largest"])
         assert measured[what] < limit, f"{what}: {measured[what] / 2**20:.0f} MiB of {limit / 2**20:.0f}"
+
+
+def test_an_adapter_is_put_into_a_base_that_has_its_values(saved: Save, tmp_path: Path) -> None:
+    """DoRA begins with the norms of the base's weights."""
+    base = AutoModelForCausalLM.from_pretrained(saved("llama"))
+    adapted = get_peft_model(base, LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    before = {name: inspect.getattr_static(PreTrainedModel, name) for name in dir(PreTrainedModel)}
+    ours = from_pretrained(AutoModelForCausalLM, tmp_path / "adapter", dials(tmp_path))
+    assert {name: inspect.getattr_static(PreTrainedModel, name) for name in dir(PreTrainedModel)} == before
+    engine = engine_of(ours)
+    assert engine is not None
+    assert all(engine.slots.of(param) is not None for param in ours.parameters())
+    assert "model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight" in ours.state_dict()
+    assert_same_model(ours, plain)
+    close(ours)

@@ -236,10 +236,12 @@ def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: 
         tensor = made(pool, "a", fill=2.0)
         if place is not Place.BLANK:
             pool.fault(tensor, write=True).copy_(torch.arange(1024.0))
-        if place in (Place.AWAY, Place.CLEAN, Place.ARRIVING):
+        if place in (Place.AWAY, Place.CLEAN, Place.ARRIVING, Place.LENT):
             pool.evict(tensor)
         if place is Place.CLEAN:
             pool.fault(tensor)
+        if place is Place.LENT:
+            pool.lend(tensor)
         if place is Place.ARRIVING:
             assert pool.ahead.prefetch(tensor)
         assert tensor.place is place
@@ -530,3 +532,89 @@ def test_many_tensors_in_random_order(tmp_path: Path) -> None:
                 truth[which].fill_(step)
             del values
         assert pool.stats.evictions > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_lent_is_stored_only_if_it_was_written(kind: str, tmp_path: Path) -> None:
+    with pool_of(2, tmp_path, kind) as pool:
+        tensor = made(pool, "a", fill=2.0)
+        pool.fault(tensor, write=True).copy_(torch.arange(1024.0))
+        pool.evict(tensor)
+        for number in range(3):
+            stored = pool.stats.stored_bytes
+            values = pool.lend(tensor)
+            assert tensor.place is Place.LENT
+            values[1023] += number
+            del values
+            pool.evict(tensor)
+            assert (pool.stats.stored_bytes > stored) == (number > 0)
+        assert float(pool.fault(tensor)[1023]) == 1026.0
+        assert tensor.place is Place.CLEAN
+        pool.lend(tensor)
+        pool.fault(tensor, write=True)
+        assert tensor.place is Place.DIRTY
+        pool.lend(tensor)
+        assert tensor.place is Place.DIRTY
+
+
+def test_what_was_lent_and_cannot_be_compared_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_be_mapped(handle: Any) -> torch.Tensor:
+        raise DiskError(errno.ENOMEM, "cannot map a", str(tmp_path))
+
+    with pool_of(2, tmp_path) as pool:
+        tensor = made(pool, "a")
+        pool.fault(tensor, write=True)
+        pool.evict(tensor)
+        pool.lend(tensor).fill_(3.0)
+        monkeypatch.setattr(pool.home, "snapshot", cannot_be_mapped)
+        pool.evict(tensor)
+        assert float(pool.fault(tensor).sum()) == 3 * 1024.0
+
+
+def test_what_was_lent_leaves_last(tmp_path: Path) -> None:
+    with pool_of(3, tmp_path) as pool:
+        first, second, third, fourth = (made(pool, name) for name in "abcd")
+        for tensor in (first, second):
+            pool.lend(tensor)
+        pool.fault(third)
+        assert pool.idle() == [third]
+        pool.fault(fourth)
+        assert third.place is Place.AWAY
+        pool.lend(first)
+        pool.pin(fourth)
+        pool.fault(third)
+        assert [t.place for t in (first, second)] == [Place.DIRTY, Place.AWAY]
+        assert pool.is_on_loan(first)
+        pool.end_loans()
+        assert pool.idle() == [first, third]
+        pool._unpin(fourth)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [Place.BLANK, Place.AWAY, Place.CLEAN, Place.DIRTY])
+@pytest.mark.parametrize("elements", [1024, 512, 2048])
+def test_a_tensor_can_be_renewed(elements: int, place: Place, kind: str, tmp_path: Path) -> None:
+    with pool_of(4, tmp_path, kind) as pool:
+        tensor = made(pool, "a", fill=2.0)
+        if place is not Place.BLANK:
+            pool.fault(tensor, write=True)
+        if place in (Place.AWAY, Place.CLEAN):
+            pool.evict(tensor)
+        if place is Place.CLEAN:
+            pool.fault(tensor)
+        assert tensor.place is place
+        data = torch.arange(float(elements), dtype=torch.float64).to(torch.float32)
+        pool.renew(tensor, data.clone())
+        assert tensor.nbytes == 4 * elements
+        pool.evict(tensor)
+        assert torch.equal(pool.fault(tensor), data)
+
+
+def test_a_pinned_tensor_is_renewed_where_it_is(tmp_path: Path) -> None:
+    with pool_of(2, tmp_path) as pool:
+        tensor = made(pool, "a")
+        with pool.pin(tensor) as values:
+            pool.renew(tensor, torch.ones(1024))
+            assert float(values.sum()) == 1024.0
+            assert tensor.place is Place.DIRTY
+            del values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from pathlib import Path
 
@@ -199,3 +200,51 @@ def test_conversions_are_refused_unless_they_change_nothing(tmp_path: Path) -> N
     assert model.float() is model
     assert engine.pool.stats.faults == before
     assert same(model.state_dict(), build().state_dict())
+
+
+def test_a_part_can_be_copied_by_deepcopy(tmp_path: Path) -> None:
+    """As libraries do that give a head or an embedding a trainable copy of its own."""
+    model, twin = build(), build()
+    engine = on_pages(model, tmp_path)
+    made = copy.deepcopy(model.inner)
+    assert same(made.state_dict(), twin.inner.state_dict())
+    assert not any(isinstance(m._parameters, FaultDict) for m in made.modules())
+    assert [p.requires_grad for p in made.parameters()] == [p.requires_grad for p in twin.inner.parameters()]
+    entered = engine.pool.stats.faults
+    assert torch.equal(made(torch.ones(1, WIDTH)), twin.inner(torch.ones(1, WIDTH)))
+    assert engine.pool.stats.faults == entered
+    with torch.no_grad():
+        made[0].weight.zero_()
+    assert same(model.state_dict(), twin.state_dict())
+    tied = copy.deepcopy(nn.ModuleList([model.embed, model.head]))
+    assert tied[0].weight is tied[1].weight
+    with pytest.raises(PagedModelError, match=r"cannot be copied by copy\.deepcopy"):
+        copy.deepcopy(nn.ModuleList([model]))
+    engine.check_integrity()
+
+
+def test_a_copied_part_keeps_no_engine(tmp_path: Path) -> None:
+    model = build()
+    memory = on_pages(model, tmp_path).memory
+    made = copy.deepcopy(model.inner)
+    del model
+    gc.collect()
+    assert memory.closed
+    assert same(made.state_dict(), build().inner.state_dict())
+    assert not made(torch.ones(1, WIDTH)).isnan().any()
+
+
+def test_a_part_and_a_wrapper_can_be_gathered(tmp_path: Path) -> None:
+    model, twin = build(), build()
+    engine = on_pages(model, tmp_path)
+    for look in (model.inner, nn.Sequential(model)):
+        values = list((twin.inner if look is model.inner else twin).parameters())
+        with ptm_accel.gathered(look, write=True):
+            seen = [p.detach().clone() for p in look.parameters()]
+            assert len(engine.pool.pinned()) == len(seen)
+            with torch.no_grad():
+                model.inner[0].weight.add_(1.0)
+                twin.inner[0].weight.add_(1.0)
+            assert all(torch.equal(a, b.detach()) for a, b in zip(seen[1:], values[1:], strict=True) if a.dim() != 2)
+    assert same(model.state_dict(), twin.state_dict())
+    engine.check_integrity()

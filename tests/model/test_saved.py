@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.errors import StaleGraphError
@@ -206,3 +207,20 @@ def test_a_backward_through_older_values_is_an_error(autocast: bool, tmp_path: P
         )
         assert not engine.pool.pinned()
         engine.zero_grad()
+
+
+@pytest.mark.parametrize("part", ["all of it on pages", "a layer that is not"])
+def test_a_forward_without_a_backward_leaves_nothing(part: str, tmp_path: Path) -> None:
+    """Of what a node saves, some are its own outputs: they must not keep each other."""
+    model = net()
+    with at_floor(model, tmp_path):
+        if part != "all of it on pages":
+            model[4] = nn.Linear(WIDTH, WIDTH)
+        kept: list[StorageWeakRef] = []
+        for layer in model:
+            layer.register_forward_hook(lambda module, args, out: kept.append(StorageWeakRef(out.untyped_storage())))
+        out = model(inputs())
+        assert not any(storage.expired() for storage in kept[1::2])
+        del out
+        assert all(storage.expired() for storage in kept)
+        assert len(kept) == len(model)

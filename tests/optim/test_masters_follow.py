@@ -31,7 +31,7 @@ def step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     return state["master"].clone()
 
 
-@pytest.mark.parametrize("way", ["gathered", "load_state_dict"])
+@pytest.mark.parametrize("way", ["gathered", "load_state_dict", "in place", "exchanged", "exchanged unread"])
 def test_a_write_from_outside_reaches_the_master(way: str, tmp_path: Path) -> None:
     model, engine, optimizer = prepared(tmp_path)
     before = optimizer.state_dict()["state"][0]["master"].clone()
@@ -40,8 +40,15 @@ def test_a_write_from_outside_reaches_the_master(way: str, tmp_path: Path) -> No
     if way == "gathered":
         with gathered(model, write=True), torch.no_grad():
             model.weight[0] = 2.0
-    else:
+    elif way == "in place":
+        with torch.no_grad():
+            model.weight[0] = 2.0
+    elif way == "exchanged":
+        model.weight.data = values
+    elif way == "load_state_dict":
         model.load_state_dict({"weight": values})
+    else:
+        next(model.parameters()).data = values
     after = step(model, optimizer)
     expected = before.clone()
     expected[0] = 2.0

@@ -1,0 +1,92 @@
+"""What has become of a model since it was put on pages: wrapped, given adapters or another head, resized, merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.attach import create_value
+from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+
+Outline = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
+"""The parameters of a model under all their names, in order: name, identity, shape, type."""
+
+
+def outline(model: nn.Module) -> Outline:
+    """What a model looks like now; equal outlines need nothing done between them."""
+    named = model.named_parameters(remove_duplicate=False)
+    return tuple((name, id(param), param.shape, param.dtype) for name, param in named)
+
+
+def is_covered(model: nn.Module) -> bool:
+    """Whether all modules that own parameters bring them in when they are read."""
+    return all(isinstance(module._parameters, FaultDict) for module in model.modules() if module._parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is to be done about a model that has changed.
+
+    Attributes:
+        slots: its parameters, in its order and under all their names; those that are new have blank pages.
+        new: the slots of parameters that were not on pages before.
+        gone: the slots of parameters that it no longer has.
+    """
+
+    slots: SlotTable
+    new: list[ParamSlot]
+    gone: list[ParamSlot]
+
+
+def changes_of(model: nn.Module, known: SlotTable, pool: Pool, table: ExtentTable, *, small: int) -> Changes:
+    """Compares a model with what is on pages; changes neither.
+
+    Args:
+        model: the model, or what wraps or replaces it now.
+        known: the parameters that are on pages.
+        pool: where the pages are.
+        table: for new slots.
+        small: parameters below this many bytes never leave the compute tier.
+    """
+    slots, new = SlotTable(), []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if not param.numel():
+            continue
+        slot = slots.of(param) or known.of(param)
+        if slot is None:
+            slot = ParamSlot(name, param, create_value(name, param, pool, small=small), pool, table)
+            new.append(slot)
+        slots.put(name, slot)
+    return Changes(slots, new, [slot for slot in known if slots.of(slot.param) is None])
+
+
+def refuse_changes(changes: Changes, model: nn.Module, before: nn.Module, other: nn.Module | None) -> None:
+    """Refuses what a model on pages cannot become.
+
+    Args:
+        changes: what is to be done.
+        model: what it is to become.
+        before: the model as it was put on pages.
+        other: another model on pages, of which `model` has parts.
+
+    Raises:
+        UnsupportedError: `model` has parts of two models on pages, or is only a part of one.
+    """
+    kind, before_kind = type(model).__name__, type(before).__name__
+    if other is not None:
+        raise UnsupportedError(
+            f"parts of this {kind} are on pages of two models ({before_kind} and {type(other).__name__}). Call "
+            "`engine_of(...).detach()` for one of them first."
+        )
+    there = {id(param) for param in before.parameters()}
+    left = [slot.name for slot in changes.gone if id(slot.param) in there]
+    if model is not before and left:
+        raise UnsupportedError(
+            f"this {kind} is a part of a {before_kind} that is on pages and has {len(left)} more parameters, such as "
+            f"{left[0]}. Pass that model, or call `engine_of(...).detach()` first."
+        )

@@ -1,0 +1,240 @@
+"""What somebody's own code does to parameters between forwards: what it writes is kept, and reading costs no store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.engine import Engine
+from ptm_accel.errors import BudgetError, PagedModelError, StaleGraphError
+from ptm_accel.memory.paged import Place
+from tests.plain_loop import same_bits
+from tests.tiers import at_floor, needs, on_pages
+
+WIDTH = 64
+
+KINDS = ("host+disk", "mock+host+disk")
+
+
+def net(layers: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def evict(engine: Engine) -> None:
+    for slot in engine.slots:
+        if engine.pool.is_idle(slot.value):
+            engine.pool.evict(slot.value)
+
+
+def add_in_place(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+
+
+def add_to_the_data(layer: nn.Linear) -> None:
+    layer.weight.data += 1.0
+
+
+def exchange(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data + 1.0
+
+
+def exchange_for_a_part(layer: nn.Linear) -> None:
+    layer.weight.data = torch.stack([layer.weight.data + 1.0, layer.weight.data])[0]
+
+
+def exchange_for_strides(layer: nn.Linear) -> None:
+    layer.weight.data = (layer.weight.data.t().contiguous() + 1.0).t()
+
+
+WRITES = [add_in_place, add_to_the_data, exchange, exchange_for_a_part, exchange_for_strides]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_a_parameter_that_was_read_is_kept(
+    write: Callable[[nn.Linear], None], kind: str, tmp_path: Path
+) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path, kind) as engine:
+        for ours, theirs in zip(model, plain, strict=True):
+            evict(engine)
+            write(ours)  # type: ignore[arg-type]
+            write(theirs)  # type: ignore[arg-type]
+            assert same_bits(model(inputs()), plain(inputs()))
+        evict(engine)
+        for name, value in model.state_dict().items():
+            assert same_bits(value, plain.state_dict()[name]), name
+        assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes
+        engine.check_integrity()
+
+
+def test_one_after_the_other_they_are_never_all_in_memory(tmp_path: Path) -> None:
+    """What is given to a parameter comes onto pages when the next is read."""
+    model, plain = net(20), net(20)
+    with at_floor(model, tmp_path) as engine:
+        for ours, theirs in zip(model, plain, strict=True):
+            exchange(ours)  # type: ignore[arg-type]
+            exchange(theirs)  # type: ignore[arg-type]
+            assert sum(slot.exchanged for slot in engine.slots) == 1
+        assert same_bits(model(inputs()), plain(inputs()))
+        assert not any(slot.exchanged for slot in engine.slots)
+        assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes
+
+
+def test_reading_stores_nothing(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path) as engine:
+        evict(engine)
+        disk = engine.memory.disk
+        assert disk is not None
+        written = disk.bytes_written
+        for ours, theirs in zip(model, plain, strict=True):
+            assert same_bits(ours.weight.detach(), theirs.weight.detach())
+        assert engine.slots.by_name["4.weight"].value.place is Place.LENT
+        evict(engine)
+        assert {slot.value.place for slot in engine.slots} == {Place.AWAY}
+        assert disk.bytes_written == written
+        add_in_place(model[0])  # type: ignore[arg-type]
+        evict(engine)
+        assert disk.bytes_written > written
+
+
+def test_what_is_given_to_a_parameter_that_is_away_is_taken(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path) as engine:
+        evict(engine)
+        for param in [*model.parameters(), *plain.parameters()]:
+            param.data = torch.full((WIDTH, WIDTH), 0.01)
+        assert same_bits(model(inputs()), plain(inputs()))
+        evict(engine)
+        assert all(same_bits(value, torch.full((WIDTH, WIDTH), 0.01)) for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("look", ["state_dict", "detach", "gathered", "copy", "load"])
+def test_everybody_sees_what_was_given(look: str, tmp_path: Path) -> None:
+    import ptm_accel
+
+    model = net(2)
+    with at_floor(model, tmp_path) as engine:
+        given = torch.randn(WIDTH, WIDTH)
+        model[0].weight.data = given.clone()
+        if look == "state_dict":
+            seen = model.state_dict()["0.weight"]
+        elif look == "detach":
+            engine.detach()
+            seen = model[0].weight.detach()
+        elif look == "copy":
+            seen = ptm_accel.plain_copy(model)[0].weight.detach()  # type: ignore[index,union-attr,operator]
+        elif look == "load":
+            given = given + 1.0
+            model.load_state_dict({"0.weight": given}, strict=False)
+            seen = model.state_dict()["0.weight"]
+        else:
+            with ptm_accel.gathered(model):
+                seen = next(model.parameters()).detach().clone()
+        assert same_bits(seen, given)
+
+
+@pytest.mark.parametrize("rows", [8, WIDTH + 8])
+def test_data_of_another_shape(rows: int, tmp_path: Path) -> None:
+    model, plain = net(2), net(2)
+    _, need = needs(net(2), tmp_path, "host+disk")
+    with on_pages(model, "host+disk", 2 * need, tmp_path) as engine:
+        for either in (model, plain):
+            either[1].weight.data = torch.full((rows, WIDTH), 0.5)
+            assert either[1].weight.shape == (rows, WIDTH)
+        assert same_bits(model(inputs()), plain(inputs()))
+        evict(engine)
+        assert engine.slots.by_name["1.weight"].value.nbytes == rows * WIDTH * 4
+        assert same_bits(model.state_dict()["1.weight"], plain.state_dict()["1.weight"])
+
+
+def test_data_of_another_shape_in_the_middle_of_a_forward_is_refused(tmp_path: Path) -> None:
+    model = net(2)
+
+    def shrink(module: nn.Module, args: object) -> None:
+        module.weight.data = torch.zeros(8, WIDTH)  # type: ignore[union-attr]
+        _ = module.weight
+
+    with at_floor(model, tmp_path) as engine:
+        model[1].register_forward_pre_hook(shrink)
+        with pytest.raises(PagedModelError) as caught:
+            model(inputs())
+        assert str(caught.value) == (
+            "parameter 1.weight of shape (64, 64) and torch.float32 was given data of shape (8, 64) and torch.float32 "
+            "while it was in use. Change it between two forwards."
+        )
+        engine.abort()
+        model[1].weight.data = torch.zeros(WIDTH, WIDTH)
+
+
+def test_data_that_finds_no_room_stays_where_it_is(tmp_path: Path) -> None:
+    model = net(2)
+    with at_floor(model, tmp_path) as engine:
+        given = torch.ones(64 * WIDTH, WIDTH)
+        model[1].weight.data = given
+        for _ in range(2):
+            with pytest.raises(BudgetError, match=r"1\.weight"):
+                _ = model[1].weight
+            assert next(iter(model[1].parameters())).data_ptr() == given.data_ptr()
+        next(iter(model[1].parameters())).data = torch.ones(WIDTH, WIDTH)
+        assert float(model[1].weight.detach().sum()) == WIDTH * WIDTH
+        engine.check_integrity()
+
+
+def test_a_backward_through_what_was_there_before_is_an_error(tmp_path: Path) -> None:
+    model = net(2)
+    with at_floor(model, tmp_path):
+        out = model(inputs())
+        model[1].weight.data = torch.ones(WIDTH, WIDTH)
+        _ = model[1].weight
+        with pytest.raises(StaleGraphError, match=r"parameter 1\.weight was updated 1 time"):
+            out.sum().backward()
+
+
+def test_what_was_read_last_leaves_last(tmp_path: Path) -> None:
+    """Code that reads two parameters and then uses the first finds it."""
+    model, plain = net(), net()
+    floor, _ = needs(net(), tmp_path, "host+disk")
+    with on_pages(model, "host+disk", floor + WIDTH * WIDTH * 4, tmp_path) as engine:
+        model(inputs()).sum().backward()
+        evict(engine)
+        for first, second in ((0, 3), (4, 1), (2, 0)):
+            held = model[first].weight
+            _ = model[second].weight
+            assert same_bits(held.detach(), plain[first].weight.detach())
+        _ = model[1].weight
+        value = engine.slots.by_name["1.weight"].value
+        assert engine.pool.is_on_loan(value)
+        assert value not in engine.pool.idle()
+        model(inputs())
+        assert not engine.pool.is_on_loan(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_updates_what_was_given(kind: str, tmp_path: Path) -> None:
+    model, plain = net(), net()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    with at_floor(model, tmp_path, kind) as engine:
+        ours = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        for number in range(4):
+            for either, optimizer in ((model, ours), (plain, theirs)):
+                either(inputs()).square().mean().backward()
+                layer = either[number]
+                if number % 2:
+                    exchange(layer)
+                else:
+                    add_to_the_data(layer)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(same_bits(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
