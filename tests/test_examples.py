@@ -142,3 +142,38 @@ def test_finetuning_refuses_two_sources_of_text() -> None:
 def test_finetuning_refuses_two_sources_of_dials() -> None:
     with pytest.raises(SystemExit, match=r"Give --ptm_config or --host_memory, not both\."):
         _module("finetune_clm").PagingArguments(ptm_config="dials.yaml", host_memory="1GiB").dials()
+
+
+def test_the_loop_of_accelerate_gives_the_same_by_the_flag(tmp_path: Path) -> None:
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1"]
+    flags = ["--use_ptm", "--ptm_host_memory", "10MiB", "--ptm_page_size", "64KiB", "--ptm_disk", str(tmp_path)]
+    script = [str(EXAMPLES / "accelerate_loop.py"), "--steps", "3", "--output_dir"]
+    said = []
+    for name, extra in (("plain", []), ("paged", flags)):
+        command = [sys.executable, *launch, *extra, *script, str(tmp_path / name)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said.append([line for line in done.stdout.splitlines() if line.startswith("step ")])
+    assert len(said[0]) == 3
+    assert said[0] == said[1]
+    plain, paged = (tmp_path / name / "model" / "model.safetensors" for name in ("plain", "paged"))
+    assert plain.read_bytes() == paged.read_bytes()
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "kept without outputs"
+    (tmp_path / "notebook.py").write_text(code, encoding="utf-8")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(
+        [sys.executable, "notebook.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "bit-identical: [" in done.stdout
