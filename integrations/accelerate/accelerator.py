@@ -22,6 +22,8 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from ..peft import refuse_adapters
+
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
@@ -146,6 +148,7 @@ class PTMAccelerator(Accelerator):  # type: ignore[misc]
             ConfigError, UnsupportedError, BudgetError: as `Engine.attach`.
         """
         bare = getattr(model, "_orig_mod", model)
+        refuse_adapters(bare)
         if not self._holds(bare):
             # Models that nobody uses any more go, with their pages, before the next one comes.
             gc.collect()
