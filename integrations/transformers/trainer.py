@@ -22,6 +22,7 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.optimizer import blank_state
 
 from ..accelerate import PTMAccelerator
+from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
 from .loop import step_follows
@@ -68,6 +69,7 @@ class PTMTrainerMixin(PagedCheckpoints):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in the Trainer, with an accelerator that puts models on pages."""
+        refuse_arguments(self.args)
         with _accelerator_is(functools.partial(PTMAccelerator, ptm_config=self.ptm_config)):
             super().create_accelerator_and_postprocess()
         if self.args.n_gpu > 1:
