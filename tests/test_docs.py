@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 import ptm_accel
 from ptm_accel import config as dials
@@ -46,9 +49,18 @@ def what_readers_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
     )
     rows = [{"input_ids": list(range(i, i + 8)), "labels": list(range(i, i + 8))} for i in range(16)]
+    model = LlamaForCausalLM(config)
+    model.save_pretrained("my-model")
+    words = {word: number for number, word in enumerate(["<pad>", "<end>", *"abcdefghijklmnop"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    texts = ["a b c d e f", "e f g h i", "i j k l m n", "m n o p"] * 2
     yield {
-        "model": LlamaForCausalLM(config),
+        "model": model,
         "data": Dataset.from_list(rows),
+        "texts": Dataset.from_dict({"text": texts}),
+        "preferences": Dataset.from_list([{"prompt": t[:3], "chosen": t[3:], "rejected": t[:5]} for t in texts]),
+        "tokenizer": PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>"),
         "args": TrainingArguments(
             "outputs/run", max_steps=2, save_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True
         ),

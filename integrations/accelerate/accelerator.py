@@ -24,6 +24,7 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from ..peft import refuse_adapters
 from .states import PagedStates
 
 _PLUGINS = {
@@ -148,6 +149,7 @@ class PTMAccelerator(PagedStates):
             ConfigError, UnsupportedError, BudgetError: as `Engine.attach`.
         """
         bare = getattr(model, "_orig_mod", model)
+        refuse_adapters(bare)
         if not self._holds(bare):
             # Models that nobody uses any more go, with their pages, before the next one comes.
             gc.collect()

@@ -24,6 +24,7 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.blank_state import blank_state
 
 from ..accelerate import PTMAccelerator
+from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .cards import add_section
 from .checkpoints import PagedCheckpoints
@@ -71,6 +72,7 @@ class PTMTrainerMixin(PagedCheckpoints):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in the Trainer, with an accelerator that puts models on pages."""
+        refuse_arguments(self.args)
         with _accelerator_is(functools.partial(PTMAccelerator, ptm_config=self.ptm_config)):
             super().create_accelerator_and_postprocess()
         if self.args.n_gpu > 1:

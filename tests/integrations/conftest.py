@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 
 from ptm_accel import engine
+from tests.integrations.adapters import bases as bases
+from tests.integrations.adapters import compare as compare
 from tests.integrations.saved_models import saved as saved
 
 

@@ -221,6 +221,35 @@ def test_an_optimizer_goes_on_around_a_wrapped_model(tmp_path: Path) -> None:
         assert_same_state(around, plain)
 
 
+class Late:
+    """A transfer that ends when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        self.ended = True
+
+    def order(self) -> None:
+        self.wait()
+
+
+def test_what_is_held_for_a_moment_does_not_count_as_needed(tmp_path: Path) -> None:
+    model = net()
+    with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
+        floor, room = engine.floor, engine.pool.room
+        reservation, block = room.take_block(1 << 20, Tag.STAGING, "a window that was written")
+        assert block.buffer is not None
+        room.leave(block.buffer, block, reservation, Late())
+        del block
+        assert engine.pool.budget.used_by_tag()[Tag.STAGING] > 1 << 20
+        engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        assert engine.floor == floor
+
+
 def test_an_optimizer_of_other_parameters_is_given_up(tmp_path: Path) -> None:
     for change in (with_another_head, with_a_larger_head):
         model = net()

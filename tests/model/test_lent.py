@@ -120,6 +120,21 @@ def test_what_is_given_to_a_parameter_that_is_away_is_taken(tmp_path: Path) -> N
         assert all(same_bits(value, torch.full((WIDTH, WIDTH), 0.01)) for value in model.state_dict().values())
 
 
+def test_what_is_given_outlives_that_the_pages_come_and_go(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        value = engine.slots.by_name["0.weight"].value
+        given = torch.full((WIDTH, WIDTH), 0.01)
+        model[0].weight.data = given
+        engine.pool.evict(value)
+        assert value.place is Place.AWAY
+        engine.pool.fault(value)
+        assert next(model.parameters()).data_ptr() == given.data_ptr()
+        assert same_bits(model[0].weight.detach(), given)
+        evict(engine)
+        assert same_bits(model.state_dict()["0.weight"], given)
+
+
 @pytest.mark.parametrize("look", ["state_dict", "detach", "gathered", "copy", "load"])
 def test_everybody_sees_what_was_given(look: str, tmp_path: Path) -> None:
     import ptm_accel

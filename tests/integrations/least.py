@@ -1,0 +1,38 @@
+"""Dials just above the least budget that the engine names: there, the pages of a model move."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ptm_accel.integrations.transformers.loading import from_pretrained
+from transformers import AutoModelForCausalLM
+
+from ptm_accel.engine import engine_of
+from ptm_accel.errors import BudgetError
+from tests.tiers import PAGE
+
+_NAMED = r"Set host_memory to at least (\d+) bytes"
+
+
+def least_dials(directory: Path, scratch: Path, auto_cls: Any = AutoModelForCausalLM, **options: Any) -> dict[str, Any]:
+    """Dials under which a saved model can just be read and trained, in full.
+
+    Args:
+        directory: where the model was saved.
+        scratch: the folder for the pages.
+        auto_cls: what reads it.
+        **options: for `from_pretrained`.
+    """
+    dials: dict[str, Any] = {"host_memory": 17 * PAGE, "page_size": PAGE, "disk": str(scratch)}
+    with pytest.raises(BudgetError, match=_NAMED) as refusal:
+        from_pretrained(auto_cls, directory, dials, **options)
+    named = re.search(_NAMED, str(refusal.value))
+    assert named is not None
+    dials["host_memory"] = int(named[1])
+    engine = engine_of(from_pretrained(auto_cls, directory, dials, **options))
+    assert engine is not None
+    engine.close()
+    return dials

@@ -1,0 +1,174 @@
+"""PEFT over a base on pages against the plain run, bit for bit, at the least budget: pages of the base must move."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from ptm_accel.integrations.transformers import Trainer, ptm_trainer
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import ptm_accel
+from ptm_accel.engine import Engine, engine_of
+from ptm_accel.errors import PagedModelError, UnsupportedError
+from tests.integrations.adapters import METHODS, Bases, Bench, lora
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("compare", [False, True], ids=["untied", "tied"], indirect=True)
+def test_adapters_train_as_in_the_plain_trainer(method: str, compare: Callable[..., None]) -> None:
+    def story(bench: Bench) -> tuple[Any, Any]:
+        model = peft.get_peft_model(bench.read(), METHODS[method]())
+        history = bench.train(model)
+        return model, (history, bench.saved(model, "adapter"), bench.loss(model))
+
+    compare(story)
+
+
+@pytest.mark.parametrize("way", ["mixin", "checkpointed", "autocast", "bf16 base"])
+def test_ways_to_train(way: str, compare: Callable[..., None]) -> None:
+    def story(bench: Bench) -> tuple[Any, Any]:
+        model = bench.read(dtype=torch.bfloat16) if way == "bf16 base" else bench.read()
+        model = peft.get_peft_model(model, lora(use_dora=way == "bf16 base"))
+        cls = ptm_trainer(transformers.Trainer) if way == "mixin" else Trainer
+        return model, bench.train(model, cls, gradient_checkpointing=way == "checkpointed", bf16=way == "autocast")
+
+    compare(story)
+
+
+def test_eva_initialises_from_activations(compare: Callable[..., None]) -> None:
+    def story(bench: Bench) -> tuple[Any, Any]:
+        config = lora(init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0), lora_dropout=0.0)
+        model = peft.get_peft_model(bench.read(), config)
+        rows = [row["input_ids"] for row in bench.tiny.data(8)]
+        batches = [{"input_ids": torch.stack(rows[i : i + 4])} for i in (0, 4)]
+        peft.initialize_lora_eva_weights(model, batches, show_progress_bar=False)
+        return model, bench.loss(model)
+
+    compare(story)
+
+
+def test_generation(compare: Callable[..., None]) -> None:
+    def story(bench: Bench) -> tuple[Any, Any]:
+        model = peft.get_peft_model(bench.read(), lora())
+        bench.train(model)
+        model.eval()
+        start = bench.tiny.data(1)[0]["input_ids"][None, :5]
+        return model, model.generate(input_ids=start, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
+
+    compare(story)
+
+
+# ---- the disk and the memory -----------------------------------------------------------------------------------------
+
+
+def _evict(engine: Engine) -> None:
+    for slot in engine.slots:
+        if engine.pool.is_idle(slot.value):
+            engine.pool.evict(slot.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing"), [("lora", True), ("dora", False), ("modules_to_save", False), ("prompt", False)]
+)
+def test_the_base_is_never_written_again(
+    method: str,
+    checkpointing: bool,
+    tiny: ModuleType,
+    bases: Bases,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once the base has been read, only what is trained and its state wear the disk."""
+    base, dials = bases[False]
+    bench = Bench(tiny, tmp_path, True, False, base, dials)
+    model = bench.read()
+    engine = bench.engines[0]
+    disk = engine.memory.disk
+    assert disk is not None
+    _evict(engine)
+    of_base = {id(slot.value.handle): slot.name for slot in engine.slots if slot.value.handle is not None}
+    assert len(of_base) > 15
+    before = disk.bytes_written
+
+    model = peft.get_peft_model(model, METHODS[method]())
+    _evict(engine)
+    assert disk.bytes_written == before
+
+    stored: Counter[str] = Counter()
+    store = disk.store
+
+    def counted(handle: Any, offset: int, source: torch.Tensor) -> Any:
+        stored[of_base.get(id(handle), "what is trained")] += source.numel()
+        return store(handle, offset, source)
+
+    monkeypatch.setattr(disk, "store", counted)
+    read = disk.bytes_read
+    bench.train(model, gradient_checkpointing=checkpointing)
+    bench.loss(model)
+    bench.saved(model, "adapter")
+    with model.disable_adapter():
+        bench.loss(model)
+    assert disk.bytes_read - read > 2 * sum(slot.value.nbytes for slot in engine.slots)
+    assert set(stored) == {"what is trained"}
+    assert stored.total() == disk.bytes_written - before
+    engine.check_integrity()
+    engine.close()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_adalora_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10, init_r=4, target_r=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny.model(), config)
+    trainer = Trainer(model=model, args=tiny.arguments(tmp_path), train_dataset=tiny.data())
+    with pytest.raises(UnsupportedError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the adapter 'default' (AdaLoraConfig) cannot be trained on pages: in each forward it goes through all of its "
+        "parameters at once, and it chooses ranks by `p.grad`, which is empty outside backward on pages. Use LoRA or "
+        "DoRA (LoraConfig, use_dora=True)."
+    )
+    assert engine_of(model) is None
+
+
+class Params4bit(nn.Parameter):
+    """As the parameters of bitsandbytes."""
+
+
+def test_quantised_bases_are_refused(tiny: ModuleType, bases: Bases, tmp_path: Path) -> None:
+    base, dials = bases[False]
+    quantised = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(UnsupportedError, match=r"(?s)not take quantization_config=.*quantised parameters cannot"):
+        ptm_accel.from_pretrained(AutoModelForCausalLM, base, dials, quantization_config=quantised)
+    model = tiny.model()
+    for layer in model.model.layers:
+        weight = layer.mlp.up_proj.weight
+        layer.mlp.up_proj.weight = Params4bit(weight.detach().clone())
+    model = peft.get_peft_model(model, lora())
+    trainer = Trainer(model=model, args=tiny.arguments(tmp_path), train_dataset=tiny.data())
+    with pytest.raises(UnsupportedError, match=r"up_proj\.weight is a Params4bit, .*quantised and distributed"):
+        trainer.train()
+    assert engine_of(model) is None
+
+
+def test_a_model_with_adapters_is_not_copied_whole(tiny: ModuleType, bases: Bases, tmp_path: Path) -> None:
+    base, dials = bases[True]
+    bench = Bench(tiny, tmp_path, True, True, base, dials)
+    model = peft.get_peft_model(bench.read(), lora())
+    with pytest.raises(PagedModelError, match=r"cannot be copied by copy\.deepcopy"):
+        copy.deepcopy(model)
+    copied = ptm_accel.plain_copy(model)
+    assert tiny.same(tiny.weights(copied), tiny.weights(model))
+    assert bench.loss(copied) == bench.loss(model)
+    bench.engines[0].close()
