@@ -6,8 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -20,35 +19,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import ConfigError
-from ptm_accel.hardware.profile import side_by_side
-from ptm_accel.hardware.rates import disk_rates
-from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.device import CudaTier
-from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.heap import Glibc, HeapTide
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
-from ptm_accel.memory.tide import Tide
-from ptm_accel.metrics import Metrics
-from ptm_accel.model.attach import check_model, leave_meta, small_bytes, take_parameters
-from ptm_accel.model.changes import Changes, Outline, changes_of, is_covered, outline, refuse_changes
-from ptm_accel.model.compiled import Region, refuse_oversized_region
-from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
+from ptm_accel.model.attach import check_model, small_bytes
+from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
+from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER
 from ptm_accel.model.gradients import Gradients, Sums, clip_coefficient, total_norm
-from ptm_accel.model.residency import Residency
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
-from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import appetite_of
-from ptm_accel.schedule.watch import LinkUse
-from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless, refuse_oversized_model
+from ptm_accel.paged_model import PagedModel
+from ptm_accel.sizing import refuse_below, refuse_homeless, refuse_oversized_model
 
 logger = logging.getLogger(__name__)
-
-_RETURN_EVERY_BYTES = 64 << 20
-"""How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
 
 _Answer = TypeVar("_Answer")
 
@@ -60,52 +45,24 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 here, so that a model that is no longer used takes its engine and all its pages with it."""
 
 
-class Engine:
-    """A model on pages. Made by `Engine.attach`, ended by `detach` or `close`.
+class Engine(PagedModel):
+    """A model on pages, and what trains it. Made by `Engine.attach`, ended by `detach` or `close`.
 
     Attributes:
-        model: the model, unchanged but for its parameter dictionaries and hooks.
-        asked: the dials as given.
-        config: the dials as resolved for this machine.
-        memory: the tiers and the pool.
-        slots: its parameters.
-        gradients: their gradients.
         optimizer: the optimizer bound to it, if any.
-        floor: the least budget it can train under.
         replicas: keeps it and those of other processes alike, where there are some.
-        run_ahead: what is known of its passes, and moves pages before they are needed.
         updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
             as they are; set by whoever owns the loop (`Engine.backward`).
     """
 
-    count: ClassVar[int] = 0
-    """How many models this process has put on pages."""
-
-    planned = True
-    """Whether passes are planned from their traces. Without plans the pool pages on demand: slower, same numbers."""
-
     def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
-        self.model = model
-        self.asked = asked
-        self.config = config
-        self.memory = memory
-        self.pool = memory.pool
-        self.slots = SlotTable()
-        self.table = ExtentTable()
-        self.residency = Residency(self.pool, self.slots, self.table)
-        self.residency.owner = self
-        self.run_ahead = self.residency.run_ahead
+        super().__init__(model, asked, config, memory)
         self.updates_in_backward: Callable[[], bool] = _no
         self._forbidden = 0
         self.run_ahead.sums = _asking(self, Engine._sums, Sums.NONE)
         self.run_ahead.in_backward = _asking(self, Engine._may_update_in_backward, False)
-        self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.optimizer: PagedOptimizer | None = None
-        self.gradients: Gradients | None = None
         self.replicas: Replicas | None = None
-        self.metrics = Metrics(memory, self.run_ahead.tally)
-        self._buffers: Reservation | None = None
-        self._outline: Outline = ()
         self._finaliser = weakref.finalize(model, _close_unasked, memory)
 
     # ---- beginning and end -----------------------------------------------------------------------------------
@@ -196,77 +153,6 @@ class Engine:
             for slot in engine.slots:
                 memory.pool.forget(slot.value)
 
-    def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
-        small = small_bytes(self.config.page_bytes)
-        take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
-        self.floor = self._floor(FUSED_ADAMW)
-        refuse_below(self.memory, self.floor)
-        # What an optimizer will keep is not known yet; it is asked when there is one.
-        refuse_homeless(self.memory, self._floor(NO_OPTIMIZER))
-
-    def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
-        self._size_up(values)
-        self._bring_in(list(self.slots), values)
-        if isinstance(self.pool.compute, CudaTier):
-            self._watch_tide(self.pool.compute)
-        hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
-        Engine.count += 1
-
-    def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, PagedTensor]) -> None:
-        """Puts the values of `slots` on pages, and the model's modules on faults."""
-        pool = self.pool
-        blank = leave_meta(self.model, self.slots, pool.compute.device)
-        buffers = sum(b.nbytes for b in self.model.buffers())
-        if self._buffers is not None:
-            self._buffers.release()
-        self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
-        heap = self._watch_heap() if pool.room.tide is None else None
-        self._decide_to_plan()
-        if self.run_ahead.enabled and isinstance(pool.home, DiskTier):
-            self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
-            self.run_ahead.link_use = partial(_use_of, pool.home)
-        left = 0
-        for slot in slots:
-            if slot.param in blank or slot.param in values:
-                slot.show(pool.compute.device)
-            else:
-                # No name here may hold the data: what moves away at once must also be freed at once.
-                pool.adopt(slot.value, slot.param.data)
-                left += slot.value.nbytes
-            if heap is not None and left > _RETURN_EVERY_BYTES:
-                left = 0
-                heap.give_back()
-            if not slot.value.movable:
-                pool.fault(slot.value)
-        trainable = [s for s in self.slots if s.param.requires_grad]
-        self.gradients = Gradients(trainable, pool, wide=self.config.master_weights is not None)
-        self.residency.install(self.model)
-        self.state_dicts.install(self.model)
-        self.state_dicts.loaded = self._weights_touched
-        self.gradients.hold_landing()
-        self.residency.regions.found = self._meet_region
-        self.refresh_compiled()
-        self._outline = outline(self.model)
-
-    def _watch_heap(self) -> Glibc | None:
-        """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
-        pool = self.pool
-        if pool.home is None or pool.budget.tier is not Tier.HOST or self._all_fits() or not Glibc.found():
-            return None
-        heap = Glibc()
-        heap.give_back()
-        pool.copies_in = True
-        if heap.tells:
-            pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
-        return heap
-
-    def _watch_tide(self, card: CudaTier) -> None:
-        total = self.pool.budget.capacity_bytes
-        card.limit(total)
-        least = min(total, self.floor.total_bytes * 5 // 4)
-        self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes)
-        self.pool.room.shrink()
-
     def follow(self, model: nn.Module | None = None) -> None:
         """Follows what has become of the model: wrapped, given adapters or another head, resized, merged.
 
@@ -345,26 +231,6 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.follow(self.gradients)
 
-    def refresh_compiled(self, model: nn.Module | None = None) -> None:
-        """Looks for what `torch.compile` has compiled since the model was put on pages.
-
-        Needed only after `model.compile()` on the whole model; everything else is found by itself.
-
-        Args:
-            model: what wraps or replaces the model now, if it is another module.
-
-        Raises:
-            UnsupportedError: a compile mode that cannot work on pages, by name.
-            BudgetError: a compiled region whose parameters and gradients do not fit at once.
-        """
-        self.residency.regions.refresh(self.model if model is None else model)
-
-    def _meet_region(self, region: Region) -> None:
-        assert self.gradients is not None
-        landing = max((s.value.nbytes for s in self.slots if s.param.requires_grad), default=0)
-        refuse_oversized_region(region, self.floor, landing, self.pool.budget)
-        self.gradients.expect_together(region.grad_bytes)
-
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values included.
 
@@ -405,14 +271,6 @@ class Engine:
         self.close()
         return self.model
 
-    def _take_off(self, slot: ParamSlot) -> None:
-        if slot.value.place.resident:
-            values = self.pool.fault(slot.value).detach().clone()
-        else:
-            values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
-        slot.take_off(values)
-        self.pool.forget(slot.value)
-
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
         _engines.pop(self.model, None)
@@ -437,30 +295,6 @@ class Engine:
 
     # ---- budgets ---------------------------------------------------------------------------------------------
 
-    @property
-    def window_bytes(self) -> int:
-        """Size of an optimizer window."""
-        return self.config.page_bytes
-
-    def _floor(self, appetite: Appetite, model: nn.Module | None = None, slots: SlotTable | None = None) -> Floor:
-        # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
-        self.settle()
-        self.pool.room.settle()
-        return least_budget(
-            self.model if model is None else model,
-            self.slots if slots is None else slots,
-            appetite,
-            masters=self.config.master_weights is not None,
-            window_bytes=self.window_bytes,
-            held_bytes=self.pool.budget.used_by_tag().get(Tag.STAGING, 0),
-        )
-
-    def _decide_to_plan(self) -> None:
-        self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()
-
-    def _sums(self) -> Sums:
-        return Sums.NONE if self.gradients is None else self.gradients.sums()
-
     def _may_overlap(self) -> bool:
         """Whether an update may run beside a pass: there is something to move, and room for the worst of both."""
         least = self.floor.total_bytes + self.floor.moving_bytes
@@ -476,9 +310,6 @@ class Engine:
             and self.updates_in_backward()
             and optimizer.expects_backward()
         )
-
-    def _all_fits(self) -> bool:
-        return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
 
     # ---- training --------------------------------------------------------------------------------------------
 
@@ -592,17 +423,6 @@ class Engine:
         with INTERRUPTS:
             self.replicas.share_gradients(self.gradients)
 
-    def settle(self) -> None:
-        """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
-
-        Nobody has to call this: whoever looks at a parameter or at its state waits for its update.
-
-        Raises:
-            DiskError: a transfer failed.
-        """
-        if self.optimizer is not None:
-            self.optimizer.settle()
-
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         if self.optimizer is not None:
@@ -688,7 +508,3 @@ def engine_holding(parameters: Iterable[torch.Tensor]) -> Engine | None:
             if engine.slots.of(param) is not None:
                 return engine
     return None
-
-
-def _use_of(disk: DiskTier) -> LinkUse:
-    return LinkUse(disk.bytes_read, disk.bytes_written, disk.busy_s)

@@ -1,0 +1,226 @@
+"""A model whose parameters are on pages: how they come there, what is watched, and the least that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar
+
+from torch import nn
+
+from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.hardware.profile import side_by_side
+from ptm_accel.hardware.rates import disk_rates
+from ptm_accel.memory.budget import Reservation, Tag, Tier
+from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.disk import DiskTier
+from ptm_accel.memory.heap import Glibc, HeapTide
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.setup import Memory
+from ptm_accel.memory.tide import Tide
+from ptm_accel.metrics import Metrics
+from ptm_accel.model.attach import leave_meta, small_bytes, take_parameters
+from ptm_accel.model.changes import Outline, outline
+from ptm_accel.model.compiled import Region, refuse_oversized_region
+from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
+from ptm_accel.model.gradients import Gradients, Sums
+from ptm_accel.model.residency import Residency
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.state_dicts import StateDictHooks
+from ptm_accel.schedule.watch import LinkUse
+from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless
+
+_RETURN_EVERY_BYTES = 64 << 20
+"""How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
+
+
+class PagedModel:
+    """What an engine is made of before there is an optimizer.
+
+    Args:
+        model: the model.
+        asked: the dials as given.
+        config: the dials as resolved for this machine.
+        memory: the tiers and the pool.
+
+    Attributes:
+        model: unchanged but for its parameter dictionaries and hooks.
+        asked: see above.
+        config: see above.
+        memory: see above.
+        slots: its parameters.
+        gradients: their gradients.
+        floor: the least budget it can train under.
+        run_ahead: what is known of its passes, and moves pages before they are needed.
+    """
+
+    count: ClassVar[int] = 0
+    """How many models this process has put on pages."""
+
+    planned = True
+    """Whether passes are planned from their traces. Without plans the pool pages on demand: slower, same numbers."""
+
+    floor: Floor
+
+    def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
+        self.model = model
+        self.asked = asked
+        self.config = config
+        self.memory = memory
+        self.pool = memory.pool
+        self.slots = SlotTable()
+        self.table = ExtentTable()
+        self.residency = Residency(self.pool, self.slots, self.table)
+        self.residency.owner = self
+        self.run_ahead = self.residency.run_ahead
+        self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
+        self.gradients: Gradients | None = None
+        self.metrics = Metrics(memory, self.run_ahead.tally)
+        self._buffers: Reservation | None = None
+        self._outline: Outline = ()
+
+    def settle(self) -> None:
+        """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
+
+        Nobody has to call this: whoever looks at a parameter or at its state waits for its update.
+
+        Raises:
+            DiskError: a transfer failed.
+        """
+        if self.pool.owed is not None:
+            self.pool.owed.finish()
+
+    def _weights_touched(self) -> None:
+        """Some parameters may have been written from outside."""
+
+    # ---- onto pages --------------------------------------------------------------------------------------------
+
+    def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        small = small_bytes(self.config.page_bytes)
+        take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
+        self.floor = self._floor(FUSED_ADAMW)
+        refuse_below(self.memory, self.floor)
+        # What an optimizer will keep is not known yet; it is asked when there is one.
+        refuse_homeless(self.memory, self._floor(NO_OPTIMIZER))
+
+    def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        self._size_up(values)
+        self._bring_in(list(self.slots), values)
+        if isinstance(self.pool.compute, CudaTier):
+            self._watch_tide(self.pool.compute)
+        hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
+        PagedModel.count += 1
+
+    def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        """Puts the values of `slots` on pages, and the model's modules on faults."""
+        pool = self.pool
+        blank = leave_meta(self.model, self.slots, pool.compute.device)
+        buffers = sum(b.nbytes for b in self.model.buffers())
+        if self._buffers is not None:
+            self._buffers.release()
+        self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
+        heap = self._watch_heap() if pool.room.tide is None else None
+        self._decide_to_plan()
+        if self.run_ahead.enabled and isinstance(pool.home, DiskTier):
+            self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
+            self.run_ahead.link_use = partial(_use_of, pool.home)
+        left = 0
+        for slot in slots:
+            if slot.param in blank or slot.param in values:
+                slot.show(pool.compute.device)
+            else:
+                # No name here may hold the data: what moves away at once must also be freed at once.
+                pool.adopt(slot.value, slot.param.data)
+                left += slot.value.nbytes
+            if heap is not None and left > _RETURN_EVERY_BYTES:
+                left = 0
+                heap.give_back()
+            if not slot.value.movable:
+                pool.fault(slot.value)
+        trainable = [s for s in self.slots if s.param.requires_grad]
+        self.gradients = Gradients(trainable, pool, wide=self.config.master_weights is not None)
+        self.residency.install(self.model)
+        self.state_dicts.install(self.model)
+        self.state_dicts.loaded = self._weights_touched
+        self.gradients.hold_landing()
+        self.residency.regions.found = self._meet_region
+        self.refresh_compiled()
+        self._outline = outline(self.model)
+
+    def _watch_heap(self) -> Glibc | None:
+        """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
+        pool = self.pool
+        if pool.home is None or pool.budget.tier is not Tier.HOST or self._all_fits() or not Glibc.found():
+            return None
+        heap = Glibc()
+        heap.give_back()
+        pool.copies_in = True
+        if heap.tells:
+            pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
+        return heap
+
+    def _watch_tide(self, card: CudaTier) -> None:
+        total = self.pool.budget.capacity_bytes
+        card.limit(total)
+        least = min(total, self.floor.total_bytes * 5 // 4)
+        self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes)
+        self.pool.room.shrink()
+
+    def refresh_compiled(self, model: nn.Module | None = None) -> None:
+        """Looks for what `torch.compile` has compiled since the model was put on pages.
+
+        Needed only after `model.compile()` on the whole model; everything else is found by itself.
+
+        Args:
+            model: what wraps or replaces the model now, if it is another module.
+
+        Raises:
+            UnsupportedError: a compile mode that cannot work on pages, by name.
+            BudgetError: a compiled region whose parameters and gradients do not fit at once.
+        """
+        self.residency.regions.refresh(self.model if model is None else model)
+
+    def _meet_region(self, region: Region) -> None:
+        assert self.gradients is not None
+        landing = max((s.value.nbytes for s in self.slots if s.param.requires_grad), default=0)
+        refuse_oversized_region(region, self.floor, landing, self.pool.budget)
+        self.gradients.expect_together(region.grad_bytes)
+
+    def _take_off(self, slot: ParamSlot) -> None:
+        if slot.value.place.resident:
+            values = self.pool.fault(slot.value).detach().clone()
+        else:
+            values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
+        slot.take_off(values)
+        self.pool.forget(slot.value)
+
+    @property
+    def window_bytes(self) -> int:
+        """Size of an optimizer window."""
+        return self.config.page_bytes
+
+    def _floor(self, appetite: Appetite, model: nn.Module | None = None, slots: SlotTable | None = None) -> Floor:
+        # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
+        self.settle()
+        self.pool.room.settle()
+        return least_budget(
+            self.model if model is None else model,
+            self.slots if slots is None else slots,
+            appetite,
+            masters=self.config.master_weights is not None,
+            window_bytes=self.window_bytes,
+            held_bytes=self.pool.budget.used_by_tag().get(Tag.STAGING, 0),
+        )
+
+    def _decide_to_plan(self) -> None:
+        self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()
+
+    def _sums(self) -> Sums:
+        return Sums.NONE if self.gradients is None else self.gradients.sums()
+
+    def _all_fits(self) -> bool:
+        return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
+
+
+def _use_of(disk: DiskTier) -> LinkUse:
+    return LinkUse(disk.bytes_read, disk.bytes_written, disk.busy_s)
