@@ -183,9 +183,12 @@ class PTMAccelerator(PagedStates):
             device_placement: has no effect, since the pages decide where parameters are.
             evaluation_mode: has no effect, since nothing is wrapped for training.
         """
-        self.attach(model)
+        engine = self.attach(model)
         # In evaluation mode accelerate moves and wraps nothing, which is what a model on pages needs.
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        if self.num_processes > 1 and not evaluation_mode and not hasattr(prepared, "no_sync"):
+            # Scripts for several processes expect what DDP has.
+            vars(prepared)["no_sync"] = engine.no_sync
         return prepared
 
     def prepare_optimizer(

@@ -21,6 +21,8 @@ def main(source: str, out: str) -> None:
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=10)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     losses = []
+    # Without accumulate(): as scripts do that were written for DDP.
+    assert accelerator.num_processes == 1 or callable(model.no_sync)
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
