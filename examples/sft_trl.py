@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from ptm_accel.integrations.transformers import ptm_trainer
@@ -45,6 +46,7 @@ def main() -> None:
             max_length=options.max_length,
             per_device_train_batch_size=2,
             logging_steps=1,
+            bf16=torch.cuda.is_available(),
             save_strategy="no",
             report_to="none",
         ),

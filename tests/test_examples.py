@@ -177,3 +177,15 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "bit-identical: [" in done.stdout
+
+
+@pytest.mark.parametrize("extra", [[], ["--lora"]])
+def test_sft_with_trl(extra: list[str], model_folder: Path, tmp_path: Path) -> None:
+    text_file = tmp_path / "notes.txt"
+    text_file.write_text("\n\n".join(TEXT.splitlines()[:40]), encoding="utf-8")
+    dials = ["--host_memory", "1MiB", "--page_size", "16KiB", "--disk", str(tmp_path)]
+    common = [str(model_folder), "--text_file", str(text_file), *dials, "--max_steps", "2", "--max_length", "32"]
+    text = _run("sft_trl.py", *common, "--output_dir", "out", *extra, cwd=tmp_path)
+    assert "2 steps; loss" in text
+    name = "adapter_model.safetensors" if extra else "model.safetensors"
+    assert (tmp_path / "out" / name).is_file()
