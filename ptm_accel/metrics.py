@@ -128,7 +128,8 @@ class Metrics:
         )
         return lower_bound_s(cost, self.rates)
 
-    def _limit_bytes(self, tier: Tier) -> int:
+    def limit_bytes(self, tier: Tier) -> int:
+        """What may be used of a tier, as it was asked for."""
         pool = self._memory.pool
         return pool.room.limit_bytes if tier is pool.budget.tier else self._memory.budgets[tier].capacity_bytes
 
@@ -157,7 +158,7 @@ class Metrics:
         now = self.read()
         steps = max(now.steps, 1)
         peaks = ", ".join(
-            f"{tier.value} {format_bytes(n)} of {format_bytes(self._limit_bytes(tier))}"
+            f"{tier.value} {format_bytes(n)} of {format_bytes(self.limit_bytes(tier))}"
             for tier, n in self.peaks().items()
         )
         disk = ""

@@ -20,8 +20,8 @@ def add_section(card: Path, engine: Engine) -> None:
     """
     peaks = engine.metrics.peaks()
     rows = "\n".join(
-        f"| {tier.value} | {format_bytes(budget.capacity_bytes)} | {format_bytes(peaks.get(tier, 0))} |"
-        for tier, budget in engine.memory.budgets.items()
+        f"| {tier.value} | {format_bytes(engine.metrics.limit_bytes(tier))} | {format_bytes(peaks.get(tier, 0))} |"
+        for tier in engine.memory.budgets
     )
     text = (
         f"\n{HEADING}\n\n"
