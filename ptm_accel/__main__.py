@@ -13,7 +13,7 @@ import sys
 
 from ptm_accel import autoload
 from ptm_accel.config import PTMConfig
-from ptm_accel.environment import CONFIG_FILE, SWITCH, TEXT_DIALS, is_on, overridden, to_environment, variable_of
+from ptm_accel.environment import CONFIG_FILE, TEXT_DIALS, from_environment, overridden, to_environment
 from ptm_accel.errors import PTMError
 
 
@@ -34,13 +34,10 @@ def main(argv: list[str] | None = None) -> None:
     texts = {name: value for name in TEXT_DIALS if (value := getattr(given, f"ptm_{name}")) is not None}
     file = getattr(given, f"ptm_{CONFIG_FILE}")
     try:
-        if is_on(os.environ) and not texts and file is None:
-            file = os.environ.get(variable_of(CONFIG_FILE))
-        else:
-            os.environ.update(to_environment(overridden(PTMConfig.load(file), texts)))
+        asked = from_environment(os.environ) if file is None else None
+        os.environ.update(to_environment(overridden(asked or PTMConfig.load(file), texts)))
     except PTMError as error:
         parser.error(str(error))
-    os.environ[SWITCH] = "true"
     _run(given.script, given.args, given.module)
 
 

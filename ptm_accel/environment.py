@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ptm_accel.autoload import SWITCH as SWITCH
 from ptm_accel.config import DiskConfig, PTMConfig
 from ptm_accel.errors import ConfigError
 
-SWITCH = "ACCELERATE_USE_PTM"
 CONFIG_FILE = "config_file"
 
 TEXT_DIALS = {

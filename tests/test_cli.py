@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -122,6 +123,15 @@ def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
             check=False,
         )
         assert done.stdout == "['--lr', '1'] 7 1GB true\n", done.stderr
+
+
+def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ACCELERATE_USE_PTM": "1", "PTM_HOST_MEMORY": "1GB", "PTM_UPDATE": "blocking"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PTM_PAGE_SIZE", "")
+    monkeypatch.setattr(__main__, "_run", lambda *given: None)
+    __main__.main(["--ptm_host_memory", "2GB", "script.py"])
+    assert from_environment(os.environ) == PTMConfig(host_memory="2GB", update="blocking")
 
 
 def test_dials_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

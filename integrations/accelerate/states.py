@@ -22,7 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from ptm_accel.checkpoint.directory import added, staged
 from ptm_accel.checkpoint.plain_state import load_plain_state
 from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
-from ptm_accel.errors import CheckpointError
+from ptm_accel.errors import CheckpointError, ConfigError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
 
@@ -37,10 +37,16 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         Files of others in a directory that exists are left as they are.
 
         Raises:
+            ConfigError: no directory is given, and none is named automatically.
             DiskError: the disk is full or failed.
         """
         naming = self.project_configuration.automatic_checkpoint_naming
-        final = self._next_directory() if naming else Path(os.fspath(output_dir or ""))
+        if not naming and not output_dir:
+            raise ConfigError(
+                "save_state was given no output_dir, and automatic_checkpoint_naming is off; give one, or set it in "
+                "ProjectConfiguration."
+            )
+        final = self._next_directory() if naming or output_dir is None else Path(os.fspath(output_dir))
         with self._shared_staging(final) as staging:
             self.project_configuration.automatic_checkpoint_naming = False
             try:

@@ -6,6 +6,7 @@ pages; and written from mapped tensors, so that neither needs memory for all of 
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Mapping
@@ -99,7 +100,7 @@ def write_plain_state(directory: Path, file: Path) -> None:
             part.replace(file)
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
-            number = error.errno if isinstance(error, OSError) and error.errno else 5
+            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             raise DiskError(number, f"cannot write {file.name}: {os.strerror(number)} ({error})", str(file)) from error
 
 

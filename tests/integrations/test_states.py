@@ -18,7 +18,7 @@ from ptm_accel.integrations.accelerate import PTMAccelerator
 from safetensors.torch import load_file
 
 from ptm_accel.checkpoint.plain_state import write_plain_state
-from ptm_accel.errors import CheckpointError, DiskError
+from ptm_accel.errors import CheckpointError, ConfigError, DiskError
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +171,16 @@ def test_what_is_not_there_is_said_before_anything_changes(tiny: ModuleType, tmp
         loop.accelerator.load_state(str(tmp_path / "none"))
     with pytest.raises(ValueError, match="No input_dir provided"):
         loop.accelerator.load_state()
+
+
+def test_a_state_without_a_directory(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path))
+    for nowhere in (None, ""):
+        with pytest.raises(ConfigError, match="save_state was given no output_dir, and automatic_checkpoint_naming is"):
+            loop.accelerator.save_state(nowhere)
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_two_models_with_an_optimizer_each(tiny: ModuleType, tmp_path: Path) -> None:
