@@ -54,6 +54,7 @@ def open_memory(
             disk_weights=_speeds(resolved.disk_paths),
         )
         memory = build_memory(capacities, device)
+        memory.dials = {tier: budget.capacity_bytes for tier, budget in memory.budgets.items()}
         for line in resolved.lines():
             logger.info("%s", line)
     return resolved, memory

@@ -52,6 +52,7 @@ class PagedModel:
         gradients: their gradients.
         floor: the least budget it can train under.
         run_ahead: what is known of its passes, and moves pages before they are needed.
+        evaluates: whether it is not meant to be trained: it needs less of budgets that are shared.
     """
 
     count: ClassVar[int] = 0
@@ -76,8 +77,12 @@ class PagedModel:
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.gradients: Gradients | None = None
         self.metrics = Metrics(memory, self.run_ahead.tally)
+        self.evaluates = False
         self._buffers: Reservation | None = None
         self._outline: Outline = ()
+
+    def _share(self, floor: Floor) -> None:
+        """Divides budgets with other models of this process, where there are some."""
 
     def settle(self) -> None:
         """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
@@ -98,7 +103,8 @@ class PagedModel:
     def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         small = small_bytes(self.config.page_bytes)
         take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
-        self.floor = self._floor(FUSED_ADAMW)
+        self._needs(self._floor(FUSED_ADAMW))
+        self._share(self.floor)
         refuse_below(self.memory, self.floor)
         # What an optimizer will keep is not known yet; it is asked when there is one.
         refuse_homeless(self.memory, self._floor(NO_OPTIMIZER))
@@ -121,9 +127,6 @@ class PagedModel:
         self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         heap = self._watch_heap() if pool.room.tide is None else None
         self._decide_to_plan()
-        if self.run_ahead.enabled and isinstance(pool.home, DiskTier):
-            self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
-            self.run_ahead.link_use = partial(_use_of, pool.home)
         left = 0
         for slot in slots:
             if slot.param in blank or slot.param in values:
@@ -159,9 +162,27 @@ class PagedModel:
             pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
         return heap
 
+    def resize(self, capacities: Mapping[Tier, int]) -> None:
+        """Gives the tiers other capacities, between two steps.
+
+        Args:
+            capacities: in bytes, of some of the tiers.
+
+        Raises:
+            BudgetError: what is in use cannot be moved away now; nothing has been changed then.
+            DiskError: moving it failed.
+        """
+        if any(nbytes < self.memory.capacity_bytes(tier) for tier, nbytes in capacities.items()):
+            self.settle()
+        self.memory.resize(capacities)
+        if self.gradients is not None:
+            if self.pool.room.tide is None:
+                self._watch_heap()
+            self._decide_to_plan()
+
     def _watch_tide(self, card: CudaTier) -> None:
         total = self.pool.budget.capacity_bytes
-        card.limit(total)
+        card.limit(self.memory.dials.get(Tier.DEVICE, total))
         least = min(total, self.floor.total_bytes * 5 // 4)
         self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes)
         self.pool.room.shrink()
@@ -212,8 +233,18 @@ class PagedModel:
             held_bytes=self.pool.budget.used_by_tag().get(Tag.STAGING, 0),
         )
 
+    def _needs(self, floor: Floor) -> None:
+        """The least budget is known, or another one than before."""
+        self.floor = floor
+        self.pool.least_bytes = floor.total_bytes
+        if self.pool.room.tide is not None:
+            self.pool.room.tide.need(floor.total_bytes * 5 // 4)
+
     def _decide_to_plan(self) -> None:
         self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()
+        if self.run_ahead.enabled and self.run_ahead.rates is None and isinstance(self.pool.home, DiskTier):
+            self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
+            self.run_ahead.link_use = partial(_use_of, self.pool.home)
 
     def _sums(self) -> Sums:
         return Sums.NONE if self.gradients is None else self.gradients.sums()

@@ -139,11 +139,12 @@ class PTMAccelerator(PagedStates):
 
     # ---- models and optimizers -------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module) -> Engine:
+    def attach(self, model: nn.Module, *, evaluates: bool = False) -> Engine:
         """Puts a model's parameters on pages, and its buffers where it computes.
 
         Args:
             model: the model, compiled or not; one that is on pages already keeps its engine.
+            evaluates: it is not going to be trained.
 
         Raises:
             ConfigError, UnsupportedError, BudgetError: as `Engine.attach`.
@@ -153,7 +154,7 @@ class PTMAccelerator(PagedStates):
         if not self._holds(bare):
             # Models that nobody uses any more go, with their pages, before the next one comes.
             gc.collect()
-        engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device)
+        engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)
         self._attached.add(engine)
@@ -181,9 +182,9 @@ class PTMAccelerator(PagedStates):
         Args:
             model: the model.
             device_placement: has no effect, since the pages decide where parameters are.
-            evaluation_mode: has no effect, since nothing is wrapped for training.
+            evaluation_mode: it is not going to be trained, so it gets less of the budget beside one that is.
         """
-        engine = self.attach(model)
+        engine = self.attach(model, evaluates=evaluation_mode)
         # In evaluation mode accelerate moves and wraps nothing, which is what a model on pages needs.
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if self.num_processes > 1 and not evaluation_mode and not hasattr(prepared, "no_sync"):

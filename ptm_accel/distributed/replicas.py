@@ -21,6 +21,8 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model.gradients import Gradients, GradSlot
 from ptm_accel.model.slots import ParamSlot
 
+_NONE, _NARROW, _WIDE = range(3)
+
 
 class Replicas:
     """Keeps the replicas of a model alike.
@@ -94,32 +96,46 @@ class Replicas:
         if self.have_shared(gradients):
             return
         slots = gradients.slots()
-        there = torch.tensor([grad.value is not None for grad in slots], dtype=torch.uint8)
-        there = there.to(self._pool.compute.device)
+        there = torch.tensor([_kind(grad) for grad in slots], dtype=torch.uint8).to(self._pool.compute.device)
         dist.all_reduce(there, dist.ReduceOp.MAX)
-        for grad, anywhere in zip(slots, there.tolist(), strict=True):
-            if anywhere:
-                self._share(grad)
+        for grad, kind in zip(slots, there.tolist(), strict=True):
+            if kind:
+                self._share(grad, wide=kind == _WIDE)
         self._met = (gradients, gradients.arrivals)
 
     def have_shared(self, gradients: Gradients) -> bool:
         """Whether no gradient has arrived here since they were made the same."""
         return self._met == (gradients, gradients.arrivals)
 
-    def _share(self, grad: GradSlot) -> None:
+    def _share(self, grad: GradSlot, *, wide: bool) -> None:
         if grad.value is None:
             # Used by others, not by this one; in DDP (find_unused_parameters) it adds nothing to the sum.
             value = grad.slot.value
-            grad.add(torch.zeros(value.shape, dtype=value.dtype, device=self._pool.compute.device))
+            dtype = torch.float32 if wide else value.dtype
+            grad.add(torch.zeros(value.shape, dtype=dtype, device=self._pool.compute.device))
+        elif wide:
+            grad.widen()
         assert grad.value is not None
         with self._pool.pin(grad.value, write=True) as total:
             total.mul_(1.0 / self.processes)
             dist.all_reduce(total)
         grad.changed()
 
+    def follow(self, model: nn.Module) -> None:
+        """Another module wraps or replaces the model, and is what is called from now on."""
+        self._hook.remove()
+        self._hook = model.register_forward_pre_hook(self._before_forward())
+
     def remove(self) -> None:
         """Takes the hook off the model."""
         self._hook.remove()
+
+
+def _kind(grad: GradSlot) -> int:
+    """How a gradient is kept here; the greatest of all processes is how it is shared."""
+    if grad.value is None:
+        return _NONE
+    return _WIDE if grad.value.dtype == torch.float32 else _NARROW
 
 
 def _share_buffers(module: nn.Module) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -124,6 +125,7 @@ class CudaTier:
     """
 
     tier = Tier.DEVICE
+    _on_cards: ClassVar[weakref.WeakSet[CudaTier]] = weakref.WeakSet()
 
     def __init__(self, device: torch.device | None = None) -> None:
         index = None if device is None else device.index
@@ -132,6 +134,8 @@ class CudaTier:
         # Host tensors of running copies; device tensors are guarded by record_stream.
         self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._live_bytes = 0
+        self._unread_peak_bytes = 0
+        CudaTier._on_cards.add(self)
         self._lock = threading.Lock()
 
     @property
@@ -176,7 +180,12 @@ class CudaTier:
         # The same figure as `max_memory_allocated`, which sorts all the others for it as well.
         peak = int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
         torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+        # There is one figure for the card, and each model on it wants the peak since it last asked.
+        for tier in CudaTier._on_cards:
+            if tier.device == self.device:
+                tier._unread_peak_bytes = max(tier._unread_peak_bytes, peak)
+        unread, self._unread_peak_bytes = self._unread_peak_bytes, 0
+        return max(unread, peak)
 
     def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         """See `DeviceTier.copy_in`."""

@@ -191,6 +191,20 @@ class FrameHome:
                     self._spill(victims, admitting=True)
             return budget.free_bytes
 
+    def fit(self) -> None:
+        """Spills pages until frames are within a host budget that has been lowered.
+
+        Raises:
+            BudgetError: not enough of them can be moved to the disk now.
+            DiskError: spilling failed.
+        """
+        with self._lock:
+            budget = self._frames.budget
+            if self.make_room(0) < 0 or not budget.make_real_room():
+                raise self._no_room(
+                    0, "pages that are there already", budget.refusal(0, "pages that are there already")
+                )
+
     def close(self) -> None:
         """Frees every handle after its transfers, then closes frames and disk. Idempotent."""
         with self._lock:

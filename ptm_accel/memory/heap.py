@@ -40,6 +40,8 @@ _EVERY = 8
 """How many charges lie between two looks while blocks are kept; a look goes through all holes, so it takes 0.3 ms."""
 _GROWTH_BYTES = 1 << 20
 """A heap that has grown by so much is looked at with the next charge."""
+_GLANCE_BYTES = 4 << 20
+"""And by so much with the next access."""
 
 
 class HeapUse(NamedTuple):
@@ -161,6 +163,14 @@ class HeapTide:
         if self.keeping and self._budget.capacity_bytes < least_bytes:
             self._stop()
 
+    def resize(self, total_bytes: int) -> None:
+        """Another budget is given; what holes take of it stays the same."""
+        taken = self.total_bytes - self._budget.capacity_bytes
+        self.total_bytes = total_bytes
+        self._grain = max(total_bytes // _GRAIN, 1)
+        if not self._take_off(taken, may_raise=True):
+            self._stop()
+
     def give_way(self) -> bool:
         """Pages have no room left and nothing to move away: holes are given back to them, now and from then on.
 
@@ -184,6 +194,20 @@ class HeapTide:
             self._look()
             if not self._take_off(self._holes_bytes):
                 self._stop()
+
+    def glance(self) -> bool:
+        """Called at every access: where all pages are there already, a pass charges nothing, and the heap still grows.
+
+        Returns:
+            whether the capacity is lower than before, and what is too much is to be moved away.
+        """
+        if not self.keeping or self._heap.end() <= self._end + _GLANCE_BYTES:
+            return False
+        before = self._budget.capacity_bytes
+        self._look()
+        if not self._take_off(self._holes_bytes):
+            self._stop()
+        return self._budget.capacity_bytes < before
 
     @property
     def _holes_bytes(self) -> int:

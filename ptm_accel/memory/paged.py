@@ -55,6 +55,10 @@ class Occupant(Protocol):
         ...
 
 
+_OF_AN_EXTENT = 4
+"""Who refers to the storage of an extent: its two tensors, the parameter's `.data`, and whoever asks; and its block."""
+
+
 class Extent:
     """A whole tensor in the compute tier: its typed view, its bytes, and the charge for them.
 
@@ -74,6 +78,12 @@ class Extent:
         self.octets = octets
         self.block = block
         self.reservation = reservation
+
+    @property
+    def viewed(self) -> bool:
+        """Whether somebody holds a view of it, beside the parameter that it is shown through (`Parameter.data`)."""
+        users: int = torch._C._storage_Use_Count(self.octets.untyped_storage()._cdata)
+        return users > _OF_AN_EXTENT + (self.block is not None)
 
 
 class PagedTensor:

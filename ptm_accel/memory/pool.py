@@ -30,6 +30,8 @@ from ptm_accel.memory.windows import Windows
 
 _ROUNDED_BY = 64
 """What is adopted is copied where that takes less than this part of it more."""
+_ALIASED = 4
+"""Views of extents that snapshots give out may keep this part of the budget from moving."""
 
 
 class Pin:
@@ -69,6 +71,7 @@ class Pool:
         home: where bytes go when there is no room; None if there is no such place.
 
     Attributes:
+        least_bytes: what accesses need at their worst moment; views that are kept leave at least that.
         copies_in: bytes that are adopted are copied into the tier's own memory, so that those of the allocator they
             came from are free again at once.
     """
@@ -86,7 +89,9 @@ class Pool:
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self.copies_in = False
+        self.least_bytes = 0
         self._silent = False
+        self._aliased: list[PagedTensor] = []
         self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
         self._idle_bytes = 0
         self._loans: OrderedDict[PagedTensor, None] = OrderedDict()
@@ -190,6 +195,7 @@ class Pool:
             DiskError: the transfer failed.
         """
         with self.lock:
+            self.room.glance()
             if self.owed is not None:
                 self.owed.before_use(tensor)
             if self.adviser is not None and not self._silent:
@@ -427,7 +433,8 @@ class Pool:
         """The tensor's values as a CPU tensor that costs no charged memory.
 
         An extent in host memory is given as it is (a live alias, as `state_dict` gives in plain torch); what is in
-        the home, as a private mapping. Valid until the next step.
+        the home, as a private mapping. Valid until the next step. An alias that is kept keeps its extent from being
+        moved away, so once many are, the others come from the home as well.
         """
         with self.lock:
             if self.owed is not None:
@@ -437,7 +444,8 @@ class Pool:
                 return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
             if tensor.place is Place.ARRIVING:
                 self.ahead.receive(tensor)
-            if tensor.extent is not None and tensor.extent.tensor.device.type == "cpu" and not self._is_device():
+            if tensor.extent is not None and not self._is_device() and self._may_alias(tensor):
+                self._aliased.append(tensor)
                 return tensor.extent.tensor.detach()
             if tensor.extent is not None:
                 self.flush(tensor)
@@ -450,6 +458,15 @@ class Pool:
 
     def _is_device(self) -> bool:
         return self.budget.tier is Tier.DEVICE
+
+    def _may_alias(self, tensor: PagedTensor) -> bool:
+        """Whether somebody may keep a view of an extent: where it could not be moved away anyhow, or few are kept."""
+        if self.home is None or not tensor.movable or tensor.pins or tensor.place is Place.LENT:
+            return True
+        self._aliased = [each for each in self._aliased if each.extent is not None and each.extent.viewed]
+        kept = sum(each.slot_bytes for each in self._aliased) + self.room.leaving_bytes
+        capacity = self.budget.capacity_bytes
+        return kept + tensor.slot_bytes <= min(capacity // _ALIASED, capacity - self.least_bytes)
 
     def _complete(self, tensor: PagedTensor) -> None:
         """Stores the fill value where an interrupted sweep has left the home unwritten."""

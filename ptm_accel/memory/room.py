@@ -167,6 +167,25 @@ class Room:
                     self.compute.recycle(leaver.block)
             self._leavers = still
 
+    def resize(self, nbytes: int) -> None:
+        """Gives the tier another capacity; idle tensors are moved away until what is used is within it.
+
+        Raises:
+            BudgetError: what is used cannot be moved away now.
+        """
+        with self._lock:
+            if self.tide is None:
+                self.budget.capacity_bytes = nbytes
+            else:
+                self.tide.resize(nbytes)
+            self._make_room(0, "what is there already")
+            self.budget.make_real_room()
+
+    def glance(self) -> None:
+        """Called at every access: other memory may have grown since the last charge."""
+        if self.tide is not None and self.tide.glance():
+            self.shrink()
+
     def shrink(self) -> None:
         """Moves idle tensors away until what is used is within a capacity that has been lowered."""
         with self._lock:

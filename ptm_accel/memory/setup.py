@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -48,6 +48,8 @@ class Memory:
         budgets: the budget of each tier that there is.
         disk: the disk tier, for its counters; None without one.
         parts: what is closed at the end, in order.
+        dials: the capacities that its user set, which other models of this process may have been given as well; empty
+            for memory that somebody made for one model.
     """
 
     pool: Pool
@@ -55,6 +57,7 @@ class Memory:
     disk: DiskTier | None
     parts: list[ComputeTier | Home | FramePool]
     closed: bool = False
+    dials: Mapping[Tier, int] = field(default_factory=dict)
 
     def close(self) -> None:
         """Gives everything back. Idempotent."""
@@ -63,6 +66,38 @@ class Memory:
             self.pool.close()
             for part in self.parts:
                 part.close()
+
+    def resize(self, capacities: Mapping[Tier, int]) -> None:
+        """Gives tiers other capacities; what is in use beyond one is moved to the tier below.
+
+        Args:
+            capacities: in bytes, of some of the tiers.
+
+        Raises:
+            BudgetError: what is in use cannot be moved away now; the capacities are what they were.
+            DiskError: moving it failed.
+        """
+        before = {tier: self.capacity_bytes(tier) for tier in capacities}
+        try:
+            self._resize({tier: nbytes for tier, nbytes in capacities.items() if nbytes != before[tier]})
+        except BaseException:
+            self._resize({tier: nbytes for tier, nbytes in before.items() if nbytes > capacities[tier]})
+            raise
+
+    def capacity_bytes(self, tier: Tier) -> int:
+        """What a tier was given; of a device, other memory takes a part at times."""
+        pool = self.pool
+        return pool.room.limit_bytes if tier is pool.budget.tier else self.budgets[tier].capacity_bytes
+
+    def _resize(self, capacities: Mapping[Tier, int]) -> None:
+        pool = self.pool
+        for tier, nbytes in capacities.items():
+            if tier is not pool.budget.tier:
+                self.budgets[tier].capacity_bytes = nbytes
+        if Tier.HOST in capacities and isinstance(pool.home, FrameHome):
+            pool.home.fit()
+        if pool.budget.tier in capacities:
+            pool.room.resize(capacities[pool.budget.tier])
 
     def check_integrity(self) -> None:
         """Checks the conservation laws of every tier."""

@@ -9,7 +9,7 @@ step has been seen, pages get the least they can work with, which leaves all oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Budget
@@ -39,11 +39,39 @@ class Tide:
         self._rising = False
         budget.capacity_bytes = min(total_bytes, least_bytes)
         budget.before_release = self._note
+        self._part = 1.0
+        self._beside: Sequence[Budget] = ()
 
     def need(self, least_bytes: int) -> None:
         """Pages need more than was known: an optimizer has been chosen."""
         self._least_bytes = min(self.total_bytes, least_bytes)
         self._budget.capacity_bytes = max(self._budget.capacity_bytes, self._least_bytes)
+
+    def glance(self) -> bool:
+        """Nothing is done at accesses that charge nothing: a card that is full says so."""
+        return False
+
+    def resize(self, total_bytes: int) -> None:
+        """Another budget is given.
+
+        Raises:
+            DeviceBudgetError: other memory leaves less than the least that pages can work with.
+        """
+        self.total_bytes = total_bytes
+        self._least_bytes = min(self._least_bytes, total_bytes)
+        if self._last_step is None:
+            self._budget.capacity_bytes = self._least_bytes
+        else:
+            self._set_capacity()
+
+    def share(self, part: float, beside: Sequence[Budget]) -> None:
+        """The device has pages of other models as well.
+
+        Args:
+            part: of the device's whole budget that is given here; so much of other memory is taken off it.
+            beside: the budgets of the other models' pages, which are no part of the tide.
+        """
+        self._part, self._beside = part, beside
 
     def give_way(self) -> bool:
         """Other memory cannot be asked for room: False."""
@@ -65,7 +93,8 @@ class Tide:
             self._set_capacity()
 
     def _note(self) -> None:
-        foreign = self._peak_bytes() - self._budget.used_bytes
+        pages = self._budget.used_bytes + sum(budget.used_bytes for budget in self._beside)
+        foreign = int((self._peak_bytes() - pages) * self._part)
         if foreign > self._this_step:
             self._this_step = foreign
             self._rising = True

@@ -64,15 +64,19 @@ class GradSlot:
             self._norm = None
             self._keep(gradient)
             return
-        if self.widens:
-            wide = self._pool.fault(self.value).float()
-            self.drop()
-            self._keep(wide)
-        assert self.value is not None
+        self.widen()
         with self._pool.pin(self.value, write=True) as total:
             # Bringing it in may have moved it away first, with the norm of what it was.
             self._norm = None
             total.add_(gradient)
+
+    def widen(self) -> None:
+        """Has the sum in fp32, where sums are kept in that."""
+        if self.widens:
+            assert self.value is not None
+            wide = self._pool.fault(self.value).float()
+            self.drop()
+            self._keep(wide)
 
     @property
     def widens(self) -> bool:

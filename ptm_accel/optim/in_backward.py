@@ -170,18 +170,10 @@ class InBackward:
         self.end()
 
 
-_OF_AN_EXTENT = 4
-"""Who refers to the storage of an extent: its two tensors, the parameter's `.data`, and whoever asks; and its block."""
-
-
 def _is_viewed(value: PagedTensor) -> bool:
     """Whether somebody else holds a view of a parameter's values, which an update in place would change.
 
     Autograd does where a parameter was used outside of all forwards, without a gradient of it: of that nothing is known
     here. (Values that have left stay what they are for those who hold views of them.)
     """
-    extent = value.extent
-    if extent is None or not value.place.resident:
-        return False
-    users: int = torch._C._storage_Use_Count(extent.octets.untyped_storage()._cdata)
-    return users > _OF_AN_EXTENT + (extent.block is not None)
+    return value.extent is not None and value.place.resident and value.extent.viewed

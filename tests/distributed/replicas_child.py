@@ -39,6 +39,17 @@ class Net(nn.Module):
         return (self.sometimes(x) if extra else x).square().mean()
 
 
+class Wrapper(nn.Module):
+    """Calls what it wraps as PEFT does: past its hooks."""
+
+    def __init__(self, inner: Net) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        return self.inner.forward(x, extra)
+
+
 def net(seed: int) -> Net:
     torch.manual_seed(seed)
     return Net()
@@ -66,19 +77,23 @@ def train_plain(rank: int) -> tuple[Net, list[float]]:
     return model, norms
 
 
-def train_paged(rank: int, folder: Path) -> tuple[Net, list[float], Engine]:
+def train_paged(rank: int, folder: Path, *, wrap: bool) -> tuple[Net, list[float], Engine]:
     model = net(rank)
     engine = Engine.attach(
         model, PTMConfig(host_memory=110 << 10, page_size=4096, disk=str(folder)), device=torch.device("cpu")
     )
     engine.replicate()
     engine.replicate()
+    called: nn.Module = model
+    if wrap:
+        called = Wrapper(model)
+        engine.follow(called)
     optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     norms = []
     for number, batch in enumerate(batches(rank)):
         last = number % ACCUMULATION == ACCUMULATION - 1
         with nullcontext() if last else engine.no_sync():
-            model(batch, rank == 0 and number % 4 == 3).backward()
+            called(batch, rank == 0 and number % 4 == 3).backward()
         if last:
             norms.append(float(engine.clip_grad_norm_(0.5)))
             optimizer.step()
@@ -86,18 +101,61 @@ def train_paged(rank: int, folder: Path) -> tuple[Net, list[float], Engine]:
     return model, norms, engine
 
 
+def gradients_of(model: Net, rank: int) -> dict[str, torch.Tensor]:
+    """Two micro-batches in the first process, one in the other, added up in fp32."""
+    sums: dict[str, torch.Tensor] = {}
+    for batch in batches(rank)[: 2 - rank]:
+        model(batch.bfloat16(), rank == 0).backward()
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                sums[name] = sums[name] + param.grad if name in sums else param.grad.float()
+                param.grad = None
+    return sums
+
+
+def sums_of_unequal_precision_are_shared(rank: int, folder: Path) -> None:
+    """One process has bf16 gradients or none where the other has fp32 sums."""
+    expected = gradients_of(net(0).bfloat16(), rank)
+    model = net(0).bfloat16()
+    dials = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder), master_weights="fp32")
+    engine = Engine.attach(model, dials, device=torch.device("cpu"))
+    engine.replicate()
+    engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for number, batch in enumerate(batches(rank)[: 2 - rank]):
+        with engine.no_sync() if number < 1 - rank else nullcontext():
+            model(batch.bfloat16(), rank == 0).backward()
+    assert engine.gradients is not None
+    dtypes = {grad.value.dtype for grad in engine.gradients.slots() if grad.value is not None}
+    assert dtypes == {torch.float32 if rank == 0 else torch.bfloat16}
+    engine.synchronise()
+    for grad in engine.gradients.slots():
+        name = grad.slot.name
+        total = expected.get(name, torch.zeros(grad.slot.value.shape)) / 2
+        dist.all_reduce(total)
+        if name.startswith("never"):
+            assert grad.value is None
+            continue
+        assert grad.value is not None
+        with engine.pool.pin(grad.value) as shared:
+            assert shared.dtype == torch.float32, name
+            assert torch.equal(shared, total), name
+    engine.close()
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     plain, expected = train_plain(rank)
-    model, norms, engine = train_paged(rank, folder)
-    assert norms == expected, (norms, expected)
-    state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value), name
-    assert engine.pool.stats.loaded_bytes, "everything stayed in memory, so this shows little"
-    engine.check_integrity()
-    engine.close()
+    for wrap in (False, True):
+        model, norms, engine = train_paged(rank, folder, wrap=wrap)
+        assert norms == expected, (norms, expected)
+        state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), name
+        assert engine.pool.stats.loaded_bytes, "everything stayed in memory, so this shows little"
+        engine.check_integrity()
+        engine.close()
+    sums_of_unequal_precision_are_shared(rank, folder)
     other = nn.Linear(WIDTH, WIDTH + rank)
     refused = Engine.attach(other, PTMConfig(host_memory="1MiB", page_size=4096), device=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="the 2 processes have different models"):

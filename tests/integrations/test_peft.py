@@ -77,6 +77,36 @@ def _evict(engine: Engine) -> None:
             engine.pool.evict(slot.value)
 
 
+class Written:
+    """What an engine's disk is given from now on, by what it is of.
+
+    Args:
+        engine: with nothing but the base on pages.
+        monkeypatch: undoes it.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        disk = engine.memory.disk
+        assert disk is not None
+        _evict(engine)
+        of_base = {id(slot.value.handle): slot.name for slot in engine.slots if slot.value.handle is not None}
+        assert len(of_base) > 15
+        store = disk.store
+        self.bytes: Counter[str] = Counter()
+        self.before = disk.bytes_written
+
+        def counted(handle: Any, offset: int, source: torch.Tensor) -> Any:
+            self.bytes[of_base.get(id(handle), "what is trained")] += source.numel()
+            return store(handle, offset, source)
+
+        monkeypatch.setattr(disk, "store", counted)
+        self._disk = disk
+
+    def is_of_what_is_trained(self) -> bool:
+        """Whether nothing of the base was written, and the disk says the same."""
+        return set(self.bytes) == {"what is trained"} and self.bytes.total() == self._disk.bytes_written - self.before
+
+
 @pytest.mark.parametrize(
     ("method", "checkpointing"), [("lora", True), ("dora", False), ("modules_to_save", False), ("prompt", False)]
 )
@@ -93,25 +123,13 @@ def test_the_base_is_never_written_again(
     bench = Bench(tiny, tmp_path, True, False, base, dials)
     model = bench.read()
     engine = bench.engines[0]
+    written = Written(engine, monkeypatch)
     disk = engine.memory.disk
     assert disk is not None
-    _evict(engine)
-    of_base = {id(slot.value.handle): slot.name for slot in engine.slots if slot.value.handle is not None}
-    assert len(of_base) > 15
-    before = disk.bytes_written
-
     model = peft.get_peft_model(model, METHODS[method]())
     _evict(engine)
-    assert disk.bytes_written == before
+    assert disk.bytes_written == written.before
 
-    stored: Counter[str] = Counter()
-    store = disk.store
-
-    def counted(handle: Any, offset: int, source: torch.Tensor) -> Any:
-        stored[of_base.get(id(handle), "what is trained")] += source.numel()
-        return store(handle, offset, source)
-
-    monkeypatch.setattr(disk, "store", counted)
     read = disk.bytes_read
     bench.train(model, gradient_checkpointing=checkpointing)
     bench.loss(model)
@@ -119,8 +137,34 @@ def test_the_base_is_never_written_again(
     with model.disable_adapter():
         bench.loss(model)
     assert disk.bytes_read - read > 2 * sum(slot.value.nbytes for slot in engine.slots)
-    assert set(stored) == {"what is trained"}
-    assert stored.total() == disk.bytes_written - before
+    assert written.is_of_what_is_trained()
+    engine.check_integrity()
+    engine.close()
+
+
+def test_lora_over_a_base_of_eight_times_the_memory(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen parameters take two bytes each on the disk, and never more room in memory than the budget."""
+    base = tmp_path / "base"
+    plain = tiny.model(num_hidden_layers=32).bfloat16()
+    plain.save_pretrained(base)
+    nbytes = sum(param.nbytes for param in plain.parameters())
+    dials = {"host_memory": nbytes // 8, "page_size": 4096, "disk": str(tmp_path)}
+    stories = []
+    for paged in (False, True):
+        bench = Bench(tiny, tmp_path, paged, False, base, dials)
+        model = bench.read()
+        if paged:
+            written = Written(bench.engines[0], monkeypatch)
+        model = peft.get_peft_model(model, lora())
+        history = bench.train(model, gradient_checkpointing=True)
+        stories.append((history, bench.loss(model), bench.saved(model, "adapter")))
+    assert stories[0] == stories[1]
+    engine = bench.engines[0]
+    assert written.is_of_what_is_trained()
+    assert engine.pool.budget.peak_bytes <= nbytes // 8
+    assert 8 * engine.pool.budget.capacity_bytes <= sum(slot.value.nbytes for slot in engine.slots)
     engine.check_integrity()
     engine.close()
 

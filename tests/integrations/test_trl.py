@@ -69,6 +69,13 @@ class Case:
     given: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def models(self) -> int:
+        """How many are on pages: the one that is trained, and its reference where there is one during training."""
+        arguments = dict(self.arguments)
+        alone = self.lora or arguments.get("precompute_ref_log_probs", False)
+        return 2 if not alone and (self.trainer is trl.DPOTrainer or arguments.get("beta")) else 1
+
+    @property
     def auto_cls(self) -> Any:
         return AutoModelForSequenceClassification if self.trainer is trl.RewardTrainer else AutoModelForCausalLM
 
@@ -137,8 +144,12 @@ class Bench:
 
     def read(self, case: Case, paged: bool) -> Any:
         if paged:
-            return ptm_accel.from_pretrained(case.auto_cls, self.base, self.dials, **case.options)
+            return ptm_accel.from_pretrained(case.auto_cls, self.base, self.dials_of(case), **case.options)
         return case.auto_cls.from_pretrained(self.base, **case.options)
+
+    def dials_of(self, case: Case) -> dict[str, Any]:
+        """The least dials for all models of a case, which share them."""
+        return {**self.dials, "host_memory": self.dials["host_memory"] * case.models}
 
     def run(self, case: Case, way: str, folder: Path) -> Any:
         """The Trainer after a short training."""
@@ -163,10 +174,10 @@ class Bench:
         if way == "plain":
             trainer = case.trainer(**given)
         elif way == "enabled":
-            with ptm_accel.enable(self.dials):
+            with ptm_accel.enable(self.dials_of(case)):
                 trainer = case.trainer(**given)
         else:
-            trainer = ptm_trainer(case.trainer)(ptm_config=self.dials, **given)
+            trainer = ptm_trainer(case.trainer)(ptm_config=self.dials_of(case), **given)
         assert isinstance(trainer, PTMTrainerMixin) == (way != "plain")
         trainer.train()
         return trainer
@@ -226,12 +237,16 @@ def test_same_numbers_as_the_plain_trainer(
     moved = [key for key, value in weights.items() if key not in start or not torch.equal(value, start[key])]
     assert moved
     on_pages = engines(trainer)
-    assert len(on_pages) == (2 if name in ("dpo", "dpo_reference", "grpo_reference") else 1)
+    assert len(on_pages) == CASES[name].models
+    given = bench.dials_of(CASES[name])["host_memory"]
+    assert sum(engine.pool.room.limit_bytes for engine in on_pages) == given
     for engine in on_pages:
         assert engine.pool.stats.evictions > 0
-        # Each model has the budget for itself.
-        assert engine.pool.budget.peak_bytes <= bench.dials["host_memory"] == engine.pool.budget.capacity_bytes
+        # The first one had all of it until the second one came.
+        assert engine.pool.budget.used_bytes <= engine.pool.room.limit_bytes <= given
+        assert engine.pool.budget.peak_bytes <= given
         engine.check_integrity()
+    for engine in on_pages:
         engine.close()
 
 

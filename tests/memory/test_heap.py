@@ -206,3 +206,23 @@ def test_blocks_are_kept_and_given_back_as_the_heap_is_told() -> None:
     assert kept > 95 * MIB
     assert 100 * MIB < held < 110 * MIB
     assert after < 8 * MIB
+
+
+def test_another_budget_keeps_what_holes_take_of_it() -> None:
+    budget, heap, tide = make()
+    first_step(heap, tide, 300 * MIB)
+    taken = 1000 * MIB - budget.capacity_bytes
+    tide.resize(640 * MIB)
+    assert (tide.total_bytes, budget.capacity_bytes, tide.keeping) == (640 * MIB, 640 * MIB - 160 * MIB, True)
+    assert 640 * MIB - budget.capacity_bytes >= taken, "rounded up to a 64th of the new budget"
+    tide.resize(1000 * MIB)
+    assert budget.capacity_bytes <= 1000 * MIB - taken
+
+
+def test_a_budget_that_holes_would_take_too_much_of_has_them_given_back() -> None:
+    budget, heap, tide = make()
+    first_step(heap, tide, 300 * MIB)
+    tide.resize(300 * MIB)
+    assert (budget.capacity_bytes, tide.keeping, heap.calls[-1]) == (300 * MIB, False, "give back")
+    tide.resize(800 * MIB)
+    assert budget.capacity_bytes == 800 * MIB

@@ -82,3 +82,33 @@ def test_pages_that_need_more_get_it() -> None:
         tide.end_step()
     tide.need(5000 * MIB)
     assert budget.capacity_bytes == 1000 * MIB
+
+
+def test_pages_of_other_models_are_no_tide_and_each_gives_its_part_to_activations() -> None:
+    card = Card()
+    first, second = Budget(Tier.DEVICE, 600 * MIB), Budget(Tier.DEVICE, 300 * MIB)
+    tides = [Tide(budget, budget.capacity_bytes, 50 * MIB, card.read) for budget in (first, second)]
+    tides[0].share(2 / 3, [second])
+    tides[1].share(1 / 3, [first])
+    with first.reserve(40 * MIB, Tag.PARAM, "w"), second.reserve(30 * MIB, Tag.PARAM, "w"):
+        card.peak = (40 + 30 + 150) * MIB
+        for tide in tides:
+            tide.end_step()
+    assert first.capacity_bytes == 600 * MIB - int(int(150 * MIB * 2 / 3) * 1.05)
+    assert second.capacity_bytes == 300 * MIB - int(int(150 * MIB / 3) * 1.05)
+    assert first.capacity_bytes + second.capacity_bytes <= 900 * MIB - 150 * MIB
+
+
+def test_another_budget_before_and_after_the_first_step() -> None:
+    tide, budget, card = make()
+    tide.resize(500 * MIB)
+    assert (tide.total_bytes, budget.capacity_bytes) == (500 * MIB, 100 * MIB)
+    tide.resize(80 * MIB)
+    assert budget.capacity_bytes == 80 * MIB
+    tide, budget, card = make()
+    card.peak = 200 * MIB
+    tide.end_step()
+    tide.resize(500 * MIB)
+    assert budget.capacity_bytes == 500 * MIB - int(200 * MIB * 1.05)
+    with pytest.raises(DeviceBudgetError, match=r"activations and workspaces took 200.00 MiB of 300.00 MiB"):
+        tide.resize(300 * MIB)

@@ -1,0 +1,248 @@
+"""A model on pages with its optimizer and its replicas: what a training loop asks of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
+from ptm_accel.distributed.replicas import Replicas
+from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.memory.setup import Memory
+from ptm_accel.model.gradients import Gradients, Sums, clip_coefficient, total_norm
+from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.support import appetite_of
+from ptm_accel.paged_model import PagedModel
+from ptm_accel.sizing import refuse_below, refuse_homeless
+
+_Answer = TypeVar("_Answer")
+
+_LARGEST_BATCH_BYTES = 256 << 20
+"""The most that an optimizer step holds at a time."""
+
+
+class TrainedModel(PagedModel):
+    """A model on pages, and what trains it.
+
+    Attributes:
+        optimizer: the optimizer bound to it, if any.
+        replicas: keeps it and those of other processes alike, where there are some.
+        updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
+            as they are; set by whoever owns the loop (`TrainedModel.backward`).
+    """
+
+    def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
+        super().__init__(model, asked, config, memory)
+        self.optimizer: PagedOptimizer | None = None
+        self.replicas: Replicas | None = None
+        self.updates_in_backward: Callable[[], bool] = _no
+        self._forbidden = 0
+        self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
+        self.run_ahead.in_backward = _asking(self, TrainedModel._may_update_in_backward, False)
+
+    # ---- its optimizer ----------------------------------------------------------------------------------------
+
+    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
+        """Puts an optimizer's state on pages; another one that was bound before loses its state.
+
+        Raises:
+            UnsupportedError: the optimizer cannot run on pages.
+            BudgetError: it updates whole tensors, and the budget is below what that needs.
+        """
+        if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
+            return self.optimizer
+        self._meet_trainable()
+        floor = self._floor(appetite_of(optimizer))
+        self.evaluates = False
+        self._share(floor)
+        refuse_below(self.memory, floor)
+        refuse_homeless(self.memory, floor)
+        self._needs(floor)
+        self._decide_to_plan()
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = None
+        assert self.gradients is not None
+        self.optimizer = PagedOptimizer(
+            optimizer,
+            self.slots,
+            self.gradients,
+            self.pool,
+            master_weights=self.config.master_weights is not None,
+            window_bytes=self.window_bytes,
+            batch_bytes=_asking(self, lambda model: model._batch_bytes(), 0),
+            run_ahead=self.run_ahead,
+            overlap=_asking(self, lambda model: model._may_overlap(), False),
+            synchronise=_asking(self, TrainedModel.synchronise, None),
+        )
+        return self.optimizer
+
+    def _batch_bytes(self) -> int:
+        """How much an optimizer step holds at a time: enough to be fast, little enough that most stays where it is."""
+        if self._all_fits():
+            return _LARGEST_BATCH_BYTES
+        return min(_LARGEST_BATCH_BYTES, (self.pool.budget.capacity_bytes - self.floor.total_bytes) // 8)
+
+    def _meet_trainable(self) -> None:
+        """Follows changes of `requires_grad` since the model was put on pages (layers frozen or unfrozen)."""
+        assert self.gradients is not None
+        trainable = [s for s in self.slots if s.param.requires_grad]
+        if self.gradients.covers(trainable):
+            return
+        self.gradients.remove()
+        self.gradients = Gradients(trainable, self.pool, wide=self.config.master_weights is not None)
+        self.gradients.hold_landing()
+        for region in self.residency.regions.running():
+            self._meet_region(region)
+        if self.optimizer is not None:
+            self.optimizer.follow(self.gradients)
+
+    # ---- a step -----------------------------------------------------------------------------------------------
+
+    def _may_overlap(self) -> bool:
+        """Whether an update may run beside a pass: there is something to move, and room for the worst of both."""
+        least = self.floor.total_bytes + self.floor.moving_bytes
+        wanted = self.run_ahead.enabled and self.config.update != BLOCKING
+        return wanted and not self._all_fits() and least <= self.pool.budget.capacity_bytes
+
+    def _may_update_in_backward(self) -> bool:
+        optimizer = self.optimizer
+        return (
+            optimizer is not None
+            and self.replicas is None
+            and self._may_overlap()
+            and self.updates_in_backward()
+            and optimizer.expects_backward()
+        )
+
+    @contextmanager
+    def no_updates(self) -> Iterator[None]:
+        """While it lasts, updates begin in no backward."""
+        self._forbidden += 1
+        try:
+            yield
+        finally:
+            self._forbidden -= 1
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
+        possible = not self._forbidden and self.replicas is None and self._may_overlap()
+        if self.optimizer is not None and possible and self.updates_in_backward():
+            with self.optimizer.in_backward.permitted():
+                yield
+        else:
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` over all parameters with gradients; bit-equal to it.
+
+        Returns:
+            the norm before clipping, a scalar.
+        """
+        with INTERRUPTS:
+            return self._clip_grad_norm(float(max_norm), float(norm_type))
+
+    def _clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        assert self.gradients is not None
+        self.synchronise()
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        present = self.gradients.arrived()
+        norm = total_norm(present, norm_type, self.pool.compute.device)
+        if present:
+            coefficient = clip_coefficient(norm, max_norm)
+            if self.optimizer is not None:
+                self.optimizer.scale_gradients(coefficient)
+            else:
+                self.gradients.multiply(coefficient)
+        return norm
+
+    def replicate(self) -> None:
+        """From now on this model is one of several, each in a process of `torch.distributed`, that stay alike.
+
+        Raises:
+            UnsupportedError: the processes have different models.
+        """
+        if self.replicas is None:
+            self.replicas = Replicas(self.pool, self.model)
+            self.replicas.share_values(self.slots, self.model.buffers())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around micro-batches whose gradients are only added up, and not made the same in all replicas."""
+        with nullcontext() if self.replicas is None else self.replicas.no_sync():
+            yield
+
+    def synchronise(self) -> None:
+        """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
+        if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
+            return
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        with INTERRUPTS:
+            self.replicas.share_gradients(self.gradients)
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        if self.gradients is not None:
+            self.gradients.drop()
+
+    @contextmanager
+    def gathered(
+        self, *, grads: bool = False, write: bool = False, part: nn.Module | None = None
+    ) -> Iterator[nn.Module]:
+        """See `ptm_accel.gathered`; of the whole model, or of a part of it."""
+        # Pins leave little room to work in.
+        self.settle()
+        slots = [self.slots.of(param) for param in (self.model if part is None else part).parameters()]
+        with ExitStack() as stack:
+            for slot in slots:
+                if slot is None:
+                    continue
+                slot.meet()
+                stack.callback(self.pool.pin(slot.value, write=write).release)
+            if grads:
+                assert self.gradients is not None
+                self.synchronise()
+                if self.optimizer is not None:
+                    self.optimizer.in_backward.refuse("gradients were looked at")
+                    self.optimizer.apply_scale()
+                stack.enter_context(self.gradients.shown(write=write))
+            yield self.model
+        if write:
+            self._weights_touched()
+
+    def _weights_touched(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.weights_touched()
+
+    def check_integrity(self) -> None:
+        """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
+        self.settle()
+        self.memory.check_integrity()
+        pinned = self.pool.pinned()
+        assert not pinned, f"pinned while idle: {pinned}"
+
+
+def _asking(model: TrainedModel, ask: Callable[[TrainedModel], _Answer], otherwise: _Answer) -> Callable[[], _Answer]:
+    """A question to the model that does not keep it alive: the memory may hold this, and outlives the model."""
+    known = weakref.ref(model)
+
+    def answer() -> _Answer:
+        alive = known()
+        return otherwise if alive is None else ask(alive)
+
+    return answer
+
+
+def _no() -> bool:
+    return False

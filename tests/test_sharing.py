@@ -1,0 +1,286 @@
+"""Models of one process that were given the same dials share them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.memory.setup import Memory
+from ptm_accel.model.floor import NO_OPTIMIZER
+from ptm_accel.sharing import Need, divide
+from tests.tiers import AMPLE, needs, open_memory
+
+CPU = torch.device("cpu")
+
+
+def model(seed: int = 0, width: int = 64, layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def dials(nbytes: int, directory: Path, **more: object) -> PTMConfig:
+    return PTMConfig(host_memory=nbytes, page_size=4096, disk=str(directory), **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def attached() -> Iterator[list[Engine]]:
+    """Engines that are closed at the end."""
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def attach(engines: list[Engine], module: nn.Module, config: PTMConfig, *, evaluates: bool = False) -> Engine:
+    engine = Engine.attach(module, config, device=CPU, evaluates=evaluates)
+    engines.append(engine)
+    return engine
+
+
+def limits(engines: list[Engine]) -> list[int]:
+    return [engine.pool.room.limit_bytes for engine in engines]
+
+
+# ---- the division ----------------------------------------------------------------------------------------------------
+
+
+def test_a_division_gives_the_least_and_then_by_use() -> None:
+    assert divide(100, [Need(10, 50), Need(20, 100)]) == [10 + 70 * 40 // 120, 20 + 70 * 80 // 120]
+
+
+def test_where_all_fits_it_fits_still() -> None:
+    assert divide(300, [Need(10, 50), Need(20, 100)]) == [100, 200]
+
+
+def test_less_than_all_need_cannot_be_divided() -> None:
+    assert divide(29, [Need(10, 50), Need(20, 100)]) is None
+    assert divide(30, [Need(10, 50), Need(20, 100)]) == [10, 20]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_parts_never_exceed_the_whole_nor_fall_below_the_least(seed: int) -> None:
+    rng = random.Random(seed)
+    asked = []
+    for _ in range(rng.randint(1, 5)):
+        least = rng.randrange(1000)
+        asked.append(Need(least, least + rng.randrange(5000)))
+    capacity = rng.randrange(20000)
+    parts = divide(capacity, asked)
+    if parts is None:
+        assert capacity < sum(need.least for need in asked)
+        return
+    assert sum(parts) <= capacity
+    fits = sum(need.whole for need in asked) <= capacity
+    for part, need in zip(parts, asked, strict=True):
+        assert need.least <= part
+        assert part >= need.whole if fits else part <= need.whole
+
+
+# ---- two models ------------------------------------------------------------------------------------------------------
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    loss = module(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_two_models_train_within_one_budget_to_the_same_numbers(tmp_path: Path, attached: list[Engine]) -> None:
+    floors = [needs(model(seed, layers=layers), tmp_path, "host+disk")[0] for seed, layers in ((0, 4), (1, 8))]
+    capacity = sum(floors) + (16 << 10)
+    plain = [model(0), model(1, layers=8)]
+    paged = copy.deepcopy(plain)
+    steppers = []
+    for module in paged:
+        engine = attach(attached, module, dials(capacity, tmp_path))
+        steppers.append(engine.bind_optimizer(torch.optim.AdamW(module.parameters(), fused=True)))
+    assert sum(limits(attached)) <= capacity
+    assert all(limit >= engine.floor.total_bytes for limit, engine in zip(limits(attached), attached, strict=True))
+    stock = [torch.optim.AdamW(module.parameters(), fused=True) for module in plain]
+    for step in range(4):
+        for index in range(2):
+            batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + index))
+            assert train(paged[index], steppers[index], batch) == train(plain[index], stock[index], batch)
+    assert sum(engine.pool.budget.peak_bytes for engine in attached) <= capacity
+    for module, oracle in zip(paged, plain, strict=True):
+        ours, theirs = module.state_dict(), oracle.state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for engine in attached:
+        engine.check_integrity()
+
+
+def test_one_that_comes_in_the_middle_of_training_takes_its_part_then(tmp_path: Path, attached: list[Engine]) -> None:
+    plain = model()
+    paged = copy.deepcopy(plain)
+    floor, whole = needs(model(), tmp_path, "host+disk")
+    first = attach(attached, paged, dials(floor + whole, tmp_path))
+    optimizers = [torch.optim.AdamW(module.parameters(), fused=True) for module in (plain, paged)]
+    stepper = first.bind_optimizer(optimizers[1])
+    batch = torch.ones(4, 64)
+    for step in range(6):
+        assert train(paged, stepper, batch) == train(plain, optimizers[0], batch)
+        if step == 2:
+            assert not first.run_ahead.enabled, "all of it fitted"
+            attach(attached, model(1), dials(floor + whole, tmp_path))
+            assert first.run_ahead.enabled
+            assert first.pool.budget.used_bytes <= first.pool.budget.capacity_bytes < whole
+            assert sum(limits(attached)) <= floor + whole
+    first.check_integrity()
+
+
+def test_too_little_for_both_is_refused_before_anything_changes(tmp_path: Path, attached: list[Engine]) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    capacity = 2 * floor - 1
+    first = attach(attached, model(), dials(capacity, tmp_path))
+    second = model(1)
+    values = [param.detach().clone() for param in second.parameters()]
+    with pytest.raises(BudgetError, match=rf"2 of them cannot train.*Set host_memory to at least {2 * floor} bytes"):
+        Engine.attach(second, dials(capacity, tmp_path), device=CPU)
+    assert all(torch.equal(param, value) for param, value in zip(second.parameters(), values, strict=True))
+    assert limits([first]) == [capacity]
+    attach(attached, second, dials(capacity + 1, tmp_path))
+
+
+def test_who_cannot_give_way_keeps_what_it_has(tmp_path: Path, attached: list[Engine]) -> None:
+    floor, whole = needs(model(), tmp_path, "host+disk")
+    first = attach(attached, model(), dials(floor + whole, tmp_path))
+    room = first.pool.room
+    with room.reserve(room.budget.free_bytes, Tag.STATE, "what the test holds"):
+        with pytest.raises(BudgetError, match="what is there already"):
+            Engine.attach(model(1), dials(floor + whole, tmp_path), device=CPU)
+        assert limits([first]) == [floor + whole]
+    attach(attached, model(1), dials(floor + whole, tmp_path))
+
+
+def test_a_model_that_goes_leaves_its_part_to_the_others(tmp_path: Path, attached: list[Engine]) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    config = dials(3 * floor, tmp_path)
+    first = attach(attached, model(), config)
+    second = Engine.attach(model(1), config, device=CPU)
+    assert limits([first])[0] < 3 * floor
+    second.close()
+    assert limits([first]) == [3 * floor]
+    third = model(2)
+    engine = Engine.attach(third, config, device=CPU)
+    assert limits([first])[0] < 3 * floor
+    engine.detach()
+    assert limits([first]) == [3 * floor]
+
+
+def test_a_model_that_nobody_uses_any_more_has_no_part(tmp_path: Path, attached: list[Engine]) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    config = dials(2 * floor, tmp_path)
+    Engine.attach(model(), config, device=CPU)
+    attach(attached, model(1), config)
+    gc.collect()
+    second = attach(attached, model(2), config)
+    assert sum(limits(attached)) <= 2 * floor
+    assert second._sharers() == attached[:1]
+
+
+def test_other_dials_are_other_budgets(tmp_path: Path, attached: list[Engine]) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    attach(attached, model(), dials(2 * floor, tmp_path))
+    attach(attached, model(1), dials(2 * floor + 4096, tmp_path))
+    assert limits(attached) == [2 * floor, 2 * floor + 4096]
+
+
+def test_what_is_only_evaluated_gets_less(tmp_path: Path, attached: list[Engine]) -> None:
+    floor, whole = needs(model(), tmp_path, "host+disk")
+    config = dials(floor + whole, tmp_path)
+    trained = attach(attached, model(), config)
+    evaluated = attach(attached, model(1), config, evaluates=True)
+    assert limits([trained])[0] > limits([evaluated])[0] >= floor
+    uneven = limits([trained])[0]
+    # Once it has an optimizer it is trained after all.
+    evaluated.bind_optimizer(torch.optim.AdamW(evaluated.model.parameters(), fused=True))
+    assert limits([trained])[0] < uneven
+    assert abs(limits([trained])[0] - limits([evaluated])[0]) <= 1
+    # An engine that was there before may turn out to be a reference.
+    third = attach(attached, model(2), dials(4 * floor + whole, tmp_path))
+    fourth = attach(attached, model(3), dials(4 * floor + whole, tmp_path))
+    even = limits([third])[0]
+    assert Engine.attach(fourth.model, evaluates=True) is fourth
+    assert limits([third])[0] > even
+
+
+def test_an_optimizer_that_needs_less_leaves_more(tmp_path: Path, attached: list[Engine]) -> None:
+    floor, whole = needs(model(), tmp_path, "host+disk")
+    config = dials(floor + whole, tmp_path)
+    first = attach(attached, model(), config)
+    second = attach(attached, model(1), config)
+    before = limits([second])[0]
+    first.bind_optimizer(torch.optim.SGD(first.model.parameters(), fused=True))
+    assert limits([second])[0] > before
+    assert sum(limits(attached)) <= floor + whole
+
+
+# ---- memory that shrinks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mock+host", "host+disk", "mock+host+disk"])
+def test_memory_shrinks_and_grows_with_all_values_in_place(kind: str, tmp_path: Path) -> None:
+    memory = open_memory(kind, AMPLE, tmp_path, host_bytes=AMPLE)
+    module = model()
+    values = [param.detach().clone() for param in module.parameters()]
+    engine = Engine.attach(module, PTMConfig(page_size=4096), memory=memory)
+    try:
+        module(torch.ones(1, 64)).sum().backward()
+        floor = engine.floor.total_bytes
+        small = {memory.pool.budget.tier: floor}
+        if kind == "mock+host+disk":
+            small[Tier.HOST] = 64 << 10
+        before = {tier: memory.capacity_bytes(tier) for tier in small}
+        engine.resize(small)
+        engine.check_integrity()
+        assert {tier: memory.capacity_bytes(tier) for tier in small} == small
+        for tier, nbytes in small.items():
+            assert memory.budgets[tier].used_bytes <= nbytes
+        assert all(torch.equal(now, then) for now, then in zip(module.state_dict().values(), values, strict=True))
+        engine.resize(before)
+        assert {tier: memory.capacity_bytes(tier) for tier in small} == before
+        module(torch.ones(1, 64)).sum().backward()
+        engine.check_integrity()
+    finally:
+        engine.close()
+        memory.close()
+
+
+def test_frames_that_have_nowhere_to_go_keep_their_budget(tmp_path: Path) -> None:
+    floor, _ = needs(model(), tmp_path, "mock+host")
+    memory = open_memory("mock+host", floor, tmp_path)
+    engine = Engine.attach(model(), PTMConfig(page_size=4096), memory=memory)
+    try:
+        used = memory.budgets[Tier.HOST].used_bytes
+        assert used > 0
+        with pytest.raises(BudgetError, match="there is no disk tier"):
+            engine.resize({Tier.HOST: used - 4096})
+        assert memory.capacity_bytes(Tier.HOST) == AMPLE
+        engine.check_integrity()
+    finally:
+        engine.close()
+        memory.close()
+
+
+def test_memory_that_was_made_for_one_model_is_not_shared(tmp_path: Path) -> None:
+    memories: list[Memory] = [open_memory("host+disk", AMPLE, tmp_path) for _ in range(2)]
+    engines = [
+        Engine.attach(model(seed), PTMConfig(page_size=4096), memory=memory) for seed, memory in enumerate(memories)
+    ]
+    assert limits(engines) == [AMPLE, AMPLE]
+    assert engines[0]._floor(NO_OPTIMIZER).total_bytes <= engines[0].floor.total_bytes
+    for engine in engines:
+        engine.close()
