@@ -74,6 +74,8 @@ def environment_report() -> dict[str, str]:
 
     limit = machine.host_limit()
     found = {name: _version(name) for name in _PACKAGES}
+    # With what it was built for, which its package's version may lack.
+    found["torch"] = torch.__version__
     found |= {
         "Python": platform.python_version(),
         "system": platform.platform(),

@@ -214,7 +214,7 @@ class Twins:
 
     def do_evict(self) -> None:
         for tensor in list(self.engine.pool.tensors()):
-            if self.engine.pool.is_idle(tensor) and self.rng.random() < 0.5:
+            if tensor in self.engine.pool.shelf and self.rng.random() < 0.5:
                 self.engine.pool.evict(tensor)
 
     def do_abort(self) -> None:

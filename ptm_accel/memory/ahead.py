@@ -44,7 +44,7 @@ class Ahead:
                 pool.settle_in(tensor, Place.DIRTY)
                 return True
             tensor.arrival, tensor.place = load, Place.ARRIVING
-            pool.touch(tensor)
+            pool.shelf.touch(tensor)
             return True
 
     def receive(self, tensor: PagedTensor) -> None:
@@ -68,7 +68,7 @@ class Ahead:
         """Gives up a tensor that was sent for: ARRIVING -> AWAY. Its memory is free once the transfer has ended."""
         pool, load, extent = self._pool, tensor.arrival, tensor.extent
         assert load is not None and extent is not None
-        pool.busy(tensor)
+        pool.shelf.take(tensor)
         tensor.arrival = tensor.extent = None
         tensor.place = Place.AWAY
         octets, block, reservation = extent.octets, extent.block, extent.reservation

@@ -2,7 +2,8 @@
 
 It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
 tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
-`Traffic` moves bytes to and from the home, `Windows` gives parts of tensors, `Ahead` makes moves that nobody waits for.
+`Traffic` moves bytes to and from the home, `Windows` gives parts of tensors, `Ahead` makes moves that nobody waits for,
+`Snapshots` are for those who look from outside, and the `Shelf` has what may leave, in order.
 
 What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
 (`Ahead`) and moved away beside compute; neither changes what an access returns.
@@ -10,7 +11,6 @@ What is moved on demand is moved while the caller waits. Somebody who knows what
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,20 +18,20 @@ import torch
 
 from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
-from ptm_accel.memory.budget import Budget, Tag, Tier
+from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.room import Room
+from ptm_accel.memory.shelf import Shelf
+from ptm_accel.memory.snapshots import Snapshots
 from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import ComputeTier, Home, Transfer
 from ptm_accel.memory.windows import Windows
 
 _ROUNDED_BY = 64
 """What is adopted is copied where that takes less than this part of it more."""
-_ALIASED = 4
-"""Views of extents that snapshots give out may keep this part of the budget from moving."""
 
 
 class Pin:
@@ -86,15 +86,13 @@ class Pool:
         self.room = Room(compute, budget, self.traffic, self, self.lock)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
+        self.snapshots = Snapshots(self)
+        self.shelf = Shelf(has_home=home is not None)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self.copies_in = False
         self.least_bytes = 0
         self._silent = False
-        self._aliased: list[PagedTensor] = []
-        self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
-        self._idle_bytes = 0
-        self._loans: OrderedDict[PagedTensor, None] = OrderedDict()
         self._tensors: dict[int, PagedTensor] = {}
 
     # ---- life of a tensor ------------------------------------------------------------------------------------
@@ -202,7 +200,7 @@ class Pool:
                 self.adviser.accessed(tensor, write=write)
             if tensor.place.resident:
                 if not tensor.pins:
-                    self.touch(tensor)
+                    self.shelf.touch(tensor)
             elif tensor.place is Place.ARRIVING:
                 self.ahead.receive(tensor)
             else:
@@ -216,32 +214,21 @@ class Pool:
         """As `fault`, for somebody who may write to it without saying so: whether they did is seen when it leaves.
 
         Nor do they say when they are done. So what was lent leaves last, the newest after the others, until
-        `end_loans`.
+        `shelf.end_loans`.
         """
         with self.lock:
             values = self.fault(tensor)
             if tensor.place is Place.CLEAN:
                 tensor.place = Place.LENT
-            if tensor in self._idle:
-                self._loans[tensor] = None
-                self._loans.move_to_end(tensor)
+            self.shelf.lend(tensor)
             return values
-
-    def is_on_loan(self, tensor: PagedTensor) -> bool:
-        """Whether somebody may still be using what they were lent."""
-        return tensor in self._loans
-
-    def end_loans(self) -> None:
-        """What was lent may leave as everything else: nobody uses it any more."""
-        with self.lock:
-            self._loans.clear()
 
     def pin(self, tensor: PagedTensor, *, write: bool = False) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
         with self.lock:
             self.fault(tensor, write=write)
             tensor.pins += 1
-            self.busy(tensor)
+            self.shelf.take(tensor)
             return Pin(self, tensor)
 
     def pin_arriving(self, tensor: PagedTensor) -> Pin:
@@ -249,7 +236,7 @@ class Pool:
         with self.lock:
             assert tensor.place is Place.ARRIVING, tensor
             tensor.pins += 1
-            self.busy(tensor)
+            self.shelf.take(tensor)
             return Pin(self, tensor)
 
     def _unpin(self, tensor: PagedTensor) -> None:
@@ -258,43 +245,18 @@ class Pool:
             assert tensor.pins >= 0, f"{tensor!r}: unpinned more often than pinned"
             # One that was sent for may not have come.
             if not tensor.pins and tensor.extent is not None:
-                self.touch(tensor)
-
-    def touch(self, tensor: PagedTensor) -> None:
-        """Makes `tensor` the most recently used of those that may be evicted."""
-        if tensor in self._idle:
-            self._idle.move_to_end(tensor)
-        elif tensor.movable and (self.home is not None or tensor.place is Place.CLEAN):
-            assert tensor.extent is not None
-            self._idle[tensor] = None
-            self._idle_bytes += tensor.extent.reservation.nbytes
-
-    def busy(self, tensor: PagedTensor) -> None:
-        """Takes `tensor` from those that may be evicted, if it is one."""
-        if tensor in self._idle:
-            assert tensor.extent is not None
-            del self._idle[tensor]
-            self._loans.pop(tensor, None)
-            self._idle_bytes -= tensor.extent.reservation.nbytes
+                self.shelf.touch(tensor)
 
     @property
     def idle_bytes(self) -> int:
         """Bytes that could be moved away now."""
-        return self._idle_bytes
-
-    def idle(self) -> list[PagedTensor]:
-        """What could be moved away now and is not on loan, least recently used first."""
-        return [tensor for tensor in self._idle if tensor not in self._loans]
-
-    def is_idle(self, tensor: PagedTensor) -> bool:
-        """Whether `tensor` is resident and could be moved away now."""
-        return tensor in self._idle
+        return self.shelf.nbytes
 
     def settle_in(self, tensor: PagedTensor, place: Place) -> None:
         """The bytes are in the extent: the tensor may be used, and evicted."""
         tensor.place = place
         if not tensor.pins:
-            self.touch(tensor)
+            self.shelf.touch(tensor)
         if tensor.occupant is not None:
             assert tensor.extent is not None
             tensor.occupant.arrived(tensor.extent.tensor)
@@ -386,9 +348,11 @@ class Pool:
 
     def victim(self) -> PagedTensor | None:
         """Who is to leave next: the adviser's choice, or the least recently used; None if nobody can."""
-        idle = self.idle() if self._loans else self._idle
+        idle = self.shelf.in_order()
         victim = self.adviser.victim(idle) if self.adviser is not None else None
-        return victim if victim is not None else next(iter(idle or self._loans), None)
+        if victim is None:
+            victim = next(iter(idle), None)
+        return self.shelf.last_resort() if victim is None else victim
 
     def evict(self, tensor: PagedTensor) -> None:
         """Moves an idle resident tensor away, storing it first if it is dirty.
@@ -421,7 +385,7 @@ class Pool:
         assert extent is not None
         if tensor.occupant is not None:
             tensor.occupant.leaving(extent.tensor)
-        self.busy(tensor)
+        self.shelf.take(tensor)
         tensor.extent = None
         octets, block, reservation = extent.octets, extent.block, extent.reservation
         del extent
@@ -437,41 +401,7 @@ class Pool:
         moved away, so once many are, the others come from the home as well.
         """
         with self.lock:
-            if self.owed is not None:
-                # Snapshots are taken of many, and those that are kept leave little room to work in.
-                self.owed.finish()
-            if tensor.place is Place.BLANK:
-                return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
-            if tensor.place is Place.ARRIVING:
-                self.ahead.receive(tensor)
-            if tensor.extent is not None and not self._is_device() and self._may_alias(tensor):
-                self._aliased.append(tensor)
-                return tensor.extent.tensor.detach()
-            if tensor.extent is not None:
-                self.flush(tensor)
-            self.traffic.settle(tensor)
-            if tensor.stored_bytes < tensor.nbytes:
-                self._complete(tensor)
-            assert self.home is not None
-            octets = self.home.snapshot(tensor.handle)
-            return octets[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    def _is_device(self) -> bool:
-        return self.budget.tier is Tier.DEVICE
-
-    def _may_alias(self, tensor: PagedTensor) -> bool:
-        """Whether somebody may keep a view of an extent: where it could not be moved away anyhow, or few are kept."""
-        if self.home is None or not tensor.movable or tensor.pins or tensor.place is Place.LENT:
-            return True
-        self._aliased = [each for each in self._aliased if each.extent is not None and each.extent.viewed]
-        kept = sum(each.slot_bytes for each in self._aliased) + self.room.leaving_bytes
-        capacity = self.budget.capacity_bytes
-        return kept + tensor.slot_bytes <= min(capacity // _ALIASED, capacity - self.least_bytes)
-
-    def _complete(self, tensor: PagedTensor) -> None:
-        """Stores the fill value where an interrupted sweep has left the home unwritten."""
-        self.fault(tensor, write=True)
-        self.flush(tensor)
+            return self.snapshots.take(tensor)
 
     def close(self) -> None:
         """Drops every tensor and gives all memory back. Idempotent; pins must have ended."""
@@ -504,12 +434,7 @@ class Pool:
                 tensor.check()
                 if tensor.extent is not None:
                     charged += tensor.extent.reservation.nbytes
-            idle = 0
-            for tensor in self._idle:
-                assert tensor.extent is not None and not tensor.pins and tensor.movable, tensor
-                idle += tensor.extent.reservation.nbytes
-            if idle != self._idle_bytes:
-                raise AssertionError(f"idle extents hold {idle} bytes, counted {self._idle_bytes}")
+            self.shelf.check_integrity()
             if charged > self.budget.used_bytes:
                 raise AssertionError(f"extents and leavers hold {charged} of {self.budget.used_bytes} used bytes")
             self.budget.check_integrity()

@@ -273,7 +273,7 @@ def _on_fake_pages(model: nn.Module, meter: Meter, device: torch.device, small: 
         pool.adopt(slot.value, slot.param.data)
         # As if the home had the bytes too: then the pool counts what nobody pins as idle.
         slot.value.place = Place.CLEAN
-        pool.touch(slot.value)
+        pool.shelf.touch(slot.value)
     meter.leave_out(model.buffers())
     trainable = [slot for slot in slots if slot.param.requires_grad]
     for slot in trainable:

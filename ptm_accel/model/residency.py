@@ -249,7 +249,7 @@ class Residency:
             for borrowed in self._borrowed:
                 borrowed.meet()
             self._borrowed.clear()
-            self.pool.end_loans()
+            self.pool.shelf.end_loans()
             if module is self.root:
                 self.regions.scan()
         entered = None if region is not None else module

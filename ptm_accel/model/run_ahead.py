@@ -368,7 +368,7 @@ class RunAhead:
                 continue
             if tensor.pins or self._awaits(tensor):
                 self._going.append(tensor)
-            elif self._pool.is_idle(tensor) and not self._pool.is_on_loan(tensor):
+            elif tensor in self._pool.shelf and not self._pool.shelf.is_on_loan(tensor):
                 self._spare(tensor)
 
     def _send_for(self, accessed: PagedTensor) -> None:
@@ -391,7 +391,7 @@ class RunAhead:
         wanted = self._next_use(route, coming, self._position)
         free = pool.budget.free_bytes + pool.room.ending_bytes
         while free < coming.slot_bytes:
-            spared = self.victim(tensor for tensor in pool.idle() if tensor is not accessed)
+            spared = self.victim(tensor for tensor in pool.shelf.free() if tensor is not accessed)
             if spared is None or self._next_use(route, spared, self._position) <= wanted:
                 return
             free += spared.slot_bytes

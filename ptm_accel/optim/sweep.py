@@ -134,7 +134,7 @@ class Sweep:
         total = unit.extra_bytes(self.appetite, self._arithmetic.grain) + unit.space_bytes(self.appetite)
         for tensor in unit.involved().values():
             if tensor.extent is not None:
-                total += tensor.extent.reservation.nbytes if not moving_only and self.pool.is_idle(tensor) else 0
+                total += tensor.extent.reservation.nbytes if not moving_only and tensor in self.pool.shelf else 0
             elif unit.whole or (unit.start == 0 and self._admit(tensor, unit)):
                 total += tensor.slot_bytes
             else:
@@ -144,7 +144,7 @@ class Sweep:
     def _slim(self, unit: Unit) -> None:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
         for tensor in unit.involved().values():
-            if self.pool.is_idle(tensor) and tensor.numel > unit.stop - unit.start:
+            if tensor in self.pool.shelf and tensor.numel > unit.stop - unit.start:
                 self.pool.evict(tensor)
 
     # ---- one batch -------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_generation(compare: Callable[..., None]) -> None:
 
 def _evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if engine.pool.is_idle(slot.value):
+        if slot.value in engine.pool.shelf:
             engine.pool.evict(slot.value)
 
 

@@ -179,14 +179,14 @@ def test_a_tensor_that_arrives_stays_for_each_of_its_windows(tmp_path: Path) -> 
         first, second, third = (pool.windows.open(tensor, 0, 1024) for _ in range(3))
         pool.windows.ready(first)
         pool.windows.close(first, wrote=False)
-        assert not pool.is_idle(tensor), "the others have not been closed"
+        assert tensor not in pool.shelf, "the others have not been closed"
         with pytest.raises(BudgetError):
             pool.room.reserve(2 * PAGE, Tag.STAGING, "somebody else")
         faults = pool.stats.faults
         assert (pool.windows.ready(second) == 3.0).all()
         pool.windows.close(second, wrote=True)
         pool.windows.close(third, wrote=False)
-        assert pool.is_idle(tensor)
+        assert tensor in pool.shelf
         assert (pool.stats.faults, tensor.place) == (faults, Place.DIRTY)
 
 

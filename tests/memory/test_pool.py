@@ -188,7 +188,7 @@ def test_what_is_not_movable_stays(tmp_path: Path) -> None:
         for name in "bcd":
             pool.fault(made(pool, name))
         assert fixed.place.resident
-        assert not pool.is_idle(fixed)
+        assert fixed not in pool.shelf
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -390,7 +390,7 @@ def test_what_could_be_had(tmp_path: Path) -> None:
         pool.fault(a)
         with pool.pin(b):
             assert pool.idle_bytes == PAGE
-            assert (pool.is_idle(a), pool.is_idle(b)) == (True, False)
+            assert (a in pool.shelf, b in pool.shelf) == (True, False)
             assert pool.room.available_bytes() == 3 * PAGE
         view = pool.fault(a)
         pool.evict(a)
@@ -487,7 +487,7 @@ class Twin:
         assert there == (tensor.place in (Place.ARRIVING, Place.CLEAN, Place.DIRTY))
 
     def behind(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
-        if self.pool.is_idle(tensor):
+        if tensor in self.pool.shelf:
             self.pool.ahead.evict(tensor)
             assert tensor.place is Place.AWAY
 
@@ -577,16 +577,16 @@ def test_what_was_lent_leaves_last(tmp_path: Path) -> None:
         for tensor in (first, second):
             pool.lend(tensor)
         pool.fault(third)
-        assert pool.idle() == [third]
+        assert pool.shelf.free() == [third]
         pool.fault(fourth)
         assert third.place is Place.AWAY
         pool.lend(first)
         pool.pin(fourth)
         pool.fault(third)
         assert [t.place for t in (first, second)] == [Place.DIRTY, Place.AWAY]
-        assert pool.is_on_loan(first)
-        pool.end_loans()
-        assert pool.idle() == [first, third]
+        assert pool.shelf.is_on_loan(first)
+        pool.shelf.end_loans()
+        assert pool.shelf.free() == [first, third]
         pool._unpin(fourth)
 
 

@@ -337,7 +337,7 @@ def test_a_wrapper_takes_its_pages_with_it_and_an_unwrapped_model_keeps_them(tmp
         memory = open_memory("host+disk", 4 << 20, tmp_path)
         engine = Engine.attach(model, config(), memory=memory)
         for slot in engine.slots:
-            if engine.pool.is_idle(slot.value):
+            if slot.value in engine.pool.shelf:
                 engine.pool.evict(slot.value)
         return memory
 

@@ -104,7 +104,7 @@ def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_owed(tmp_p
     assert engine.pool.owed is not None
     assert same(plain_copy(model).state_dict(), twin.state_dict())
     for slot in engine.slots:
-        if engine.pool.is_idle(slot.value):
+        if slot.value in engine.pool.shelf:
             engine.pool.evict(slot.value)
     sent_for = [
         slot for slot in engine.slots if slot.value.place is Place.AWAY and engine.pool.ahead.prefetch(slot.value)

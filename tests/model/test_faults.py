@@ -25,7 +25,7 @@ def net(layers: int = 5) -> nn.Sequential:
 
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if engine.pool.is_idle(slot.value):
+        if slot.value in engine.pool.shelf:
             engine.pool.evict(slot.value)
 
 

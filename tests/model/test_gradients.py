@@ -219,7 +219,7 @@ class _MovesAwayFirst:
         self.moved = 0
 
     def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
-        if tensor.tag is Tag.GRAD and self.engine.pool.is_idle(tensor):
+        if tensor.tag is Tag.GRAD and tensor in self.engine.pool.shelf:
             self.moved += 1
             self.engine.pool.ahead.evict(tensor)
 

@@ -31,7 +31,7 @@ def inputs() -> torch.Tensor:
 
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if engine.pool.is_idle(slot.value):
+        if slot.value in engine.pool.shelf:
             engine.pool.evict(slot.value)
 
 
@@ -230,10 +230,10 @@ def test_what_was_read_last_leaves_last(tmp_path: Path) -> None:
             assert same_bits(held.detach(), plain[first].weight.detach())
         _ = model[1].weight
         value = engine.slots.by_name["1.weight"].value
-        assert engine.pool.is_on_loan(value)
-        assert value not in engine.pool.idle()
+        assert engine.pool.shelf.is_on_loan(value)
+        assert value not in engine.pool.shelf.free()
         model(inputs())
-        assert not engine.pool.is_on_loan(value)
+        assert not engine.pool.shelf.is_on_loan(value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

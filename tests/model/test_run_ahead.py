@@ -280,7 +280,7 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(Ahead, "prefetch", noted)
         for slot in engine.slots:
-            if slot.value.name in wanted and engine.pool.is_idle(slot.value):
+            if slot.value.name in wanted and slot.value in engine.pool.shelf:
                 engine.pool.evict(slot.value)
         with torch.no_grad():
             model(batch(0))

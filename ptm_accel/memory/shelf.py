@@ -1,0 +1,84 @@
+"""What may leave the compute tier, and in which order: idle extents, least recently used first; then loans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from ptm_accel.memory.paged import PagedTensor, Place
+
+
+class Shelf:
+    """The idle tensors of a pool: resident, not pinned, and able to go elsewhere.
+
+    Args:
+        has_home: whether there is a tier below; without one only what is clean could leave.
+
+    Attributes:
+        nbytes: what they hold.
+    """
+
+    def __init__(self, has_home: bool) -> None:
+        self.nbytes = 0
+        self._has_home = has_home
+        self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
+        self._loans: OrderedDict[PagedTensor, None] = OrderedDict()
+
+    def __contains__(self, tensor: PagedTensor) -> bool:
+        return tensor in self._idle
+
+    def touch(self, tensor: PagedTensor) -> None:
+        """Makes `tensor` the most recently used, if it may leave at all."""
+        if tensor in self._idle:
+            self._idle.move_to_end(tensor)
+        elif tensor.movable and (self._has_home or tensor.place is Place.CLEAN):
+            assert tensor.extent is not None
+            self._idle[tensor] = None
+            self.nbytes += tensor.extent.reservation.nbytes
+
+    def take(self, tensor: PagedTensor) -> None:
+        """Takes `tensor` off, if it is there: it may not leave now."""
+        if tensor in self._idle:
+            assert tensor.extent is not None
+            del self._idle[tensor]
+            self._loans.pop(tensor, None)
+            self.nbytes -= tensor.extent.reservation.nbytes
+
+    def lend(self, tensor: PagedTensor) -> None:
+        """Somebody may be using `tensor` and does not say until when: it leaves last, the newest after the others."""
+        if tensor in self._idle:
+            self._loans[tensor] = None
+            self._loans.move_to_end(tensor)
+
+    def is_on_loan(self, tensor: PagedTensor) -> bool:
+        """Whether somebody may still be using what they were lent."""
+        return tensor in self._loans
+
+    def end_loans(self) -> None:
+        """What was lent may leave as everything else."""
+        self._loans.clear()
+
+    def free(self) -> list[PagedTensor]:
+        """What may leave and is not on loan, least recently used first."""
+        return [tensor for tensor in self._idle if tensor not in self._loans]
+
+    def in_order(self) -> Iterable[PagedTensor]:
+        """As `free`, without a copy where nothing is on loan."""
+        return self.free() if self._loans else self._idle
+
+    def last_resort(self) -> PagedTensor | None:
+        """What leaves when all that may is on loan."""
+        return next(iter(self._loans), None)
+
+    def check_integrity(self) -> None:
+        """Checks that each may leave, and what they hold.
+
+        Raises:
+            AssertionError: with the numbers.
+        """
+        held = 0
+        for tensor in self._idle:
+            assert tensor.extent is not None and not tensor.pins and tensor.movable, tensor
+            held += tensor.extent.reservation.nbytes
+        if held != self.nbytes:
+            raise AssertionError(f"idle extents hold {held} bytes, counted {self.nbytes}")

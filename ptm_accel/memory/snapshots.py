@@ -1,0 +1,62 @@
+"""Snapshots: the values of paged tensors for those who look from outside, at no charge."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.paged import PagedTensor, Place
+
+if TYPE_CHECKING:
+    from ptm_accel.memory.pool import Pool
+
+_ALIASED = 4
+"""Views of extents that are given out may keep this part of the budget from moving."""
+
+
+class Snapshots:
+    """Gives them out, and knows which extents are viewed by them.
+
+    Args:
+        pool: whose tensors.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._aliased: list[PagedTensor] = []
+
+    def take(self, tensor: PagedTensor) -> torch.Tensor:
+        """See `Pool.snapshot`."""
+        pool = self._pool
+        if pool.owed is not None:
+            # Snapshots are taken of many, and those that are kept leave little room to work in.
+            pool.owed.finish()
+        if tensor.place is Place.BLANK:
+            return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
+        if tensor.place is Place.ARRIVING:
+            pool.ahead.receive(tensor)
+        if tensor.extent is not None and pool.budget.tier is Tier.HOST and self._may_alias(tensor):
+            self._aliased.append(tensor)
+            return tensor.extent.tensor.detach()
+        if tensor.extent is not None:
+            pool.flush(tensor)
+        pool.traffic.settle(tensor)
+        if tensor.stored_bytes < tensor.nbytes:
+            # An interrupted sweep has left the home unwritten; the rest is the fill value.
+            pool.fault(tensor, write=True)
+            pool.flush(tensor)
+        assert pool.home is not None
+        octets = pool.home.snapshot(tensor.handle)
+        return octets[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _may_alias(self, tensor: PagedTensor) -> bool:
+        """Whether somebody may keep a view of an extent: where it could not be moved away anyhow, or few are kept."""
+        pool = self._pool
+        if pool.home is None or not tensor.movable or tensor.pins or tensor.place is Place.LENT:
+            return True
+        self._aliased = [each for each in self._aliased if each.extent is not None and each.extent.viewed]
+        kept = sum(each.slot_bytes for each in self._aliased) + pool.room.leaving_bytes
+        capacity = pool.budget.capacity_bytes
+        return kept + tensor.slot_bytes <= min(capacity // _ALIASED, capacity - pool.least_bytes)
