@@ -1,16 +1,22 @@
-"""Saving models whose experts are fused: the same files, and what is taken apart lies in files meanwhile."""
+"""Saving and pushing: the same files as the plain run's; fused experts are taken apart in files."""
 
 from __future__ import annotations
 
+import functools
+import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+import transformers
+from huggingface_hub import HfApi, ModelCard, RepoUrl
+from ptm_accel.integrations.transformers import Trainer
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ptm_accel.config import PTMConfig
-from ptm_accel.engine import Engine
+from ptm_accel.engine import Engine, engine_of
 from ptm_accel.memory.mapped_files import MappedFiles, is_in_a_file
 
 
@@ -54,3 +60,66 @@ def test_experts_are_taken_apart_in_files(tiny: ModuleType, tmp_path: Path, monk
     assert not kept, "a model that is not on pages is saved as ever"
     engine.close()
     assert not list(scratch.iterdir())
+
+
+class LocalHub:
+    """Stands in for the Hub: what is pushed to a repository is copied to a folder.
+
+    Args:
+        folder: with a folder for each repository.
+        monkeypatch: undoes it.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        for name in ("create_repo", "create_commit", "upload_folder"):
+            monkeypatch.setattr(HfApi, name, functools.partialmethod(getattr(LocalHub, name), hub=self))
+            for module in (transformers.utils.hub, transformers.trainer):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, functools.partial(getattr(HfApi(), name)))
+        monkeypatch.setattr(
+            transformers.utils.hub, "create_and_tag_model_card", lambda *args, **kwargs: ModelCard("---\n---\n# card\n")
+        )
+
+    @staticmethod
+    def create_repo(api: HfApi, repo_id: str, *, hub: LocalHub, **options: Any) -> RepoUrl:
+        (hub.folder / repo_id).mkdir(parents=True, exist_ok=True)
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    @staticmethod
+    def create_commit(api: HfApi, repo_id: str, operations: list[Any], *, hub: LocalHub, **options: Any) -> None:
+        for each in operations:
+            shutil.copyfile(each.path_or_fileobj, hub.folder / repo_id / each.path_in_repo)
+
+    @staticmethod
+    def upload_folder(api: HfApi, *, repo_id: str, folder_path: str, hub: LocalHub, **options: Any) -> None:
+        shutil.copytree(folder_path, hub.folder / repo_id, dirs_exist_ok=True)
+
+    def files(self, repo_id: str) -> dict[str, bytes]:
+        """What a repository holds, but for the card and the arguments, which name folders and dates."""
+        root = self.folder / repo_id
+        left_out = ("README.md", "training_args.bin")
+        return {path.name: path.read_bytes() for path in root.iterdir() if path.is_file() and path.name not in left_out}
+
+
+@pytest.mark.parametrize("by", ["model", "trainer"])
+def test_what_is_pushed_is_what_the_plain_run_pushes(
+    by: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = LocalHub(tmp_path / "hub", monkeypatch)
+    for way in ("plain", "paged"):
+        given = {} if way == "plain" else {"ptm_config": tiny.budget("tight", tmp_path)}
+        cls = transformers.Trainer if way == "plain" else Trainer
+        arguments = tiny.arguments(tmp_path / way, hub_model_id=f"somebody/{way}", max_steps=2)
+        trainer = cls(model=tiny.model(), args=arguments, train_dataset=tiny.data(), **given)
+        trainer.train()
+        assert (engine_of(trainer.model) is not None) == (way == "paged")
+        if by == "trainer":
+            trainer.push_to_hub()
+        else:
+            trainer.model.push_to_hub(f"somebody/{way}", max_shard_size="300KB")
+    ours = hub.files("somebody/paged")
+    assert ours == hub.files("somebody/plain")
+    assert len([name for name in ours if name.endswith(".safetensors")]) == (1 if by == "trainer" else 3)
+    again = LlamaForCausalLM.from_pretrained(hub.folder / "somebody/paged")
+    assert tiny.same(tiny.weights(again), tiny.weights(trainer.model))
