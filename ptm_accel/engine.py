@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Mapping
 
@@ -21,10 +20,10 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
 from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
-from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Floor
+from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER
 from ptm_accel.opening import open_memory
 from ptm_accel.sharing import share
-from ptm_accel.sizing import refuse_below, refuse_homeless, refuse_oversized_model
+from ptm_accel.sizing import refuse_oversized_model
 from ptm_accel.trained_model import TrainedModel
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
@@ -74,7 +73,7 @@ class Engine(TrainedModel):
             existing.follow(model)
             if evaluates and existing.optimizer is None and not existing.evaluates:
                 existing.evaluates = True
-                existing._share(existing.floor)
+                existing._share(existing.floor, existing._states)
             return existing
         check_model(model)
         asked = config or PTMConfig()
@@ -159,14 +158,11 @@ class Engine(TrainedModel):
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
             floor = self._floor(FUSED_ADAMW, model, changes.slots)
-            self._share(floor)
-            refuse_below(self.memory, floor)
-            refuse_homeless(self.memory, self._floor(NO_OPTIMIZER, model, changes.slots))
+            self._needs(floor, self._floor(NO_OPTIMIZER, model, changes.slots))
         except BaseException:
             for slot in changes.new:
                 self.pool.forget(slot.value)
             raise
-        self._needs(floor)
         self._change(model, changes)
 
     def _change(self, model: nn.Module, changes: Changes) -> None:
@@ -245,8 +241,10 @@ class Engine(TrainedModel):
             self.optimizer.in_backward.end()
         self._finaliser.detach()
         self.memory.close()
-        if heirs := self._sharers():
-            share(heirs[0], heirs[0].floor, heirs)
+        if self.party is not None and (heirs := self.party.others()):
+            heir = heirs[0]
+            assert heir.claim is not None
+            share(heir, heir.claim)
 
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
@@ -261,21 +259,6 @@ class Engine(TrainedModel):
                 f"this model is already on pages with {self.asked}, and cannot be moved to {config} while it "
                 "is. Use the same ptm_config, or call `engine_of(model).detach()` first."
             )
-
-    # ---- budgets ---------------------------------------------------------------------------------------------
-
-    def _sharers(self) -> list[Engine]:
-        """The other models of this process that were given the same dials."""
-        if not self.memory.dials:
-            return []
-        alive = [engine for known in list(_engines.values()) if (engine := known()) is not None]
-        return [e for e in alive if e is not self and e.memory.dials and not e.memory.closed and e.asked == self.asked]
-
-    def _share(self, floor: Floor) -> None:
-        if self._sharers():
-            # Models that nobody uses any more go, with their pages, before the budget is divided.
-            gc.collect()
-        share(self, floor, self._sharers())
 
 
 def _close_unasked(memory: Memory) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -21,13 +24,14 @@ from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import leave_meta, small_bytes, take_parameters
 from ptm_accel.model.changes import Outline, outline
-from ptm_accel.model.compiled import Region, refuse_oversized_region
+from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.schedule.watch import LinkUse
+from ptm_accel.sharing import Claim, claim_of, party_of, share
 from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless
 
 _RETURN_EVERY_BYTES = 64 << 20
@@ -78,11 +82,10 @@ class PagedModel:
         self.gradients: Gradients | None = None
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.evaluates = False
+        self.party = party_of(memory, asked)
+        self._together_bytes = 0
         self._buffers: Reservation | None = None
         self._outline: Outline = ()
-
-    def _share(self, floor: Floor) -> None:
-        """Divides budgets with other models of this process, where there are some."""
 
     def settle(self) -> None:
         """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
@@ -103,14 +106,56 @@ class PagedModel:
     def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         small = small_bytes(self.config.page_bytes)
         take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
-        self._needs(self._floor(FUSED_ADAMW))
-        self._share(self.floor)
-        refuse_below(self.memory, self.floor)
         # What an optimizer will keep is not known yet; it is asked when there is one.
-        refuse_homeless(self.memory, self._floor(NO_OPTIMIZER))
+        self._needs(self._floor(FUSED_ADAMW), self._floor(NO_OPTIMIZER))
+
+    def _needs(self, floor: Floor, states: Floor) -> None:
+        """The least budget is known, or another one than before: budgets are divided anew where they are shared.
+
+        Args:
+            floor: with the optimizer that there is, or that is expected.
+            states: with the optimizer that there is, or none.
+
+        Raises:
+            BudgetError: the budgets are less than that; nothing has been changed then.
+        """
+        before = self._share(floor, states)
+        try:
+            refuse_below(self.memory, floor)
+            refuse_homeless(self.memory, states)
+        except BaseException:
+            if self.party is not None and before is not None:
+                share(self.party, before)
+            raise
+        self.floor, self._states = floor, states
+        self.pool.least_bytes, self.pool.whole_bytes = floor.total_bytes, floor.whole_bytes
+        if self.pool.room.tide is not None:
+            self.pool.room.tide.need(floor.total_bytes * 5 // 4)
+
+    def _share(self, floor: Floor, states: Floor) -> Claim | None:
+        """Divides budgets with other models of this process that have the same dials; returns the claim before."""
+        party = self.party
+        if party is None:
+            return None
+        if party.others():
+            # Models that nobody uses any more go, with their pages, before the budget is divided.
+            gc.collect()
+        before = party.claim
+        evaluated = sum(slot.value.slot_bytes for slot in self.slots) if self.evaluates else 0
+        floor = replace(floor, total_bytes=max(floor.total_bytes, self._together_bytes))
+        name, page_bytes = type(self.model).__name__, self.config.page_bytes
+        share(party, claim_of(name, floor, states, self.memory, page_bytes=page_bytes, evaluated_bytes=evaluated))
+        return before
+
+    def share_again(self) -> None:
+        """Divides budgets anew where somebody who had a part of them has left."""
+        if self.party is not None and self.party.stale:
+            self._share(self.floor, self._states)
 
     def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         self._size_up(values)
+        if self.party is not None:
+            self.party.resize = _resizing(self)
         self._bring_in(list(self.slots), values)
         if isinstance(self.pool.compute, CudaTier):
             self._watch_tide(self.pool.compute)
@@ -155,9 +200,12 @@ class PagedModel:
         pool = self.pool
         if pool.home is None or pool.budget.tier is not Tier.HOST or self._all_fits() or not Glibc.found():
             return None
+        pool.copies_in = True
+        if self.evaluates or HeapTide.watching():
+            # There is one heap, whatever the number of models: its holes are taken off one budget, by its steps.
+            return None
         heap = Glibc()
         heap.give_back()
-        pool.copies_in = True
         if heap.tells:
             pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
         return heap
@@ -184,8 +232,10 @@ class PagedModel:
         total = self.pool.budget.capacity_bytes
         card.limit(self.memory.dials.get(Tier.DEVICE, total))
         least = min(total, self.floor.total_bytes * 5 // 4)
-        self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes)
+        self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes, follows=self.evaluates)
         self.pool.room.shrink()
+        # Now that there is one, it is to know of those of other models on the card.
+        self._share(self.floor, self._states)
 
     def refresh_compiled(self, model: nn.Module | None = None) -> None:
         """Looks for what `torch.compile` has compiled since the model was put on pages.
@@ -204,7 +254,11 @@ class PagedModel:
     def _meet_region(self, region: Region) -> None:
         assert self.gradients is not None
         landing = max((s.value.nbytes for s in self.slots if s.param.requires_grad), default=0)
-        refuse_oversized_region(region, self.floor, landing, self.pool.budget)
+        needed = region_bytes(region, self.floor, landing)
+        if needed > self._together_bytes:
+            self._together_bytes = needed
+            self._share(self.floor, self._states)
+        refuse_oversized_region(region, needed, self.pool.budget)
         self.gradients.expect_together(region.grad_bytes)
 
     def _take_off(self, slot: ParamSlot) -> None:
@@ -233,13 +287,6 @@ class PagedModel:
             held_bytes=self.pool.budget.used_by_tag().get(Tag.STAGING, 0),
         )
 
-    def _needs(self, floor: Floor) -> None:
-        """The least budget is known, or another one than before."""
-        self.floor = floor
-        self.pool.least_bytes = floor.total_bytes
-        if self.pool.room.tide is not None:
-            self.pool.room.tide.need(floor.total_bytes * 5 // 4)
-
     def _decide_to_plan(self) -> None:
         self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()
         if self.run_ahead.enabled and self.run_ahead.rates is None and isinstance(self.pool.home, DiskTier):
@@ -251,6 +298,17 @@ class PagedModel:
 
     def _all_fits(self) -> bool:
         return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
+
+
+def _resizing(model: PagedModel) -> Callable[[Mapping[Tier, int]], None]:
+    """`model.resize`, without keeping the model alive."""
+    known, memory = weakref.ref(model), model.memory
+
+    def resize(capacities: Mapping[Tier, int]) -> None:
+        alive = known()
+        (memory if alive is None else alive).resize(capacities)
+
+    return resize
 
 
 def _use_of(disk: DiskTier) -> LinkUse:

@@ -14,11 +14,11 @@ from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.setup import Memory
-from ptm_accel.model.gradients import Gradients, Sums, clip_coefficient, total_norm
+from ptm_accel.model.gradients import Gradients, Sums
+from ptm_accel.model.norms import clip_coefficient, total_norm
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import appetite_of
 from ptm_accel.paged_model import PagedModel
-from ptm_accel.sizing import refuse_below, refuse_homeless
 
 _Answer = TypeVar("_Answer")
 
@@ -58,11 +58,12 @@ class TrainedModel(PagedModel):
             return self.optimizer
         self._meet_trainable()
         floor = self._floor(appetite_of(optimizer))
-        self.evaluates = False
-        self._share(floor)
-        refuse_below(self.memory, floor)
-        refuse_homeless(self.memory, floor)
-        self._needs(floor)
+        evaluated, self.evaluates = self.evaluates, False
+        try:
+            self._needs(floor, floor)
+        except BaseException:
+            self.evaluates = evaluated
+            raise
         self._decide_to_plan()
         if self.optimizer is not None:
             self.optimizer.close()
@@ -155,7 +156,7 @@ class TrainedModel(PagedModel):
         if self.optimizer is not None:
             self.optimizer.apply_scale()
         present = self.gradients.arrived()
-        norm = total_norm(present, norm_type, self.pool.compute.device)
+        norm = total_norm([grad.norm(norm_type) for grad in present], norm_type, self.pool.compute.device)
         if present:
             coefficient = clip_coefficient(norm, max_norm)
             if self.optimizer is not None:
@@ -182,6 +183,7 @@ class TrainedModel(PagedModel):
 
     def synchronise(self) -> None:
         """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
+        self.share_again()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from ptm_accel import opening
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.errors import BudgetError
+from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.setup import Memory
+from ptm_accel.memory.tide import Tide
 from ptm_accel.model.floor import NO_OPTIMIZER
-from ptm_accel.sharing import Need, divide
+from ptm_accel.sharing import Claim, Need, Party, divide, share
 from tests.tiers import AMPLE, needs, open_memory
 
 CPU = torch.device("cpu")
@@ -188,7 +190,8 @@ def test_a_model_that_nobody_uses_any_more_has_no_part(tmp_path: Path, attached:
     gc.collect()
     second = attach(attached, model(2), config)
     assert sum(limits(attached)) <= 2 * floor
-    assert second._sharers() == attached[:1]
+    assert second.party is not None
+    assert second.party.others() == [attached[0].party]
 
 
 def test_other_dials_are_other_budgets(tmp_path: Path, attached: list[Engine]) -> None:
@@ -228,6 +231,193 @@ def test_an_optimizer_that_needs_less_leaves_more(tmp_path: Path, attached: list
     assert sum(limits(attached)) <= floor + whole
 
 
+# ---- who comes, fails and goes ---------------------------------------------------------------------------------------
+
+
+def step(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    train(engine.model, engine.optimizer, torch.ones(2, 64))  # type: ignore[arg-type]
+
+
+def trained(engines: list[Engine], config: PTMConfig, seed: int = 0) -> Engine:
+    engine = attach(engines, model(seed), config)
+    engine.bind_optimizer(torch.optim.AdamW(engine.model.parameters(), fused=True))
+    return engine
+
+
+def test_a_model_that_is_being_read_has_its_part_already_and_leaves_it_if_it_fails(
+    tmp_path: Path, attached: list[Engine]
+) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    config = dials(3 * floor, tmp_path)
+    first = trained(attached, config)
+    resolved, memory = opening.open_memory(config, device=CPU)
+    Engine.rehearse(model(1), config, resolved, memory)
+    assert limits([first])[0] + memory.pool.room.limit_bytes <= 3 * floor
+    first.bind_optimizer(torch.optim.SGD(first.model.parameters(), lr=0.1))
+    assert limits([first])[0] + memory.pool.room.limit_bytes <= 3 * floor
+    memory.close()
+    step(first)
+    assert limits([first]) == [3 * floor]
+
+
+def test_what_was_collected_leaves_its_part_with_the_next_step(tmp_path: Path, attached: list[Engine]) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    config = dials(3 * floor, tmp_path)
+    first = trained(attached, config)
+    Engine.attach(model(1), config, device=CPU)
+    gc.collect()
+    step(first)
+    assert limits([first]) == [3 * floor]
+
+
+def test_a_change_that_is_refused_leaves_all_parts_as_they_were(tmp_path: Path, attached: list[Engine]) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    config = dials(3 * floor, tmp_path)
+    first, second = attach(attached, model(), config), attach(attached, model(1), config, evaluates=True)
+    before = limits(attached)
+    module = first.model
+    assert isinstance(module, nn.Sequential)
+    module.append(nn.Linear(64, 4096))
+    with pytest.raises(BudgetError, match="2 of them cannot train"):
+        first.follow()
+    assert limits(attached) == before
+    with pytest.raises(UnsupportedError):
+        second.bind_optimizer(torch.optim.LBFGS(second.model.parameters()))
+    assert (limits(attached), second.evaluates) == (before, True)
+
+
+def test_the_disk_is_for_those_who_need_it_and_for_all_together(tmp_path: Path, attached: list[Engine]) -> None:
+    floor = needs(model(), tmp_path, "host+disk")[0]
+    nbytes = sum(param.nbytes for param in model().parameters())
+    # Four tensors a parameter for the first, and for the second its values.
+    folder = {"paths": [str(tmp_path)], "limit": 7 * nbytes}
+    config = PTMConfig(host_memory=2 * floor, page_size=4096, disk=folder)
+    first = trained(attached, config)
+    second = attach(attached, model(1), config, evaluates=True)
+    for _ in range(3):
+        step(first)
+    disks = [engine.memory.budgets[Tier.DISK] for engine in attached]
+    assert sum(disk.used_bytes for disk in disks) <= 7 * nbytes
+    assert all(disk.free_bytes == disks[0].free_bytes for disk in disks)
+    with pytest.raises(BudgetError, match="the states of 2 models of this process"):
+        second.bind_optimizer(torch.optim.AdamW(second.model.parameters(), fused=True))
+    assert second.evaluates
+    step(first)
+
+
+def test_without_a_disk_it_counts_what_is_known(tmp_path: Path, attached: list[Engine]) -> None:
+    def sgd(engine: Engine) -> None:
+        engine.bind_optimizer(torch.optim.SGD(engine.model.parameters(), lr=0.1))
+
+    plain = needs(model(), tmp_path, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))[1]
+    config = PTMConfig(host_memory=2 * plain + (8 << 10), page_size=4096)
+    for seed in range(2):
+        sgd(attach(attached, model(seed), config))
+    for engine in attached:
+        step(engine)
+    assert sum(engine.pool.budget.peak_bytes for engine in attached) <= 2 * (2 * plain + (8 << 10))
+    assert sum(limits(attached)) <= 2 * plain + (8 << 10)
+    with pytest.raises(BudgetError, match="2 of them cannot train"):
+        attached[1].bind_optimizer(torch.optim.AdamW(attached[1].model.parameters(), fused=True))
+
+
+def test_a_compiled_region_is_part_of_the_least(tmp_path: Path, attached: list[Engine]) -> None:
+    floor, whole = needs(model(layers=8), tmp_path, "host+disk")
+    config = dials(whole, tmp_path)
+    compiled = model(layers=8)
+    compiled.compile(backend="eager")
+    engine = attach(attached, compiled, config)
+    assert engine.party is not None
+    assert engine.party.claim is not None
+    least = engine.party.claim.compute.least
+    assert least > floor
+    for seed in range((whole - least) // floor):
+        attach(attached, model(seed, layers=8), config)
+    assert limits([engine])[0] >= least
+    engine.bind_optimizer(torch.optim.AdamW(compiled.parameters(), fused=True))
+    step(engine)
+    with pytest.raises(BudgetError, match="of them cannot train"):
+        Engine.attach(model(99, layers=8), config, device=CPU)
+
+
+def test_nobody_gives_if_one_cannot(tmp_path: Path, attached: list[Engine]) -> None:
+    floor, whole = needs(model(), tmp_path, "host+disk")
+    config = dials(whole + 4 * floor, tmp_path)
+    engines = [attach(attached, model(seed), config) for seed in range(2)]
+    before = limits(attached)
+    room = engines[1].pool.room
+    with room.reserve(room.available_bytes(), Tag.STATE, "what the test holds"):
+        with pytest.raises(BudgetError, match="what is there already"):
+            Engine.attach(model(2), config, device=CPU)
+        assert limits(attached) == before
+    attach(attached, model(2), config)
+    assert sum(limits(attached)) <= whole + 4 * floor
+
+
+# ---- on a device -----------------------------------------------------------------------------------------------------
+
+
+def on_device(directory: Path, nbytes: int, host_bytes: int) -> Memory:
+    memory = open_memory("mock+host+disk", nbytes, directory, host_bytes=host_bytes)
+    memory.dials = {tier: budget.capacity_bytes for tier, budget in memory.budgets.items()}
+    return memory
+
+
+def test_host_memory_between_a_device_and_a_disk_is_divided(tmp_path: Path) -> None:
+    nbytes, host = 4 * needs(model(layers=12), tmp_path)[0], 512 << 10
+    memories = [on_device(tmp_path, nbytes, host) for _ in range(2)]
+    config = PTMConfig(page_size=4096)
+    engines = [
+        Engine.attach(model(seed, layers=layers), config, memory=memory)
+        for seed, (layers, memory) in enumerate(zip((12, 1), memories, strict=True))
+    ]
+    try:
+        for tier, dial in ((Tier.DEVICE, nbytes), (Tier.HOST, host)):
+            parts = [memory.capacity_bytes(tier) for memory in memories]
+            assert sum(parts) <= dial
+            assert parts[0] > parts[1] > 0
+        for engine in engines:
+            engine.bind_optimizer(torch.optim.AdamW(engine.model.parameters(), fused=True))
+            step(engine)
+            engine.check_integrity()
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_models_that_compute_elsewhere_share_nothing(tmp_path: Path) -> None:
+    config = PTMConfig(page_size=4096)
+    there = on_device(tmp_path, AMPLE, AMPLE)
+    here = open_memory("host+disk", AMPLE, tmp_path)
+    here.dials = {tier: budget.capacity_bytes for tier, budget in here.budgets.items()}
+    there.pool.compute.device = torch.device("meta")
+    engines = [Party(memory, config) for memory in (there, here)]
+    for party in engines:
+        share(party, Claim("model", Need(1, 2), 1, 0, 4096))
+        assert party.others() == []
+    there.close()
+    here.close()
+
+
+def test_tides_of_one_card_know_of_each_other(tmp_path: Path) -> None:
+    config, parties = PTMConfig(page_size=4096), []
+    for number in range(2):
+        memory = on_device(tmp_path, 900 << 20, AMPLE)
+        party = Party(memory, config)
+        share(party, Claim("model", Need(1 << 20, (600 - 300 * number) << 20), 1, 0, 4096))
+        memory.pool.room.tide = Tide(memory.pool.budget, memory.pool.room.limit_bytes, 1 << 20, lambda: 90 << 20)
+        share(party, party.claim or pytest.fail("no claim"))
+        parties.append(party)
+    tide = parties[1].memory.pool.room.tide
+    assert isinstance(tide, Tide)
+    tide.end_step()
+    assert parties[1].memory.pool.budget.capacity_bytes == (300 << 20) - int((90 << 20) * 1.05 / 3)
+    assert parties[0].memory.pool.room.tide.high_water_bytes == 90 << 20  # type: ignore[union-attr]
+    for party in parties:
+        party.memory.close()
+
+
 # ---- memory that shrinks ---------------------------------------------------------------------------------------------
 
 
@@ -254,6 +444,19 @@ def test_memory_shrinks_and_grows_with_all_values_in_place(kind: str, tmp_path: 
         assert {tier: memory.capacity_bytes(tier) for tier in small} == before
         module(torch.ones(1, 64)).sum().backward()
         engine.check_integrity()
+    finally:
+        engine.close()
+        memory.close()
+
+
+def test_a_resize_that_fails_changes_no_tier(tmp_path: Path) -> None:
+    memory = open_memory("mock+host", AMPLE, tmp_path)
+    engine = Engine.attach(model(), PTMConfig(page_size=4096), memory=memory)
+    try:
+        with memory.pool.room.reserve(memory.pool.budget.free_bytes, Tag.STATE, "what the test holds"):
+            with pytest.raises(BudgetError, match="what is there already"):
+                memory.resize({Tier.HOST: 2 * AMPLE, Tier.DEVICE: 4096})
+            assert memory.capacity_bytes(Tier.HOST) == memory.capacity_bytes(Tier.DEVICE) == AMPLE
     finally:
         engine.close()
         memory.close()

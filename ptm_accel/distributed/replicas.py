@@ -88,6 +88,8 @@ class Replicas:
             if self._buffers_due:
                 _share_buffers(module)
             self.due = self._buffers_due = self._syncs
+            # A step comes: all take part in sharing before it, those in which no gradient arrives as well.
+            self._met = (None, 0)
 
         return share
 

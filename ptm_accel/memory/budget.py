@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.units import format_bytes
@@ -38,6 +40,25 @@ class Tag(enum.Enum):
 
 
 _DIAL = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk"}
+
+
+class Common:
+    """A capacity that several budgets of one tier have together, beside what each of them may use.
+
+    Args:
+        capacity_bytes: the limit of what they use together.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.lock = threading.RLock()
+        self.budgets: weakref.WeakSet[Budget] = weakref.WeakSet()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that any of them may still charge."""
+        return self.capacity_bytes - sum(budget.used_bytes for budget in self.budgets)
+
 
 Reclaimer = Callable[[int], int]
 """Frees up to the given number of kept bytes; returns how many it freed."""
@@ -90,13 +111,23 @@ class Budget:
         self._lock = threading.RLock()
         self.before_release: Callable[[], None] | None = None
         """Called before a charge is given back, while what is used is still what it was."""
+        self._common: Common | None = None
         self._kept_bytes: Callable[[], int] | None = None
         self._reclaim: Reclaimer | None = None
 
     @property
     def free_bytes(self) -> int:
         """Bytes that may still be charged."""
-        return self.capacity_bytes - self.used_bytes
+        own = self.capacity_bytes - self.used_bytes
+        return own if self._common is None else min(own, self._common.free_bytes)
+
+    def join(self, common: Common | None) -> None:
+        """From now on a capacity is shared with other budgets, or with none."""
+        if self._common is not None:
+            self._common.budgets.discard(self)
+        self._common = common
+        if common is not None:
+            common.budgets.add(self)
 
     def used_by_tag(self) -> dict[Tag, int]:
         """Charged bytes by tag, tags without a charge left out."""
@@ -119,7 +150,8 @@ class Budget:
         Raises:
             BudgetError: the bytes do not fit (`DeviceBudgetError` on the device tier).
         """
-        with self._lock:
+        common = self._common
+        with nullcontext() if common is None else common.lock, self._lock:
             if nbytes > self.free_bytes:
                 raise self.refusal(nbytes, name)
             self.used_bytes += nbytes

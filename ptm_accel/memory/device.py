@@ -125,7 +125,7 @@ class CudaTier:
     """
 
     tier = Tier.DEVICE
-    _on_cards: ClassVar[weakref.WeakSet[CudaTier]] = weakref.WeakSet()
+    _open: ClassVar[weakref.WeakSet[CudaTier]] = weakref.WeakSet()
 
     def __init__(self, device: torch.device | None = None) -> None:
         index = None if device is None else device.index
@@ -134,8 +134,7 @@ class CudaTier:
         # Host tensors of running copies; device tensors are guarded by record_stream.
         self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._live_bytes = 0
-        self._unread_peak_bytes = 0
-        CudaTier._on_cards.add(self)
+        CudaTier._open.add(self)
         self._lock = threading.Lock()
 
     @property
@@ -180,12 +179,7 @@ class CudaTier:
         # The same figure as `max_memory_allocated`, which sorts all the others for it as well.
         peak = int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
         torch.cuda.reset_peak_memory_stats(self.device)
-        # There is one figure for the card, and each model on it wants the peak since it last asked.
-        for tier in CudaTier._on_cards:
-            if tier.device == self.device:
-                tier._unread_peak_bytes = max(tier._unread_peak_bytes, peak)
-        unread, self._unread_peak_bytes = self._unread_peak_bytes, 0
-        return max(unread, peak)
+        return peak
 
     def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         """See `DeviceTier.copy_in`."""
@@ -197,7 +191,9 @@ class CudaTier:
 
     def close(self) -> None:
         """Waits for the copies still running. The blocks are torch's, and live as long as their tensors."""
-        self.limit(None)
+        CudaTier._open.discard(self)
+        if not any(tier.device == self.device for tier in list(CudaTier._open)):
+            self.limit(None)
         with self._lock:
             in_flight, self._in_flight = self._in_flight, deque()
         for event, _ in in_flight:

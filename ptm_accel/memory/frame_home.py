@@ -200,10 +200,12 @@ class FrameHome:
         """
         with self._lock:
             budget = self._frames.budget
-            if self.make_room(0) < 0 or not budget.make_real_room():
-                raise self._no_room(
-                    0, "pages that are there already", budget.refusal(0, "pages that are there already")
-                )
+            while self.make_room(0) < 0 or not budget.make_real_room():
+                # Slabs that are pinned are resident whole: more pages have to go, until one of those is empty.
+                if not (victims := self._victims(0)):
+                    name = "the pages that are there already"
+                    raise self._no_room(0, name, budget.refusal(0, name))
+                self._spill(victims, admitting=True)
 
     def close(self) -> None:
         """Frees every handle after its transfers, then closes frames and disk. Idempotent."""

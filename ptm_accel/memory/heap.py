@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import NamedTuple, Protocol
+import weakref
+from typing import ClassVar, NamedTuple, Protocol
 
 from ptm_accel.memory.budget import Budget
 from ptm_accel.memory.transfer import round_up
@@ -41,7 +42,7 @@ _EVERY = 8
 _GROWTH_BYTES = 1 << 20
 """A heap that has grown by so much is looked at with the next charge."""
 _GLANCE_BYTES = 4 << 20
-"""And by so much with the next access."""
+"""And by so much when a parameter is read next."""
 
 
 class HeapUse(NamedTuple):
@@ -142,12 +143,21 @@ class HeapTide:
         keeping: whether freed blocks are kept.
     """
 
+    _watches: ClassVar[weakref.WeakSet[HeapTide]] = weakref.WeakSet()
+
+    @classmethod
+    def watching(cls) -> bool:
+        """Whether somebody watches the heap already."""
+        return len(cls._watches) > 0
+
     def __init__(self, budget: Budget, least_bytes: int, heap: Heap) -> None:
         self.total_bytes = budget.capacity_bytes
         self.keeping = False
         self._budget = budget
         self._least_bytes = least_bytes
         self._heap = heap
+        self._taken_bytes = 0
+        HeapTide._watches.add(self)
         self._learning = True
         self._charges = 0
         heap.give_back()
@@ -165,10 +175,9 @@ class HeapTide:
 
     def resize(self, total_bytes: int) -> None:
         """Another budget is given; what holes take of it stays the same."""
-        taken = self.total_bytes - self._budget.capacity_bytes
         self.total_bytes = total_bytes
         self._grain = max(total_bytes // _GRAIN, 1)
-        if not self._take_off(taken, may_raise=True):
+        if not self._take_off(self._taken_bytes, may_raise=True):
             self._stop()
 
     def give_way(self) -> bool:
@@ -196,7 +205,7 @@ class HeapTide:
                 self._stop()
 
     def glance(self) -> bool:
-        """Called at every access: where all pages are there already, a pass charges nothing, and the heap still grows.
+        """Called in forwards: where all pages are there already, a pass charges nothing, and the heap still grows.
 
         Returns:
             whether the capacity is lower than before, and what is too much is to be moved away.
@@ -247,9 +256,17 @@ class HeapTide:
         left = max(self.total_bytes - round_up(nbytes, self._grain), self._least_bytes)
         if left < self._budget.capacity_bytes or may_raise:
             self._budget.capacity_bytes = left
+            self._taken_bytes = nbytes
         return True
+
+    def close(self) -> None:
+        """Ends the watch: blocks are given back as they are freed, as before it began."""
+        HeapTide._watches.discard(self)
+        if self.keeping:
+            self._stop()
 
     def _stop(self) -> None:
         self.keeping = False
+        self._taken_bytes = 0
         self._heap.give_back()
         self._budget.capacity_bytes = self.total_bytes

@@ -55,8 +55,8 @@ class Occupant(Protocol):
         ...
 
 
-_OF_AN_EXTENT = 4
-"""Who refers to the storage of an extent: its two tensors, the parameter's `.data`, and whoever asks; and its block."""
+_OF_AN_EXTENT = 3
+"""Who refers to the storage of an extent: its two tensors and whoever asks; besides, its block and `Parameter.data`."""
 
 
 class Extent:
@@ -79,11 +79,10 @@ class Extent:
         self.block = block
         self.reservation = reservation
 
-    @property
-    def viewed(self) -> bool:
-        """Whether somebody holds a view of it, beside the parameter that it is shown through (`Parameter.data`)."""
+    def viewed(self, tag: Tag) -> bool:
+        """Whether somebody holds a view of it, beside the parameter that it is shown through, if it is one's."""
         users: int = torch._C._storage_Use_Count(self.octets.untyped_storage()._cdata)
-        return users > _OF_AN_EXTENT + (self.block is not None)
+        return users > _OF_AN_EXTENT + (self.block is not None) + (tag is Tag.PARAM)
 
 
 class PagedTensor:

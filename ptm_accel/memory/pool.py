@@ -72,6 +72,7 @@ class Pool:
 
     Attributes:
         least_bytes: what accesses need at their worst moment; views that are kept leave at least that.
+        whole_bytes: with so much nothing ever moves; 0 where that is not known.
         copies_in: bytes that are adopted are copied into the tier's own memory, so that those of the allocator they
             came from are free again at once.
     """
@@ -91,7 +92,7 @@ class Pool:
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self.copies_in = False
-        self.least_bytes = 0
+        self.least_bytes = self.whole_bytes = 0
         self._silent = False
         self._tensors: dict[int, PagedTensor] = {}
 
@@ -193,7 +194,6 @@ class Pool:
             DiskError: the transfer failed.
         """
         with self.lock:
-            self.room.glance()
             if self.owed is not None:
                 self.owed.before_use(tensor)
             if self.adviser is not None and not self._silent:
@@ -412,6 +412,7 @@ class Pool:
                 self.drop(tensor)
             self._tensors.clear()
             self.room.settle()
+            self.room.close()
 
     def tensors(self) -> Iterator[PagedTensor]:
         """All living paged tensors."""

@@ -182,9 +182,11 @@ class Room:
             self.budget.make_real_room()
 
     def glance(self) -> None:
-        """Called at every access: other memory may have grown since the last charge."""
-        if self.tide is not None and self.tide.glance():
-            self.shrink()
+        """Called in forwards: where all pages are there already, nothing is charged, and other memory still grows."""
+        if self.tide is not None:
+            with self._lock:
+                if self.tide.glance():
+                    self.shrink()
 
     def shrink(self) -> None:
         """Moves idle tensors away until what is used is within a capacity that has been lowered."""
@@ -193,6 +195,11 @@ class Room:
             while self.budget.free_bytes < 0 and self._evictor.evict_one():
                 self.collect()
             self.budget.make_real_room()
+
+    def close(self) -> None:
+        """Other memory is watched no longer."""
+        if isinstance(self.tide, HeapTide):
+            self.tide.close()
 
     def settle(self) -> None:
         """Waits for all transfers that still use leaving memory; their errors are for those whose bytes they move."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Memory:
         parts: what is closed at the end, in order.
         dials: the capacities that its user set, which other models of this process may have been given as well; empty
             for memory that somebody made for one model.
+        when_closed: called once, at its end.
     """
 
     pool: Pool
@@ -58,6 +59,7 @@ class Memory:
     parts: list[ComputeTier | Home | FramePool]
     closed: bool = False
     dials: Mapping[Tier, int] = field(default_factory=dict)
+    when_closed: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Gives everything back. Idempotent."""
@@ -66,6 +68,8 @@ class Memory:
             self.pool.close()
             for part in self.parts:
                 part.close()
+            if self.when_closed is not None:
+                self.when_closed()
 
     def resize(self, capacities: Mapping[Tier, int]) -> None:
         """Gives tiers other capacities; what is in use beyond one is moved to the tier below.
@@ -81,7 +85,7 @@ class Memory:
         try:
             self._resize({tier: nbytes for tier, nbytes in capacities.items() if nbytes != before[tier]})
         except BaseException:
-            self._resize({tier: nbytes for tier, nbytes in before.items() if nbytes > capacities[tier]})
+            self._resize({tier: nbytes for tier, nbytes in before.items() if nbytes != self.capacity_bytes(tier)})
             raise
 
     def capacity_bytes(self, tier: Tier) -> int:

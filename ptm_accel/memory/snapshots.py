@@ -25,7 +25,7 @@ class Snapshots:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._aliased: list[PagedTensor] = []
+        self._aliased: set[PagedTensor] = set()
 
     def take(self, tensor: PagedTensor) -> torch.Tensor:
         """See `Pool.snapshot`."""
@@ -38,7 +38,7 @@ class Snapshots:
         if tensor.place is Place.ARRIVING:
             pool.ahead.receive(tensor)
         if tensor.extent is not None and pool.budget.tier is Tier.HOST and self._may_alias(tensor):
-            self._aliased.append(tensor)
+            self._aliased.add(tensor)
             return tensor.extent.tensor.detach()
         if tensor.extent is not None:
             pool.flush(tensor)
@@ -54,9 +54,17 @@ class Snapshots:
     def _may_alias(self, tensor: PagedTensor) -> bool:
         """Whether somebody may keep a view of an extent: where it could not be moved away anyhow, or few are kept."""
         pool = self._pool
-        if pool.home is None or not tensor.movable or tensor.pins or tensor.place is Place.LENT:
+        if pool.home is None or not tensor.movable or tensor.pins:
             return True
-        self._aliased = [each for each in self._aliased if each.extent is not None and each.extent.viewed]
-        kept = sum(each.slot_bytes for each in self._aliased) + pool.room.leaving_bytes
         capacity = pool.budget.capacity_bytes
-        return kept + tensor.slot_bytes <= min(capacity // _ALIASED, capacity - pool.least_bytes)
+        if 0 < pool.whole_bytes <= capacity:
+            # Nothing ever moves.
+            return True
+        self._aliased.discard(tensor)
+        limit = min(capacity // _ALIASED, capacity - pool.least_bytes) - tensor.slot_bytes
+        if self._kept_bytes() > limit:
+            self._aliased = {each for each in self._aliased if each.extent is not None and each.extent.viewed(each.tag)}
+        return self._kept_bytes() <= limit
+
+    def _kept_bytes(self) -> int:
+        return sum(each.slot_bytes for each in self._aliased) + self._pool.room.leaving_bytes

@@ -9,7 +9,8 @@ step has been seen, pages get the least they can work with, which leaves all oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Budget
@@ -24,27 +25,41 @@ class Tide:
 
     Args:
         budget: the device budget; its capacity is changed.
-        total_bytes: what pages and all other memory together may take (`device_memory`).
+        total_bytes: what pages and their part of all other memory may take together (`device_memory`).
         least_bytes: the least that pages can work with.
         peak_bytes: gives the most memory that was allocated since it was last called, ours and others'.
+        follows: there are no optimizer steps of its own: those of other models on the card count.
     """
 
-    def __init__(self, budget: Budget, total_bytes: int, least_bytes: int, peak_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        total_bytes: int,
+        least_bytes: int,
+        peak_bytes: Callable[[], int],
+        *,
+        follows: bool = False,
+    ) -> None:
         self._budget = budget
         self.total_bytes = total_bytes
-        self._least_bytes = least_bytes
+        self._wanted_bytes = least_bytes
         self._peak_bytes = peak_bytes
         self._this_step = 0
         self._last_step: int | None = None
         self._rising = False
-        budget.capacity_bytes = min(total_bytes, least_bytes)
+        self._follows = follows
+        self._card_bytes = total_bytes
+        self._beside: weakref.WeakSet[Tide] = weakref.WeakSet()
+        budget.capacity_bytes = self._least_bytes
         budget.before_release = self._note
-        self._part = 1.0
-        self._beside: Sequence[Budget] = ()
+
+    @property
+    def _least_bytes(self) -> int:
+        return min(self.total_bytes, self._wanted_bytes)
 
     def need(self, least_bytes: int) -> None:
         """Pages need more than was known: an optimizer has been chosen."""
-        self._least_bytes = min(self.total_bytes, least_bytes)
+        self._wanted_bytes = least_bytes
         self._budget.capacity_bytes = max(self._budget.capacity_bytes, self._least_bytes)
 
     def glance(self) -> bool:
@@ -57,21 +72,25 @@ class Tide:
         Raises:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
+        if not self._beside:
+            self._card_bytes = total_bytes
         self.total_bytes = total_bytes
-        self._least_bytes = min(self._least_bytes, total_bytes)
         if self._last_step is None:
             self._budget.capacity_bytes = self._least_bytes
         else:
             self._set_capacity()
 
-    def share(self, part: float, beside: Sequence[Budget]) -> None:
-        """The device has pages of other models as well.
+    def join(self, card_bytes: int, beside: Iterable[Tide]) -> None:
+        """There are pages of other models on the card, or none any more.
+
+        Other memory is taken off each model's part in proportion, so off all of them together once.
 
         Args:
-            part: of the device's whole budget that is given here; so much of other memory is taken off it.
-            beside: the budgets of the other models' pages, which are no part of the tide.
+            card_bytes: what all of them were given together.
+            beside: the others.
         """
-        self._part, self._beside = part, beside
+        self._card_bytes = card_bytes
+        self._beside = weakref.WeakSet(beside)
 
     def give_way(self) -> bool:
         """Other memory cannot be asked for room: False."""
@@ -93,11 +112,13 @@ class Tide:
             self._set_capacity()
 
     def _note(self) -> None:
-        pages = self._budget.used_bytes + sum(budget.used_bytes for budget in self._beside)
-        foreign = int((self._peak_bytes() - pages) * self._part)
-        if foreign > self._this_step:
-            self._this_step = foreign
-            self._rising = True
+        # The allocator has one peak for the card, and reading it begins a new one: all who are on it learn of it now.
+        tides = (self, *self._beside)
+        foreign = self._peak_bytes() - sum(tide._budget.used_bytes for tide in tides)
+        for tide in tides:
+            if foreign > tide._this_step:
+                tide._this_step = foreign
+                tide._rising = True
 
     def end_step(self) -> None:
         """Called after every optimizer step.
@@ -106,16 +127,17 @@ class Tide:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
         self.sample()
-        self._last_step, self._this_step = self._this_step, 0
-        self._set_capacity()
+        for tide in (self, *(other for other in self._beside if other._follows)):
+            tide._last_step, tide._this_step = tide._this_step, 0
+            tide._set_capacity()
 
     def _set_capacity(self) -> None:
         self._rising = False
-        left = self.total_bytes - int(self.high_water_bytes * _MARGIN)
+        left = self.total_bytes - int(self.high_water_bytes * _MARGIN * self.total_bytes / max(self._card_bytes, 1))
         if left < self._least_bytes:
             raise DeviceBudgetError(
                 f"ptm_accel: the device is out of memory. activations and workspaces took "
-                f"{format_bytes(self.high_water_bytes)} of {format_bytes(self.total_bytes)}, which leaves "
+                f"{format_bytes(self.high_water_bytes)} of {format_bytes(self._card_bytes)}, which leaves "
                 f"{format_bytes(max(left, 0))} for pages, and they need {format_bytes(self._least_bytes)}; set "
                 "device_memory higher, turn activation checkpointing on, or use a smaller batch."
             )

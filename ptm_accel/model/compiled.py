@@ -338,20 +338,29 @@ def outside_graph(read: Callable[[nn.Parameter | None], None]) -> Callable[[nn.P
     return disabled
 
 
-def refuse_oversized_region(region: Region, floor: Floor, landing_bytes: int, budget: Budget) -> None:
-    """Refuses a region that does not fit the budget at once.
+def region_bytes(region: Region, floor: Floor, landing_bytes: int) -> int:
+    """The least budget of a model with a compiled region, whose parameters are in memory at once.
 
     Args:
         region: the region.
         floor: the least budget of the model where nothing is compiled.
         landing_bytes: what of it is room for one gradient to arrive in; here all of a region's do.
+    """
+    moving_bytes = max(floor.moving_bytes, region.param_bytes + 16 * 4096)
+    return floor.fixed_bytes + max(region.grad_bytes - landing_bytes, 0) + moving_bytes
+
+
+def refuse_oversized_region(region: Region, need_bytes: int, budget: Budget) -> None:
+    """Refuses a region that does not fit the budget at once.
+
+    Args:
+        region: the region.
+        need_bytes: what it needs (`region_bytes`).
         budget: the compute tier's.
 
     Raises:
         BudgetError: with the numbers and the remedy.
     """
-    moving_bytes = max(floor.moving_bytes, region.param_bytes + 16 * 4096)
-    need_bytes = floor.fixed_bytes + max(region.grad_bytes - landing_bytes, 0) + moving_bytes
     capacity_bytes = budget.capacity_bytes
     dial = "device_memory" if budget.tier is Tier.DEVICE else "host_memory"
     if need_bytes <= capacity_bytes:

@@ -18,10 +18,9 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.norms import NORM_TYPE, Norms
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
-
-NORM_TYPE = 2.0
 
 
 class Sums(enum.Enum):
@@ -40,21 +39,22 @@ class GradSlot:
     Args:
         slot: the parameter.
         pool: where gradients live.
-        wide: keep sums of several gradients in fp32 although the parameter is narrower (fp32 master weights).
+        norms: takes its norm; where that is in fp32, so are sums of several gradients, although the parameter is
+            narrower (fp32 master weights).
 
     Attributes:
         value: the sum on pages, or None while there is none.
         spent: whether an update has it already, in the middle of backward; its norm is still known.
     """
 
-    __slots__ = ("_norm", "_norm_type", "_pool", "_wide", "slot", "spent", "value")
+    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "slot", "spent", "value")
 
-    def __init__(self, slot: ParamSlot, pool: Pool, wide: bool) -> None:
+    def __init__(self, slot: ParamSlot, pool: Pool, norms: Norms) -> None:
         self.slot = slot
         self.value: PagedTensor | None = None
         self.spent = False
         self._pool = pool
-        self._wide = wide
+        self._norms = norms
         self._norm: torch.Tensor | None = None
         self._norm_type = NORM_TYPE
 
@@ -81,7 +81,7 @@ class GradSlot:
     @property
     def widens(self) -> bool:
         """Whether there is a sum that the next gradient will be added to in fp32, and that is not that yet."""
-        return self._wide and self.value is not None and self.value.dtype != torch.float32
+        return self._norms.wide and self.value is not None and self.value.dtype != torch.float32
 
     def _keep(self, gradient: torch.Tensor) -> None:
         name = f"{self.slot.name}{GRAD_SUFFIX}"
@@ -96,7 +96,7 @@ class GradSlot:
     def leaving(self, tensor: torch.Tensor) -> None:
         """The pool moves the sum away: its norm is taken now, if it may still be asked for."""
         if self._norm is None:
-            self._norm = tensor_norm(tensor, self._norm_type, wide=self._wide)
+            self._norm = self._norms.of(tensor, self._norm_type)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """The norm of the whole sum, as torch's clipping computes it for one tensor.
@@ -112,7 +112,7 @@ class GradSlot:
                 )
             self._norm_type = norm_type
             with self._pool.pin(self.value) as total:
-                self._norm = tensor_norm(total, norm_type, wide=self._wide)
+                self._norm = self._norms.of(total, norm_type)
         return self._norm
 
     def changed(self) -> None:
@@ -128,7 +128,7 @@ class GradSlot:
 
     def hand_over(self) -> GradSlot:
         """Gives the sum to another slot, which is not this parameter's any more: the next gradient is the first."""
-        other = GradSlot(self.slot, self._pool, self._wide)
+        other = GradSlot(self.slot, self._pool, self._norms)
         other.value, self.value = self.value, None
         self._norm = None
         if other.value is not None:
@@ -145,21 +145,6 @@ class GradSlot:
             self._pool.forget(value)
 
 
-def tensor_norm(tensor: torch.Tensor, norm_type: float, *, wide: bool = False) -> torch.Tensor:
-    """The norm of one gradient, by the kernel that `torch.nn.utils.clip_grad_norm_` uses.
-
-    Args:
-        tensor: the whole gradient.
-        norm_type: the p of the p-norm.
-        wide: compute in fp32 whatever the gradient's dtype (it belongs to an fp32 master).
-    """
-    if wide and tensor.dtype != torch.float32:
-        norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32)
-        return norm
-    norms: list[torch.Tensor] = list(torch._foreach_norm([tensor], norm_type))
-    return norms[0]
-
-
 class Gradients:
     """All gradients of a model, and the hooks that take them.
 
@@ -168,16 +153,18 @@ class Gradients:
     Args:
         slots: the trainable parameters.
         pool: where gradients live.
-        wide: see `GradSlot`.
+        wide: norms and sums of gradients are in fp32 (fp32 master weights).
 
     Attributes:
+        norms: takes their norms.
         arrivals: how many have been taken.
         taken: called with each sum that a gradient was added to.
     """
 
     def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
         self._pool = pool
-        self._by_param = {id(s.param): GradSlot(s, pool, wide) for s in slots}
+        self.norms = Norms(pool, wide)
+        self._by_param = {id(s.param): GradSlot(s, pool, self.norms) for s in slots}
         self._landing_bytes = max((s.value.nbytes for s in slots), default=0)
         self._landing: Reservation | None = None
         self._hooks = [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
@@ -271,6 +258,7 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
         self.drop()
+        self.norms.release()
         if self._landing is not None:
             self._landing.release()
             self._landing = None
@@ -314,23 +302,3 @@ class Gradients:
         self.hold_landing()
         if self.taken is not None:
             self.taken(grad)
-
-
-def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients by (1 at most)."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def total_norm(gradients: list[GradSlot], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The norm over all gradients, in the order of reduction that torch uses."""
-    if not gradients:
-        return torch.tensor(0.0)
-    norms = [g.norm(norm_type) for g in gradients]
-    if len({norm.dtype for norm in norms}) > 1:
-        # torch groups gradients by dtype before it norms them, in an order of its own; ask it, with empty stand-ins.
-        # (A norm has its gradient's dtype, or fp32 for the gradient of an fp32 master.)
-        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=norm.dtype, device=device) for norm in norms]
-        grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
-        norms = [norms[i] for (_, indices) in grouped.values() for i in indices]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return norm

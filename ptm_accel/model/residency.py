@@ -198,6 +198,7 @@ class Residency:
         if slot is None:
             return
         slot.meet()
+        self.pool.room.glance()
         value = slot.value
         stack = self._frames.stack
         if stack:

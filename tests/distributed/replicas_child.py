@@ -142,6 +142,30 @@ def sums_of_unequal_precision_are_shared(rank: int, folder: Path) -> None:
     engine.close()
 
 
+def one_process_without_gradients(rank: int, folder: Path) -> None:
+    """Its backward reaches no parameter of the model; it takes part all the same."""
+    plain = DistributedDataParallel(net(0), find_unused_parameters=True)
+    model = net(0)
+    dials = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder))
+    engine = Engine.attach(model, dials, device=torch.device("cpu"))
+    engine.replicate()
+    paged = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+    stock = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    for batch in batches(rank)[:2]:
+        expected = plain(batch, False)
+        (expected if rank == 0 else expected * 0.0).backward()
+        stock.step()
+        stock.zero_grad()
+        loss = model(batch, False)
+        if rank == 0:
+            loss.backward()
+        paged.step()
+        paged.zero_grad()
+    ours, theirs = model.state_dict(), plain.module.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    engine.close()
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -156,6 +180,7 @@ def main(folder: Path) -> None:
         engine.check_integrity()
         engine.close()
     sums_of_unequal_precision_are_shared(rank, folder)
+    one_process_without_gradients(rank, folder)
     other = nn.Linear(WIDTH, WIDTH + rank)
     refused = Engine.attach(other, PTMConfig(host_memory="1MiB", page_size=4096), device=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="the 2 processes have different models"):

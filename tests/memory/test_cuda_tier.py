@@ -72,24 +72,16 @@ def test_host_memory_is_pinned_only_where_there_is_cuda(monkeypatch: pytest.Monk
     assert host_pin() is register_pinned
 
 
-def test_each_model_on_a_card_sees_every_peak_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator has one peak for the card; reading it begins a new one."""
-    now, peak = 100, 700
-
-    def stats(_: torch.device) -> dict[str, dict[str, dict[str, int]]]:
-        return {"allocated_bytes": {"all": {"peak": peak}}}
-
-    def reset(_: torch.device) -> None:
-        nonlocal peak
-        peak = now
-
+def test_the_card_is_limited_until_the_last_tier_on_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int | None] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(CudaTier, "limit", lambda self, nbytes: limits.append(nbytes))
     first, second, elsewhere = (CudaTier(torch.device("cuda", index)) for index in (0, 0, 1))
-    assert (first.peak_bytes(), first.peak_bytes()) == (700, 100)
-    assert (second.peak_bytes(), second.peak_bytes()) == (700, 100)
-    assert elsewhere.peak_bytes() == 100
+    first.close()
+    assert not limits
+    elsewhere.close()
+    second.close()
+    assert limits == [None, None]
 
 
 def test_a_transfer_on_a_failed_device_has_ended_and_raises() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
-from ptm_accel.memory.device import CopyDirection
+from ptm_accel.memory.device import CopyDirection, HostPin
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frame_pages import FrameHandle, PageState
@@ -130,11 +131,16 @@ class Setup:
     """A device, frames for `pages` pages and a disk for `slots` more (beside the two set aside)."""
 
     def __init__(
-        self, pages: int = 4, slots: int | None = 8, disk: Home | None = None, device: MockDevice | None = None
+        self,
+        pages: int = 4,
+        slots: int | None = 8,
+        disk: Home | None = None,
+        device: MockDevice | None = None,
+        pin: HostPin | None = None,
     ) -> None:
         self.device = device or MockDevice()
         self.host = Budget(Tier.HOST, pages * PAGE)
-        self.frames = FramePool(self.host, PAGE, slab_bytes=4 * PAGE)
+        self.frames = FramePool(self.host, PAGE, slab_bytes=4 * PAGE, pin=pin)
         self.late = None if disk is not None or slots is None else MappableDisk((slots + 2) * PAGE)
         self.home = FrameHome(self.device, self.frames, disk or self.late)
         self.blocks: list[Block] = []
@@ -523,6 +529,24 @@ def test_make_room_spills_for_others() -> None:
     assert s.home.make_room(2 * PAGE) == PAGE
     assert [s.states(h)[0] for h in handles] == [DISK] * 3 + [BLANK]
     reservation.release()
+    s.close()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_it_fits_a_budget_that_is_lowered(pinned: bool) -> None:
+    """Slabs that are pinned are resident whole: more has to go than what is too much."""
+    s = Setup(pages=16, slots=16, pin=(lambda address, nbytes: lambda: None) if pinned else None)
+    handles = [s.new(1, f"h{number}") for number in range(15)]
+    for number, handle in enumerate(handles):
+        s.store(handle, number)
+    order = random.Random(0).sample(range(15), 15)
+    for number in order:
+        s.load(handles[number])
+    s.host.capacity_bytes = 8 * PAGE
+    s.home.fit()
+    assert s.host.used_bytes + s.frames.kept_bytes <= 8 * PAGE
+    for number, handle in enumerate(handles):
+        assert (s.load(handle) == number).all()
     s.close()
 
 

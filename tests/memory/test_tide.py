@@ -84,19 +84,55 @@ def test_pages_that_need_more_get_it() -> None:
     assert budget.capacity_bytes == 1000 * MIB
 
 
+def two(*, follows: bool = False) -> tuple[list[Tide], list[Budget], Card]:
+    """Models that were given 900 MiB of a card together: the first two thirds of it."""
+    card, budgets = Card(), [Budget(Tier.DEVICE, 600 * MIB), Budget(Tier.DEVICE, 300 * MIB)]
+    tides = [
+        Tide(budget, budget.capacity_bytes, 50 * MIB, card.read, follows=follows and budget is budgets[1])
+        for budget in budgets
+    ]
+    for tide in tides:
+        tide.join(900 * MIB, [other for other in tides if other is not tide])
+    return tides, budgets, card
+
+
 def test_pages_of_other_models_are_no_tide_and_each_gives_its_part_to_activations() -> None:
-    card = Card()
-    first, second = Budget(Tier.DEVICE, 600 * MIB), Budget(Tier.DEVICE, 300 * MIB)
-    tides = [Tide(budget, budget.capacity_bytes, 50 * MIB, card.read) for budget in (first, second)]
-    tides[0].share(2 / 3, [second])
-    tides[1].share(1 / 3, [first])
+    tides, (first, second), card = two()
     with first.reserve(40 * MIB, Tag.PARAM, "w"), second.reserve(30 * MIB, Tag.PARAM, "w"):
         card.peak = (40 + 30 + 150) * MIB
+        # Whoever reads the peak, both learn of it.
+        tides[0].sample()
+        card.peak = 70 * MIB
         for tide in tides:
             tide.end_step()
-    assert first.capacity_bytes == 600 * MIB - int(int(150 * MIB * 2 / 3) * 1.05)
-    assert second.capacity_bytes == 300 * MIB - int(int(150 * MIB / 3) * 1.05)
-    assert first.capacity_bytes + second.capacity_bytes <= 900 * MIB - 150 * MIB
+    assert first.capacity_bytes == 600 * MIB - int(150 * MIB * 1.05 * 600 / 900)
+    assert second.capacity_bytes == 300 * MIB - int(150 * MIB * 1.05 * 300 / 900)
+
+
+def test_what_one_model_has_given_back_is_no_tide_of_the_other() -> None:
+    tides, (first, _), card = two()
+    charge = first.reserve(40 * MIB, Tag.PARAM, "w")
+    card.peak = 40 * MIB
+    charge.release()
+    card.peak = 0
+    assert [tide.high_water_bytes for tide in tides] == [0, 0]
+
+
+def test_a_model_that_is_only_evaluated_follows_the_steps_of_others() -> None:
+    tides, (first, second), card = two(follows=True)
+    card.peak = 90 * MIB
+    tides[0].end_step()
+    assert second.capacity_bytes == 300 * MIB - int(90 * MIB * 1.05 / 3)
+    assert first.capacity_bytes == 600 * MIB - int(90 * MIB * 1.05 * 2 / 3)
+
+
+def test_the_part_of_a_model_that_has_left() -> None:
+    tides, (first, _), card = two()
+    card.peak = 90 * MIB
+    tides[0].end_step()
+    tides[0].join(900 * MIB, [])
+    tides[0].resize(900 * MIB)
+    assert first.capacity_bytes == 900 * MIB - int(90 * MIB * 1.05)
 
 
 def test_another_budget_before_and_after_the_first_step() -> None:
@@ -105,6 +141,8 @@ def test_another_budget_before_and_after_the_first_step() -> None:
     assert (tide.total_bytes, budget.capacity_bytes) == (500 * MIB, 100 * MIB)
     tide.resize(80 * MIB)
     assert budget.capacity_bytes == 80 * MIB
+    tide.resize(500 * MIB)
+    assert budget.capacity_bytes == 100 * MIB, "the least that was asked for is remembered"
     tide, budget, card = make()
     card.peak = 200 * MIB
     tide.end_step()

@@ -44,15 +44,55 @@ def test_one_that_is_kept_leaves_room_to_load_and_to_train(kind: str, tmp_path: 
     del kept, again
 
 
-def test_what_fits_is_given_as_it_is(tmp_path: Path) -> None:
-    """As in plain torch: the tensors of a state dict are those of the model."""
-    model = net()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_fits_is_given_as_it_is(frozen: bool, tmp_path: Path) -> None:
+    """As in plain torch: the tensors of a state dict are those of the model, and what is written to them is kept."""
+    model = net().requires_grad_(not frozen)
     _, whole = needs(copy.deepcopy(model), tmp_path, "host+disk")
-    with on_pages(model, "host+disk", 8 * whole, tmp_path) as engine:
-        kept = model.state_dict()
-        for name, value in kept.items():
-            slot = next(slot for slot in engine.slots if slot.name == name)
-            assert slot.value.extent is not None
-            assert value.data_ptr() == slot.value.extent.tensor.data_ptr()
+    with on_pages(model, "host+disk", whole, tmp_path) as engine:
+        kept = [model.state_dict() for _ in range(100)]
+        for value in kept[-1].values():
+            value.fill_(1)
+        for slot in engine.slots:
+            with engine.pool.pin(slot.value) as values:
+                assert (values == 1).all()
         assert engine.memory.disk is not None
         assert engine.memory.disk.bytes_written == 0
+
+
+def test_views_that_are_kept_leave_the_least_budget(tmp_path: Path) -> None:
+    model = net()
+    floor, whole = needs(copy.deepcopy(model), tmp_path, "host+disk")
+    with on_pages(model, "host+disk", (floor + whole) // 2, tmp_path) as engine:
+        pool = engine.pool
+        # What somebody has read by its name is no exception.
+        kept = [model[0].weight, *(model.state_dict() for _ in range(3))]
+        viewed = [s.value for s in engine.slots if s.value.extent is not None and s.value.extent.viewed(s.value.tag)]
+        assert viewed
+        assert sum(value.slot_bytes for value in viewed if value.movable) <= pool.budget.capacity_bytes // 4
+        pool.least_bytes = pool.budget.capacity_bytes
+        del kept
+        again = model.state_dict()
+        viewed = [s.value for s in engine.slots if s.value.extent is not None and s.value.extent.viewed(s.value.tag)]
+        assert not [value for value in viewed if value.movable]
+        assert len(again) == len(list(engine.slots))
+
+
+def test_state_of_an_optimizer_that_is_kept_leaves_room_to_train(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    floor, _ = needs(copy.deepcopy(model), tmp_path, "host+disk")
+    with on_pages(model, "host+disk", floor + (64 << 10), tmp_path) as engine:
+        pairs = [(m, torch.optim.AdamW(m.parameters(), fused=True)) for m in (plain, model)]
+        optimizers = [pairs[0][1], engine.bind_optimizer(pairs[1][1])]
+        kept = []
+        for _ in range(3):
+            losses = []
+            for (module, _), optimizer in zip(pairs, optimizers, strict=True):
+                loss = module(torch.ones(2, 64)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert losses[0] == losses[1]
+            kept.append(optimizers[1].state_dict())
+        assert len(kept) == 3

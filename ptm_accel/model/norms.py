@@ -1,0 +1,96 @@
+"""Norms of gradients, and what clipping makes of them, to the bit as `torch.nn.utils.clip_grad_norm_` has them."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.transfer import Block
+
+NORM_TYPE = 2.0
+
+
+class Norms:
+    """Takes norms of whole gradients.
+
+    The kernel that reads bf16 and sums in fp32 takes three times as long as a copy to fp32 and the kernel that reads
+    that; both give the same bits. So there may be room for such a copy.
+
+    Args:
+        pool: where the room is taken from.
+        wide: norms are computed in fp32 whatever the gradient's dtype (it belongs to an fp32 master).
+    """
+
+    def __init__(self, pool: Pool, wide: bool) -> None:
+        self.wide = wide
+        self._pool = pool
+        self._room: tuple[Reservation, Block] | None = None
+        # Gradients leave, and have their norms taken then, in whichever thread makes room.
+        self._lock = threading.Lock()
+
+    def hold(self, nbytes: int) -> None:
+        """Holds so much room for copies; larger gradients do without one.
+
+        Raises:
+            BudgetError: no room can be made.
+        """
+        self.release()
+        if nbytes:
+            self._room = self._pool.room.take_block(nbytes, Tag.GRAD, "norms of gradients")
+
+    def release(self) -> None:
+        """Gives the room back."""
+        with self._lock:
+            room, self._room = self._room, None
+        if room is not None:
+            reservation, block = room
+            octets = block.buffer
+            assert octets is not None
+            self._pool.room.leave(octets, block, reservation)
+
+    def of(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """The norm of one gradient.
+
+        Args:
+            gradient: the whole of it.
+            norm_type: the p of the p-norm.
+        """
+        if not self.wide or gradient.dtype == torch.float32:
+            norms: list[torch.Tensor] = list(torch._foreach_norm([gradient], norm_type))
+            return norms[0]
+        with self._lock:
+            octets = None if self._room is None else self._room[1].buffer
+            nbytes = gradient.numel() * 4
+            if octets is not None and nbytes <= octets.numel():
+                copied = octets[:nbytes].view(torch.float32).view(gradient.shape)
+                gradient = copied.copy_(gradient)
+            norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+            return norm
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients by (1 at most)."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def total_norm(norms: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The norm over all gradients, in the order of reduction that torch uses.
+
+    Args:
+        norms: of each gradient, in the order of the model's parameters.
+        norm_type: the p of the p-norm.
+        device: where the gradients are.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    if len({norm.dtype for norm in norms}) > 1:
+        # torch groups gradients by dtype before it norms them, in an order of its own; ask it, with empty stand-ins.
+        # (A norm has its gradient's dtype, or fp32 for the gradient of an fp32 master.)
+        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=norm.dtype, device=device) for norm in norms]
+        grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
+        norms = [norms[i] for (_, indices) in grouped.values() for i in indices]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
