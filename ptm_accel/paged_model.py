@@ -21,6 +21,7 @@ from ptm_accel.memory.heap import Glibc, HeapTide
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
+from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import leave_meta, small_bytes, take_parameters
 from ptm_accel.model.changes import Outline, outline
@@ -36,6 +37,10 @@ from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless
 
 _RETURN_EVERY_BYTES = 64 << 20
 """How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
+
+_OF_BUDGET_FOR_NORMS = 48
+_MOST_FOR_NORMS = 64 << 20
+"""What is held to take norms of gradients in: at most this part of a budget, and at most so many bytes."""
 
 
 class PagedModel:
@@ -191,6 +196,7 @@ class PagedModel:
         self.state_dicts.install(self.model)
         self.state_dicts.loaded = self._weights_touched
         self.gradients.hold_landing()
+        self._hold_norms()
         self.residency.regions.found = self._meet_region
         self.refresh_compiled()
         self._outline = outline(self.model)
@@ -222,11 +228,14 @@ class PagedModel:
         """
         if any(nbytes < self.memory.capacity_bytes(tier) for tier, nbytes in capacities.items()):
             self.settle()
+        if self.gradients is not None:
+            self.gradients.norms.release()
         self.memory.resize(capacities)
         if self.gradients is not None:
             if self.pool.room.tide is None:
                 self._watch_heap()
             self._decide_to_plan()
+            self._hold_norms()
 
     def _watch_tide(self, card: CudaTier) -> None:
         total = self.pool.budget.capacity_bytes
@@ -286,6 +295,20 @@ class PagedModel:
             window_bytes=self.window_bytes,
             held_bytes=self.pool.budget.used_by_tag().get(Tag.STAGING, 0),
         )
+
+    def _hold_norms(self) -> None:
+        """Holds room to take norms in, where there are masters, on a CPU, and it is little of what is to spare."""
+        assert self.gradients is not None
+        narrow = [s.value for s in self.slots if s.param.requires_grad and s.value.dtype.itemsize < 4]
+        if self.config.master_weights is None or self.pool.budget.tier is not Tier.HOST or not narrow:
+            return
+        capacity, floor = self.pool.room.limit_bytes, self.floor
+        if floor.whole_bytes <= capacity:
+            spare = capacity - floor.whole_bytes
+        else:
+            spare = min(capacity // _OF_BUDGET_FOR_NORMS, floor.total_bytes // 4, capacity - 2 * floor.total_bytes)
+        largest = max(value.numel for value in narrow) * 4
+        self.gradients.norms.hold(min(round_up(largest), _MOST_FOR_NORMS, max(spare, 0) // ALIGN_BYTES * ALIGN_BYTES))
 
     def _decide_to_plan(self) -> None:
         self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()

@@ -98,6 +98,7 @@ class TrainedModel(PagedModel):
         self.gradients.remove()
         self.gradients = Gradients(trainable, self.pool, wide=self.config.master_weights is not None)
         self.gradients.hold_landing()
+        self._hold_norms()
         for region in self.residency.regions.running():
             self._meet_region(region)
         if self.optimizer is not None:

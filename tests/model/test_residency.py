@@ -15,7 +15,7 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.memory.paged import Place
 from tests.plain_loop import same_bits
-from tests.tiers import at_floor
+from tests.tiers import at_floor, on_pages
 from tests.zoo import ENTRIES
 
 WIDTH = 64
@@ -384,3 +384,32 @@ def test_detaching_gives_the_plain_model_back(tmp_path: Path) -> None:
     assert all(type(m._parameters) is dict for m in model.modules())
     step_of(model)
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_heap_is_glanced_at_where_parameters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward whose pages are all there charges nothing; what grows beside them takes room from them all the same."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
+        pool = engine.pool
+
+        class Grown:
+            total_bytes = pool.budget.capacity_bytes
+            glances = 0
+
+            def glance(self) -> bool:
+                self.glances += 1
+                if self.glances == 4:
+                    pool.budget.capacity_bytes = pool.budget.used_bytes - (40 << 10)
+                return self.glances == 4
+
+            def sample(self) -> None:
+                assert self.glances >= 4, "before that nothing is charged"
+
+        grown = Grown()
+        monkeypatch.setattr(pool.room, "tide", grown)
+        with torch.no_grad():
+            model(torch.ones(1, 64))
+        monkeypatch.setattr(pool.room, "tide", None)
+        assert grown.glances == 12
+        assert pool.budget.free_bytes >= 0
+        assert pool.stats.evictions >= 3

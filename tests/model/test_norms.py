@@ -1,0 +1,100 @@
+"""Norms of gradients in fp32: with room for a copy or without, the same bits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.engine import Engine
+from ptm_accel.memory.budget import Tag
+from ptm_accel.model.norms import Norms, total_norm
+from tests.tiers import AMPLE, needs, on_pages, open_memory
+
+DTYPES = (torch.bfloat16, torch.float16)
+SHAPES = ((), (1,), (7,), (1000,), (64, 48), (65536,), (513, 1023), (3, 1 << 18))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_copy_changes_no_bit(dtype: torch.dtype, norm_type: float, tmp_path: Path) -> None:
+    memory = open_memory("host+disk", AMPLE, tmp_path)
+    roomy, bare = Norms(memory.pool, wide=True), Norms(memory.pool, wide=True)
+    roomy.hold(3 << 20)
+    for shape in SHAPES:
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            gradient = (torch.randn(shape, generator=generator) * 10.0**-seed).to(dtype)
+            assert torch.equal(roomy.of(gradient, norm_type), bare.of(gradient, norm_type)), shape
+            assert torch.equal(bare.of(gradient, norm_type), bare.of(gradient.float(), norm_type)), shape
+    roomy.release()
+    memory.close()
+
+
+def test_what_is_not_wide_has_the_norm_of_torchs_clipping(tmp_path: Path) -> None:
+    memory = open_memory("host+disk", AMPLE, tmp_path)
+    norms = Norms(memory.pool, wide=False)
+    gradient = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(norms.of(gradient, 2.0), torch._foreach_norm([gradient], 2.0)[0])
+    assert total_norm([], 2.0, torch.device("cpu")) == 0.0
+    memory.close()
+
+
+def test_the_room_is_charged_and_given_back(tmp_path: Path) -> None:
+    memory = open_memory("host+disk", AMPLE, tmp_path)
+    norms = Norms(memory.pool, wide=True)
+    for nbytes in (1 << 20, 2 << 20):
+        norms.hold(nbytes)
+        assert memory.pool.budget.used_by_tag()[Tag.GRAD] == nbytes
+    norms.hold(0)
+    memory.pool.room.settle()
+    assert Tag.GRAD not in memory.pool.budget.used_by_tag()
+    memory.check_integrity()
+    memory.close()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))).bfloat16()
+
+
+def held(engine: Engine) -> int:
+    """What is held of the budget for norms: there are no gradients, and room for one of them."""
+    engine.pool.room.settle()
+    charged = engine.pool.budget.used_by_tag()[Tag.GRAD]
+    return charged - max(slot.value.nbytes for slot in engine.slots)
+
+
+def test_it_is_held_where_there_is_room_to_spare(tmp_path: Path) -> None:
+    floor, whole = needs(net(), tmp_path, "host+disk", master_weights="fp32")
+    largest = 64 * 64 * 4
+    sizes = {floor: 0, 3 * floor: 4096, whole: 0, whole + 8192: 8192, 2 * whole: largest}
+    assert 3 * floor < whole
+    for capacity, expected in sizes.items():
+        with on_pages(net(), "host+disk", capacity, tmp_path, master_weights="fp32") as engine:
+            assert held(engine) == expected, capacity
+    with on_pages(net(), "host+disk", 2 * whole, tmp_path) as engine:
+        assert held(engine) == 0, "without masters norms are those of bf16"
+    with on_pages(net(), "mock+host", 2 * whole, tmp_path, master_weights="fp32") as engine:
+        assert held(engine) == 0, "on a device there is no need of it"
+
+
+def test_clipping_has_the_same_numbers_with_it_and_without(tmp_path: Path) -> None:
+    whole = needs(net(), tmp_path, "host+disk", master_weights="fp32")[1]
+    found = []
+    for capacity in (whole, 2 * whole):
+        model = copy.deepcopy(net())
+        with on_pages(model, "host+disk", capacity, tmp_path, master_weights="fp32") as engine:
+            optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+            norms = []
+            for _ in range(2):
+                model(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+                norms.append(engine.clip_grad_norm_(0.01).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((norms, [value.clone() for value in model.state_dict().values()]))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
