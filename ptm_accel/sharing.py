@@ -271,6 +271,9 @@ def _resize(parties: Sequence[Party], parts: Sequence[dict[Tier, int]]) -> None:
 def _join(parties: Sequence[Party]) -> None:
     """Has the parts of what is not divided counted together: the last tier, and other memory of a card."""
     dials = _dials(parties)
+    for party in parties:
+        # Derived from a machine that others were already on, they may be less; who is left has all of them.
+        party.memory.dials = dials
     compute = parties[0].memory.pool.budget.tier
     last = _last(dials, compute)
     if last is not None:

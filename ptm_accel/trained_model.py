@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from torch import nn
 
 from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
 from ptm_accel.distributed.replicas import Replicas
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.gradients import Gradients, Sums
@@ -103,6 +105,21 @@ class TrainedModel(PagedModel):
             self._meet_region(region)
         if self.optimizer is not None:
             self.optimizer.follow(self.gradients)
+
+    def resize(self, capacities: Mapping[Tier, int]) -> None:
+        """See `PagedModel.resize`.
+
+        Raises:
+            UnsupportedError: in the middle of a step whose updates have begun in its backward.
+        """
+        less = any(nbytes < self.memory.capacity_bytes(tier) for tier, nbytes in capacities.items())
+        if less and self.optimizer is not None and self.optimizer.in_backward.chase is not None:
+            raise UnsupportedError(
+                "another model was to be put on pages with the same dials between a backward and its optimizer.step(), "
+                "and updates of that step have begun: nothing can be given to it now. Put it on pages before the "
+                "backward, or after the step."
+            )
+        super().resize(capacities)
 
     # ---- a step -----------------------------------------------------------------------------------------------
 

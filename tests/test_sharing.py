@@ -361,6 +361,30 @@ def test_nobody_gives_if_one_cannot(which: int, tmp_path: Path, attached: list[E
     assert sum(limits(attached)) <= whole + 4 * floor
 
 
+def test_nobody_comes_in_the_middle_of_a_step(tmp_path: Path, attached: list[Engine]) -> None:
+    floor, whole = needs(model(layers=12), tmp_path, "host+disk")
+    config = dials((floor + whole) // 2, tmp_path)
+    plain, paged = model(layers=12), model(layers=12)
+    first = attach(attached, paged, config)
+    optimizers = [torch.optim.AdamW(module.parameters(), fused=True) for module in (plain, paged)]
+    stepper = first.bind_optimizer(optimizers[1])
+    first.updates_in_backward = lambda: True
+    batch, begun = torch.ones(4, 64), 0
+    for number in range(6):
+        loss = paged(batch).square().mean()
+        with first.backward():
+            loss.backward()
+        if stepper.in_backward.chase is not None:
+            begun += 1
+            with pytest.raises(UnsupportedError, match=r"between a backward and its optimizer.step\(\)"):
+                Engine.attach(model(number), config, device=CPU)
+        stepper.step()
+        stepper.zero_grad()
+        assert loss.item() == train(plain, optimizers[0], batch)
+    assert begun
+    attach(attached, model(9), config)
+
+
 def test_a_division_that_fails_is_undone(tmp_path: Path) -> None:
     config, parties = PTMConfig(page_size=4096), []
     for _ in range(3):
