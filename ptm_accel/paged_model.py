@@ -207,12 +207,13 @@ class PagedModel:
         if pool.home is None or pool.budget.tier is not Tier.HOST or self._all_fits() or not Glibc.found():
             return None
         pool.copies_in = True
-        if self.evaluates or HeapTide.watching():
-            # There is one heap, whatever the number of models: its holes are taken off one budget, by its steps.
+        if HeapTide.watching():
+            # There is one heap, whatever the number of models: its holes are taken off one budget.
             return None
         heap = Glibc()
         heap.give_back()
-        if heap.tells:
+        if heap.tells and not self.evaluates:
+            # Whether blocks are kept is decided from step to step.
             pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
         return heap
 

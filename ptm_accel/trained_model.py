@@ -67,6 +67,8 @@ class TrainedModel(PagedModel):
             self.evaluates = evaluated
             raise
         self._decide_to_plan()
+        if self.pool.room.tide is None:
+            self._watch_heap()
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None

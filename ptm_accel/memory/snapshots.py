@@ -38,7 +38,6 @@ class Snapshots:
         if tensor.place is Place.ARRIVING:
             pool.ahead.receive(tensor)
         if tensor.extent is not None and pool.budget.tier is Tier.HOST and self._may_alias(tensor):
-            self._aliased.add(tensor)
             return tensor.extent.tensor.detach()
         if tensor.extent is not None:
             pool.flush(tensor)
@@ -64,7 +63,10 @@ class Snapshots:
         limit = min(capacity // _ALIASED, capacity - pool.least_bytes) - tensor.slot_bytes
         if self._kept_bytes() > limit:
             self._aliased = {each for each in self._aliased if each.extent is not None and each.extent.viewed(each.tag)}
-        return self._kept_bytes() <= limit
+        if self._kept_bytes() > limit:
+            return False
+        self._aliased.add(tensor)
+        return True
 
     def _kept_bytes(self) -> int:
         return sum(each.slot_bytes for each in self._aliased) + self._pool.room.leaving_bytes

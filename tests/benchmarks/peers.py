@@ -268,7 +268,7 @@ def largest(course: Course, options: argparse.Namespace, cap: int) -> None:
     for name in [name for name in options.only or LARGEST if name in LARGEST]:
         contender = BY_NAME[name]
         good, bad, why = 0, 0, ""
-        layers = 2 if shape == "tiny" else 8
+        layers = 2 if shape == "tiny" else options.first_layers
         while bad == 0 or bad - good > max(1, good // 16):
             failure = attempt(course, contender, cap, layers, shape)
             if failure:
@@ -299,6 +299,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--try-s", type=float, help="limit of one process; 1200, or 300 with --largest")
     parser.add_argument("--largest", action="store_true", help="search the largest model under the first cap")
+    parser.add_argument("--first-layers", type=int, default=8, help="where the search begins")
     parser.add_argument("--most-layers", type=int, default=512)
     return parser.parse_args()
 
