@@ -8,8 +8,8 @@ takes beyond that peak is taken off the budget; where that would be too much of 
 
 A heap that is dense in one step may be full of holes in the next: it depends on where its first blocks came to lie. So
 what it grows by is taken off at once, in the middle of a step, and what is given back to the budget is given late. And
-once there are too many holes, freed blocks are not enough to give back: malloc serves blocks of any size from holes, so
-they are given back as well, again and again.
+where blocks are not kept, it is not enough to give back what is freed: malloc serves blocks of any size from the holes
+that there are, of loading the model perhaps. So those are given back as well, again and again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _GROWTH_BYTES = 1 << 20
 _GLANCE_BYTES = 4 << 20
 """And by so much when a parameter is read next."""
 _TRIM_EVERY = 16
-"""How many charges and reads lie between two trims of a heap that is full of holes; one takes some milliseconds."""
+"""How many charges and reads lie between two trims of a heap with holes; one takes some milliseconds."""
+_HOLES_BYTES = 16 << 20
+"""Holes that are not worth a trim."""
 
 
 class HeapUse(NamedTuple):
@@ -161,7 +163,6 @@ class HeapTide:
         self._least_bytes = least_bytes
         self._heap = heap
         self._taken_bytes = self._uses = 0
-        self._holed = False
         HeapTide._watches.add(self)
         self._learning = True
         self._charges = 0
@@ -204,9 +205,9 @@ class HeapTide:
         self._charges += 1
         if self._learning:
             self._look()
-        elif self._holed:
+        if not self.keeping:
             self._trim()
-        elif self.keeping and (self._charges % _EVERY == 0 or self._heap.end() > self._end + _GROWTH_BYTES):
+        elif self._charges % _EVERY == 0 or self._heap.end() > self._end + _GROWTH_BYTES:
             self._look()
             if not self._take_off(self._holes_bytes):
                 self._stop()
@@ -217,9 +218,10 @@ class HeapTide:
         Returns:
             whether the capacity is lower than before, and what is too much is to be moved away.
         """
-        if self._holed:
+        if not self.keeping:
             self._trim()
-        if not self.keeping or self._heap.end() <= self._end + _GLANCE_BYTES:
+            return False
+        if self._heap.end() <= self._end + _GLANCE_BYTES:
             return False
         before = self._budget.capacity_bytes
         self._look()
@@ -228,10 +230,12 @@ class HeapTide:
         return self._budget.capacity_bytes < before
 
     def _trim(self) -> None:
-        """Gives holes back now and then: of those that there are, large blocks are served as well, whatever is set."""
+        """Gives holes back now and then: large blocks are served from those that there are, whatever is set."""
         self._uses += 1
         if self._uses % _TRIM_EVERY == 0:
-            self._heap.give_back()
+            use = self._heap.use()
+            if use.held - use.live > _HOLES_BYTES:
+                self._heap.give_back()
 
     @property
     def _holes_bytes(self) -> int:
@@ -282,7 +286,6 @@ class HeapTide:
 
     def _stop(self) -> None:
         self.keeping = False
-        self._holed = True
         self._taken_bytes = 0
         self._heap.give_back()
         self._budget.capacity_bytes = self.total_bytes
