@@ -34,7 +34,7 @@ SIGNATURES = {
 """`=` has a default, `!` can only be given by name."""
 
 METHODS = {
-    "attach": "model, config=, memory=!, device=!",
+    "attach": "model, config=, memory=!, device=!, evaluates=!",
     "bind_optimizer": "self, optimizer",
     "clip_grad_norm_": "self, max_norm, norm_type=",
     "zero_grad": "self",

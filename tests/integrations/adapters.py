@@ -109,6 +109,13 @@ class Bench:
         assert any(line.get("grad_norm") for line in history)
         return history
 
+    def end(self) -> None:
+        """The models so far are used no longer: at the least budget there is room for one."""
+        for engine in self.engines:
+            if not engine.memory.closed:
+                engine.check_integrity()
+                engine.close()
+
     def loss(self, model: Any) -> float:
         row = self.tiny.data(1)[0]
         with torch.no_grad():

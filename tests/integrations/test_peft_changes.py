@@ -94,6 +94,7 @@ def test_adapters_are_loaded_added_and_deleted(case: str, compare: Callable[...,
     def story(bench: Bench) -> tuple[Any, Any]:
         model = peft.get_peft_model(bench.read(), lora())
         values: list[Any] = [bench.train(model), bench.saved(model, "first")]
+        bench.end()
         options = {"is_trainable": True, "low_cpu_mem_usage": low_cpu_mem_usage}
         model = peft.PeftModel.from_pretrained(bench.read(), bench.folder / "first", **options)
         values += [bench.loss(model), bench.train(model)]
@@ -139,6 +140,7 @@ def test_the_directory_of_an_adapter_is_read(case: str, compare: Callable[..., N
         model = peft.get_peft_model(bench.read(), METHODS[method]())
         bench.train(model)
         bench.saved(model, "adapter")
+        bench.end()
         if method == "pissa":
             _pissa_again(bench.folder / "adapter")
         torch.manual_seed(5)
