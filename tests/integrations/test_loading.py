@@ -111,11 +111,13 @@ def test_a_saved_copy_has_the_same_bytes(saved: Save, tmp_path: Path) -> None:
 def test_a_new_head_has_the_initial_values_of_the_plain_call(saved: Save, tmp_path: Path) -> None:
     arguments = {"num_labels": 7, "pad_token_id": 0, "output_loading_info": True}
     for name in ("llama", "bert"):
+        # Making it may take random numbers.
+        directory = saved(name)
         torch.manual_seed(5)
-        plain, info = AutoModelForSequenceClassification.from_pretrained(saved(name), **arguments)
+        plain, info = AutoModelForSequenceClassification.from_pretrained(directory, **arguments)
         after = torch.rand(1)
         torch.manual_seed(5)
-        ours, our_info = from_pretrained(AutoModelForSequenceClassification, saved(name), dials(tmp_path), **arguments)
+        ours, our_info = from_pretrained(AutoModelForSequenceClassification, directory, dials(tmp_path), **arguments)
         assert torch.rand(1) == after
         assert our_info["missing_keys"] == info["missing_keys"] != set()
         assert our_info["unexpected_keys"] == info["unexpected_keys"]
