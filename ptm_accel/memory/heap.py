@@ -129,6 +129,10 @@ class Glibc:
         """See `Heap`."""
         self._set(_KEEP_BYTES, _NEVER_BYTES)
 
+    def trim(self) -> None:
+        """Gives back what is free now, once; what is freed later is kept or given back as before."""
+        self._libc.malloc_trim(0)
+
     def _set(self, mapped_from: int, trimmed_from: int) -> None:
         self._libc.mallopt(_M_MMAP_THRESHOLD, mapped_from)
         self._libc.mallopt(_M_TRIM_THRESHOLD, trimmed_from)
