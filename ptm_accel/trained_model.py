@@ -67,6 +67,8 @@ class TrainedModel(PagedModel):
             self.evaluates = evaluated
             raise
         self._decide_to_plan()
+        # What is to spare depends on the optimizer.
+        self._hold_norms()
         if self.pool.room.tide is None:
             self._watch_heap()
         if self.optimizer is not None:

@@ -111,6 +111,8 @@ def from_pretrained(
 
 
 _TRIM_EVERY_BYTES = 16 << 20
+"""After so much has been read the C library gives back what tensors were cast or joined in."""
+
 _MOVE_MISSING = "_move_missing_keys_from_meta_to_device"
 _FINALIZE = "_finalize_model_loading"
 

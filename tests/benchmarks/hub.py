@@ -138,7 +138,10 @@ def main() -> None:
         raise SystemExit(f"cannot cap memory: {reason}")
     print("# A checkpoint of four times the memory\n")
     print(facts("OMP_WAIT_POLICY=passive python tests/benchmarks/hub.py DIRECTORY"))
-    print(f"* {STEPS} steps of batch 2 x 128, evaluation, saving, text; fp32 checkpoints in shards of 200 MB\n")
+    print(
+        f"* {STEPS} steps of batch 2 x 128, evaluation, saving, text; fp32 checkpoints in shards of 200 MB; only the "
+        "paged run reads from a cold disk\n"
+    )
     print(
         "| model, read as | checkpoint, MiB | host_memory, MiB | cap, MiB | peak RSS | plain's peak RSS | losses, text "
         "and saved weights | read until ready to train | plain | a plain loop over the files | save | all |"
