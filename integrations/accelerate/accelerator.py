@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
 from ptm_accel.config import PTMConfig
-from ptm_accel.engine import Engine, engine_holding, engine_of
+from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
@@ -151,7 +151,7 @@ class PTMAccelerator(PagedStates):
         """
         bare = getattr(model, "_orig_mod", model)
         refuse_adapters(bare)
-        if not self._holds(bare):
+        if not self._holds(bare) and living_engines():
             # Models that nobody uses any more go, with their pages, before the next one comes.
             gc.collect()
         engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)

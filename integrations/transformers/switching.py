@@ -19,6 +19,8 @@ from ptm_accel.model.attach import small_bytes
 from ptm_accel.model.scratch_parameters import ScratchParameters
 from ptm_accel.opening import local_processes
 
+from .first_pages import opening_lightly
+
 
 def switch_trainer(module: ModuleType) -> None:
     """Puts every Trainer on pages that is made from now on.
@@ -58,3 +60,5 @@ def switch_models(module: ModuleType) -> None:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     files = MappedFiles(resolved.disk_paths, resolved.disk_limit_bytes)
     ScratchParameters(files, small_bytes(resolved.page_bytes)).install()
+    names = vars(module)
+    names["safe_open"] = opening_lightly(names["safe_open"])

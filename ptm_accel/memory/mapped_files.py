@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError, DiskError
+from ptm_accel.memory.mapping import view_at
 from ptm_accel.units import format_bytes
 
 _addresses: set[int] = set()
@@ -48,11 +49,9 @@ class MappedFiles:
                 f"disk: {format_bytes(self.held_bytes + nbytes)} of scratch files are needed for what is not on pages, "
                 f"the limit is {format_bytes(self._limit_bytes)}; raise disk.limit."
             )
-        storage = self._mapped(nbytes)
+        storage = self._mapped(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
         octets: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
         copied = octets.view(tensor.dtype).view(tensor.shape)
-        with torch.no_grad():
-            copied.copy_(tensor)
         self.held_bytes += nbytes
         _addresses.add(storage.data_ptr())
         weakref.finalize(storage, self._gone, storage.data_ptr(), nbytes)
@@ -62,7 +61,8 @@ class MappedFiles:
         _addresses.discard(address)
         self.held_bytes -= nbytes
 
-    def _mapped(self, nbytes: int) -> Any:
+    def _mapped(self, values: torch.Tensor) -> Any:
+        nbytes = values.nbytes
         folder = max(self._folders, key=_free_bytes)
         try:
             descriptor, name = tempfile.mkstemp(prefix="ptm_accel-", suffix=".mapped", dir=folder)
@@ -71,6 +71,11 @@ class MappedFiles:
         try:
             # A disk that is full is met here; at a write through the mapping the process would be killed.
             os.posix_fallocate(descriptor, 0, nbytes)
+            # Written through the mapping, the file system would be asked anew for each page, at three times the cost.
+            written = 0
+            while written < nbytes:
+                rest = view_at(values.data_ptr() + written, nbytes - written)
+                written += os.pwrite(descriptor, rest, written)
             return torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
 from ptm_accel.integrations.accelerate import PagedGradScaler, PTMAccelerator
+from ptm_accel.integrations.accelerate import accelerator as accelerator_module
 from torch import nn
 
 from ptm_accel.engine import engine_of
@@ -186,6 +187,17 @@ def test_free_memory_drops_gradients_and_lets_go(tiny: ModuleType) -> None:
     del model, engine
     gc.collect()
     assert gone() is None
+
+
+def test_only_pages_of_others_are_collected_for(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    collections: list[int] = []
+    monkeypatch.setattr(accelerator_module.gc, "collect", lambda: collections.append(1) or 0)
+    accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
+    first, second = tiny.model(), tiny.model()
+    accelerator.attach(first)
+    assert not collections, "a collection goes through all objects of the process, and there was nothing to find"
+    accelerator.attach(second)
+    assert collections
 
 
 @pytest.mark.parametrize(

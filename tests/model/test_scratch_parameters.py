@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -140,3 +141,18 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     with pytest.raises(DiskError, match="disk: no scratch file can be made in"):
         MappedFiles([tmp_path], LIMIT).copy_of(torch.zeros(64, 64))
+
+
+def test_what_the_system_writes_in_parts_is_whole(files: MappedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda descriptor, octets, offset: pwrite(descriptor, octets[:1000], offset))
+    values = torch.arange(4096.0).view(64, 64)
+    assert torch.equal(files.copy_of(values), values)
+
+
+def test_a_copy_is_contiguous_and_of_the_values_that_are_shown(files: MappedFiles) -> None:
+    turned = torch.arange(4096.0).view(32, 128).t()
+    assert files.copy_of(turned).is_contiguous()
+    assert torch.equal(files.copy_of(turned), turned)
+    conjugate = torch.complex(torch.ones(64), torch.ones(64)).conj()
+    assert torch.equal(files.copy_of(conjugate), conjugate)
