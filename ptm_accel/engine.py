@@ -241,6 +241,8 @@ class Engine(TrainedModel):
             self.optimizer.in_backward.end()
         self._finaliser.detach()
         self.memory.close()
+        if self.optimizer is not None:
+            self.optimizer.on_host.close()
         if self.party is not None and (heirs := self.party.others()):
             heir = heirs[0]
             assert heir.claim is not None
@@ -250,6 +252,9 @@ class Engine(TrainedModel):
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
         self.residency.abort()
         self.state_dicts.abort()
+        for slot in self.slots:
+            # Autograd was broken off between leaving it there and telling us.
+            slot.param.grad = None
         if self.optimizer is not None:
             self.optimizer.in_backward.abandon()
 
@@ -279,9 +284,14 @@ def engine_of(model: nn.Module) -> Engine | None:
     return None
 
 
+def living_engines() -> list[Engine]:
+    """All engines of this process, those of models that nobody uses any more among them until they are collected."""
+    return [engine for known in list(_engines.values()) if (engine := known()) is not None]
+
+
 def engine_holding(parameters: Iterable[torch.Tensor]) -> Engine | None:
     """The engine that has at least one of `parameters` on its pages, or None."""
-    engines = [engine for known in list(_engines.values()) if (engine := known()) is not None]
+    engines = living_engines()
     for param in parameters:
         for engine in engines:
             if engine.slots.of(param) is not None:

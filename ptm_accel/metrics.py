@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
+from ptm_accel.memory.timeline import Span
 from ptm_accel.schedule.bound import StepCost, lower_bound_s
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.units import format_bytes
@@ -47,12 +48,14 @@ class Metrics:
     Attributes:
         steps: how many have ended.
         rates: of the link between the compute tier and its home, where they are known.
+        disk_rates: of the disk below host memory that is the home of a device, where they are known.
     """
 
     def __init__(self, memory: Memory, tally: Tally | None = None) -> None:
         self._memory = memory
         self._tally = tally if tally is not None else Tally()
         self.rates: LinkRates | None = None
+        self.disk_rates: LinkRates | None = None
         self.steps = 0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
@@ -76,7 +79,8 @@ class Metrics:
 
     def read(self) -> Reading:
         """The totals now."""
-        stats, disk = self._memory.pool.stats, self._memory.disk
+        pool, disk = self._memory.pool, self._memory.disk
+        stats, timeline = pool.stats, pool.timeline
         return Reading(
             steps=getattr(self, "steps", 0),
             faults=stats.faults,
@@ -86,7 +90,8 @@ class Metrics:
             stored_bytes=stats.stored_bytes,
             disk_read_bytes=disk.bytes_read if disk is not None else 0,
             disk_written_bytes=disk.bytes_written if disk is not None else 0,
-            stall_s=stats.stall_s,
+            # A device waits by itself, and what a thread waits for leaves it without work.
+            stall_s=stats.stall_s if timeline is None else timeline.spent_s(Span.WAIT),
             tally=replace(self._tally),
         )
 
@@ -123,10 +128,16 @@ class Metrics:
             forward_s=(last.compute_s - first.compute_s) / steps,
             backward_s=0.0,
             update_s=(last.update_s - first.update_s) / steps,
+            host_s=(last.host_s - first.host_s) / steps,
             read_bytes=(now.loaded_bytes - before.loaded_bytes) / steps,
             written_bytes=(now.stored_bytes - before.stored_bytes) / steps,
         )
-        return lower_bound_s(cost, self.rates)
+        bound_s = lower_bound_s(cost, self.rates)
+        if self.disk_rates is None:
+            return bound_s
+        read = (now.disk_read_bytes - before.disk_read_bytes) / steps
+        written = (now.disk_written_bytes - before.disk_written_bytes) / steps
+        return max(bound_s, self.disk_rates.seconds(read, written))
 
     def limit_bytes(self, tier: Tier) -> int:
         """What may be used of a tier, as it was asked for."""

@@ -46,6 +46,14 @@ class TrainedModel(PagedModel):
         self._forbidden = 0
         self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
         self.run_ahead.in_backward = _asking(self, TrainedModel._may_update_in_backward, False)
+        self.run_ahead.on_host_possible = _asking(self, TrainedModel._may_update_on_host, False)
+
+    def _may_update_on_host(self) -> bool:
+        """Whether updates may be carried out on the CPU beside a device.
+
+        Replicas would not stay alike: each would choose by its own times, and kernels may round otherwise.
+        """
+        return self.replicas is None and self.optimizer is not None and self.optimizer.on_host.possible()
 
     # ---- its optimizer ----------------------------------------------------------------------------------------
 

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 from ptm_accel.integrations.transformers import Trainer as PagedTrainer
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from ptm_accel.engine import engine_of
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine, engine_of
+from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.model.run_ahead import RunAhead
+from ptm_accel.optim.host_updates import HostUpdates
+from ptm_accel.optim.units import Entry as Update
+from ptm_accel.units import GIB, MIB
 from tests.zoo import ENTRIES, Entry
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +83,73 @@ def test_a_card_with_little_memory_gives_the_same_numbers(
         raise AssertionError("the whole device was synchronised")
 
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    config = {"host_memory": "2GiB", "page_size": "4KiB"}
-    log, weights = train(name, tmp_path / "paged", config, **arguments)
+    # The CPU's kernels may round otherwise.
+    monkeypatch.setattr(RunAhead, "updates_on_host", lambda self, parameter: False)
+    dials = {"host_memory": "2GiB", "page_size": "4KiB"}
+    log, weights = train(name, tmp_path / "paged", dials, **arguments)
     assert log == plain_log
     assert all(torch.equal(weights[key], plain_weights[key]) for key in plain_weights)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_updates_on_the_cpu_beside_a_card_are_those_of_the_card(
+    clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the last bits: the CPU's kernel may round otherwise."""
+    taken: list[bool] = []
+    original = HostUpdates.take
+
+    def take(self: HostUpdates, entry: Update) -> bool:
+        taken.append(original(self, entry))
+        return taken[-1]
+
+    monkeypatch.setattr(HostUpdates, "take", take)
+    monkeypatch.setattr(RunAhead, "updates_on_host", lambda self, parameter: True)
+    _, plain = train("llama", tmp_path / "plain", None, max_grad_norm=clip)
+    dials = {"host_memory": "2GiB", "page_size": "16KiB"}
+    _, weights = train("llama", tmp_path / "paged", dials, max_grad_norm=clip)
+    assert any(taken)
+    for key, value in plain.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_on_a_card_is_shown_beside_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the time of a step goes is told by the card itself, and nobody waits for it to tell."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the whole device was synchronised")
+
+    # With its states the model takes 552 MiB, and 40 are the least.
+    memory = build_memory(Capacities(page_bytes=MIB, host_bytes=4 * GIB, device_bytes=448 * MIB), torch.device("cuda"))
+    model = net()
+    engine = Engine.attach(model, PTMConfig(page_size=MIB), memory=memory)
+    optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    ahead, tally = engine.run_ahead, engine.run_ahead.tally
+    assert ahead.rates is not None
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    for _ in range(12):
+        loss = model(torch.randn(16, 2048, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        engine.metrics.step_ended()
+    engine.settle()
+    ahead.end()
+    assert tally.passes >= 11
+    assert tally.foretold > 0
+    assert 0 < tally.compute_s < tally.passes_s
+    assert 0 < tally.beside_s < tally.update_s
+    assert ahead.link_use is not None
+    use = ahead.link_use()
+    assert 0 < use.read_bytes <= engine.pool.stats.loaded_bytes
+    assert 0 < use.written_bytes <= engine.pool.stats.stored_bytes + MIB
+    # No link moves more than a terabyte a second, or less than a hundred megabytes.
+    assert 1e8 < (use.read_bytes + use.written_bytes) / use.busy_s < 1e12
+    assert "times its lower bound of" in engine.metrics.summary()
+    engine.check_integrity()
+    engine.close()

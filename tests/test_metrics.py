@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from ptm_accel.engine import Engine
-from ptm_accel.hardware.profile import LinkRates
+from ptm_accel.hardware.profile import DeviceRates, LinkRates
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.memory.timeline import Span
 from ptm_accel.metrics import Metrics
 from ptm_accel.schedule.tally import Tally
 from tests.model.test_run_ahead import Net, step
-from tests.tiers import needs, on_pages
+from tests.queued import LateDevice
+from tests.tiers import AMPLE, PAGE, needs, on_pages
 
 SLOW = LinkRates(1e6, 2e6, 1.3e6)
 
@@ -79,3 +83,99 @@ def test_what_is_between_two_trainings_is_no_step(monkeypatch: pytest.MonkeyPatc
         clock[0] += 2.0
         metrics.step_ended()
         assert metrics._steps_s == [2.0, 2.0, 2.0]
+
+
+FAST = LinkRates(3e6, 3e6, 3e6)
+
+
+@pytest.mark.parametrize("pinned", [FAST, None])
+def test_on_a_device_the_link_is_the_bound(
+    pinned: LinkRates | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[torch.device] = []
+
+    def rates_of(device: torch.device) -> DeviceRates:
+        asked.append(device)
+        return DeviceRates(pinned, SLOW, 5e8)
+
+    floor, need = needs(Net(), tmp_path, "mock+host")
+    monkeypatch.setattr("ptm_accel.paged_model.device_rates", rates_of)
+    monkeypatch.setattr("ptm_accel.paged_model.cpu_update_rate", lambda threads: 1e9)
+    model = Net()
+    with on_pages(model, "mock+host", floor + (need - floor) // 2, tmp_path) as engine:
+        assert asked == [torch.device("cpu")]
+        assert engine.metrics.rates == engine.run_ahead.rates == (pinned or SLOW)
+        assert engine.run_ahead.rated_update_s == 1 / (4 * 5e8)
+        assert engine.run_ahead.host_s == 1 / (4 * 1e9)
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        for number in range(7):
+            step(model, optimizer, number)
+            engine.metrics.step_ended()
+        stats = engine.pool.stats
+        assert engine.metrics.rates is not None
+        link_s = engine.metrics.rates.seconds(stats.loaded_bytes / 7, stats.stored_bytes / 7)
+        work_s = (engine.run_ahead.tally.compute_s + engine.run_ahead.tally.update_s) / 7
+        assert engine.metrics.since_last()["ptm_bound_s"] == pytest.approx(max(link_s, work_s), abs=1e-4)
+        engine.settle()
+        engine.pool.room.settle()
+        assert engine.run_ahead.link_use is not None
+        use = engine.run_ahead.link_use()
+        # What was sent for and not received, and fills of what was never stored, make a difference.
+        assert use.read_bytes == pytest.approx(stats.loaded_bytes, rel=0.1)
+        assert use.written_bytes == pytest.approx(stats.stored_bytes, rel=0.1)
+        assert use.busy_s > 0
+        summary = engine.metrics.summary()
+        assert "times its lower bound of" in summary
+        assert ", foretold " in summary
+        assert engine.run_ahead.tally.foretold > 0
+
+
+def test_below_a_device_the_disk_counts_where_host_memory_overflows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    disk = LinkRates(1e6, 4e6, 2e6)
+    floor, need = needs(Net(), tmp_path, "mock+host+disk")
+    monkeypatch.setattr("ptm_accel.paged_model.device_rates", lambda device: DeviceRates(FAST, SLOW, 5e8))
+    monkeypatch.setattr("ptm_accel.paged_model.disk_rates", lambda paths: [disk])
+    with on_pages(Net(), "mock+host+disk", floor, tmp_path, host_bytes=AMPLE) as engine:
+        assert engine.run_ahead.rates == engine.metrics.rates == FAST
+        assert engine.metrics.disk_rates is None
+    model = Net()
+    with on_pages(model, "mock+host+disk", floor + (need - floor) // 4, tmp_path) as engine:
+        assert engine.metrics.rates == FAST
+        assert engine.run_ahead.rates == LinkRates(1e6, 3e6, 2e6)
+        assert engine.run_ahead.host_s is None
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        for number in range(4):
+            step(model, optimizer, number)
+            engine.metrics.step_ended()
+        tier = engine.memory.disk
+        assert tier is not None
+        assert tier.bytes_read > 0
+        engine.settle()
+        engine.pool.room.settle()
+        seconds = max(
+            disk.seconds(tier.bytes_read / 4, tier.bytes_written / 4),
+            FAST.seconds(engine.pool.stats.loaded_bytes / 4, engine.pool.stats.stored_bytes / 4),
+        )
+        assert engine.metrics.since_last()["ptm_bound_s"] == pytest.approx(seconds, abs=1e-4)
+        assert engine.run_ahead.link_use is not None
+        assert engine.run_ahead.link_use().busy_s >= tier.busy_s > 0
+
+
+def test_on_a_device_that_tells_times_it_is_its_own_waiting_that_is_shown() -> None:
+    device = LateDevice(latency_s=0.2)
+    memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=AMPLE, device_bytes=AMPLE), device)
+    timeline = memory.pool.timeline
+    assert timeline is not None
+    metrics = Metrics(memory)
+    tensor = memory.pool.create("w", Tag.PARAM, torch.Size([PAGE]), torch.float32)
+    memory.pool.fault(tensor)
+    memory.pool.evict(tensor)
+    memory.pool.stats.stall_s = 1000.0
+    timeline.switch(Span.PASS)
+    memory.pool.fault(tensor)
+    timeline.switch(Span.OTHER)
+    timeline.look()
+    assert 0.1 < metrics.read().stall_s < 100.0
+    memory.close()

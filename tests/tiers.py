@@ -44,7 +44,13 @@ def jitter(seed: int = 0, longest_s: float = 3e-4) -> Callable[[MockCopy], None]
 
 
 def open_memory(
-    kind: str, compute_bytes: int, directory: Path, *, seed: int = 0, host_bytes: int | None = None
+    kind: str,
+    compute_bytes: int,
+    directory: Path,
+    *,
+    seed: int = 0,
+    host_bytes: int | None = None,
+    page_bytes: int = PAGE,
 ) -> Memory:
     """Tiers of one kind.
 
@@ -54,13 +60,15 @@ def open_memory(
         directory: where scratch files go.
         seed: of the mock device's latencies.
         host_bytes: host memory under a device; by default little if there is a disk below it.
+        page_bytes: of a page.
     """
     disk = [] if kind == "mock+host" else [directory]
     if kind == "host+disk":
-        return build_memory(Capacities(page_bytes=PAGE, host_bytes=compute_bytes, disk_paths=disk), torch.device("cpu"))
+        capacities = Capacities(page_bytes=page_bytes, host_bytes=compute_bytes, disk_paths=disk)
+        return build_memory(capacities, torch.device("cpu"))
     if host_bytes is None:
         host_bytes = LITTLE if disk else AMPLE
-    capacities = Capacities(page_bytes=PAGE, host_bytes=host_bytes, device_bytes=compute_bytes, disk_paths=disk)
+    capacities = Capacities(page_bytes=page_bytes, host_bytes=host_bytes, device_bytes=compute_bytes, disk_paths=disk)
     return build_memory(capacities, MockDevice(delay=jitter(seed)))
 
 
@@ -74,7 +82,9 @@ def on_pages(
     model: nn.Module, kind: str, compute_bytes: int, directory: Path, *, host_bytes: int | None = None, **dials: object
 ) -> Iterator[Engine]:
     """The model on pages; at the end the conservation laws are checked and all memory is given back."""
-    memory = open_memory(kind, compute_bytes, directory, host_bytes=host_bytes)
+    page = dials.get("page_size", PAGE)
+    assert isinstance(page, int)
+    memory = open_memory(kind, compute_bytes, directory, host_bytes=host_bytes, page_bytes=page)
     try:
         engine = Engine.attach(model, config(**dials), memory=memory)
         yield engine

@@ -245,7 +245,10 @@ def measure_device(device: torch.device) -> DeviceRates:
             pinned = _device_link(tier, run, _PINNED_COPIES)
         finally:
             unpin()
-    return DeviceRates(pinned, pageable, _device_update_rate(tier.device))
+    rates = DeviceRates(pinned, pageable, _device_update_rate(tier.device))
+    # What this took is no part of what other memory takes beside pages.
+    tier.peak_bytes()
+    return rates
 
 
 def _device_link(tier: CudaTier, run: MappedRun, copies: int) -> LinkRates:

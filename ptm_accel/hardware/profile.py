@@ -65,13 +65,22 @@ class LinkRates:
 
 def side_by_side(links: Sequence[LinkRates | None]) -> LinkRates | None:
     """The rates of links that bytes are dealt out to in proportion to their speed; None if one is not known."""
+    return _combined(links, sum)
+
+
+def in_a_row(links: Sequence[LinkRates | None]) -> LinkRates | None:
+    """The rates of links that bytes pass one after the other, many at a time; None if one is not known."""
+    return _combined(links, min)
+
+
+def _combined(links: Sequence[LinkRates | None], combine: Callable[[list[float]], float]) -> LinkRates | None:
     known = [link for link in links if link is not None]
     if not known or len(known) < len(links):
         return None
     return LinkRates(
-        sum(link.read_bytes_s for link in known),
-        sum(link.write_bytes_s for link in known),
-        sum(link.both_bytes_s for link in known),
+        combine([link.read_bytes_s for link in known]),
+        combine([link.write_bytes_s for link in known]),
+        combine([link.both_bytes_s for link in known]),
     )
 
 

@@ -31,6 +31,10 @@ class Owed(Protocol):
         """Somebody is about to look at the tensor: what is owed to it comes first."""
         ...
 
+    def elsewhere(self, tensor: PagedTensor) -> bool:
+        """Whether the tensor is being changed in its home: what is there must not be brought in yet."""
+        ...
+
     def finish(self) -> None:
         """Does all of it now."""
         ...

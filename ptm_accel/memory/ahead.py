@@ -35,6 +35,8 @@ class Ahead:
         with pool.lock:
             if tensor.place is not Place.AWAY:
                 return tensor.place is not Place.BLANK
+            if pool.owed is not None and pool.owed.elsewhere(tensor):
+                return False
             if tensor.slot_bytes > pool.budget.free_bytes:
                 pool.room.collect()
             if tensor.slot_bytes > pool.budget.free_bytes:

@@ -7,29 +7,23 @@ only where `Transfer.order` says so, and the host waits for single copies. Nothi
 
 from __future__ import annotations
 
-import enum
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
+from ptm_accel.memory.timeline import EventScale
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, ComputeTier, Transfer
 from ptm_accel.units import format_bytes
 
 HostPin = Callable[[int, int], Callable[[], None]]
 """Locks (address, nbytes) of host memory for fast copies and returns what unlocks it; `OSError` if it cannot."""
-
-
-class CopyDirection(enum.Enum):
-    """Which of a device's two copy streams a copy runs on."""
-
-    IN = "host to device"
-    OUT = "device to host"
 
 
 class DeviceTier(ComputeTier, Protocol):
@@ -57,6 +51,10 @@ class DeviceTier(ComputeTier, Protocol):
             into: 1-D contiguous uint8 in host memory; not read until the transfer is done.
             source: as many bytes on the device, alive and unchanged until the transfer is done.
         """
+        ...
+
+    def moved(self) -> Moved:
+        """What copies that have ended have moved so far; waits for none."""
         ...
 
 
@@ -117,6 +115,22 @@ class CudaTransfer:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
+class _Running(NamedTuple):
+    """A copy that may not have ended.
+
+    Attributes:
+        direction: which way.
+        began: the event before it.
+        ended: the event after it.
+        on_host: the host tensor; that on the device is guarded by `record_stream`.
+    """
+
+    direction: CopyDirection
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    on_host: torch.Tensor
+
+
 class CudaTier:
     """Device memory from torch's own caching allocator, so that pages and activations share one pool.
 
@@ -131,8 +145,9 @@ class CudaTier:
         index = None if device is None else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._streams = {direction: torch.cuda.Stream(self.device) for direction in CopyDirection}
-        # Host tensors of running copies; device tensors are guarded by record_stream.
-        self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._in_flight: deque[_Running] = deque()
+        self._meter = LinkMeter()
+        self._scale = EventScale()
         self._live_bytes = 0
         CudaTier._open.add(self)
         self._lock = threading.Lock()
@@ -189,6 +204,18 @@ class CudaTier:
         """See `DeviceTier.copy_out`."""
         return self._copy(CopyDirection.OUT, into, source)
 
+    def moved(self) -> Moved:
+        """See `DeviceTier.moved`."""
+        with self._lock:
+            self._retire()
+        return self._meter.read()
+
+    def record(self) -> torch.cuda.Event:
+        """An event after the compute that the calling thread has queued so far; it tells the time."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def close(self) -> None:
         """Waits for the copies still running. The blocks are torch's, and live as long as their tensors."""
         CudaTier._open.discard(self)
@@ -196,8 +223,8 @@ class CudaTier:
             self.limit(None)
         with self._lock:
             in_flight, self._in_flight = self._in_flight, deque()
-        for event, _ in in_flight:
-            event.synchronize()
+        for copy in in_flight:
+            copy.ended.synchronize()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if more is live here than torch holds on the device."""
@@ -216,15 +243,23 @@ class CudaTier:
         with self._lock:
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
+                began = torch.cuda.Event(enable_timing=True)
+                began.record(stream)
                 into.copy_(source, non_blocking=True)
                 # A blocking event lets the waiting thread sleep: the cores are needed for updates on the CPU.
-                event = torch.cuda.Event(blocking=True)
-                event.record(stream)
+                ended = torch.cuda.Event(enable_timing=True, blocking=True)
+                ended.record(stream)
             on_device.record_stream(stream)
-            while self._in_flight and self._in_flight[0][0].query():
-                self._in_flight.popleft()
-            self._in_flight.append((event, on_host))
-        return CudaTransfer(event, self.device)
+            self._retire()
+            self._in_flight.append(_Running(direction, began, ended, on_host))
+        return CudaTransfer(ended, self.device)
+
+    def _retire(self) -> None:
+        """Lets go of copies that have ended, and counts them."""
+        while self._in_flight and self._in_flight[0].ended.query():
+            copy = self._in_flight.popleft()
+            began_s, ended_s = self._scale.seconds(copy.began), self._scale.seconds(copy.ended)
+            self._meter.add(copy.direction, copy.on_host.numel(), began_s, ended_s)
 
 
 def register_pinned(address: int, nbytes: int) -> Callable[[], None]:

@@ -33,7 +33,8 @@ class PageState(enum.Enum):
            BLANK -> DISK                        (the same, with nothing to write)
            CLEAN -> DISK                        (gives the frame back; so does a read that fails)
     ```
-    A CLEAN page drops its slot, and is a FRAME, when another page needs the room on disk.
+    A CLEAN page drops its slot, and is a FRAME, when another page needs the room on disk, and when the host has changed
+    it in place.
     """
 
     BLANK = "blank"
@@ -58,9 +59,10 @@ class Page:
         writes: transfers into the frame that were not yet seen to have ended well.
         reads: device copies from the frame, likewise.
         mappings: snapshots that map the frame and may still be alive.
+        holds: how often the host was promised that the frame stays, to change it in place.
     """
 
-    __slots__ = ("frame", "handle", "mappings", "nbytes", "reads", "slot", "state", "writes")
+    __slots__ = ("frame", "handle", "holds", "mappings", "nbytes", "reads", "slot", "state", "writes")
 
     def __init__(self, handle: FrameHandle, nbytes: int, frame: Frame) -> None:
         self.handle = handle
@@ -71,6 +73,11 @@ class Page:
         self.writes: list[Transfer] = []
         self.reads: list[Transfer] = []
         self.mappings: list[weakref.ref[MappedRun]] = []
+        self.holds = 0
+
+    def may_leave(self) -> bool:
+        """Whether its frame can be given to another page."""
+        return not self.holds and not self.mapped()
 
     def mapped(self) -> bool:
         """Whether a snapshot of the frame is alive, so that the page must keep it."""

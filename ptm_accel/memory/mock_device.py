@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ import torch
 
 from ptm_accel.errors import PTMError
 from ptm_accel.memory.budget import Tier
-from ptm_accel.memory.device import CopyDirection, check_block_size, check_copy, device_refusal
+from ptm_accel.memory.device import check_block_size, check_copy, device_refusal
+from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
 from ptm_accel.memory.runs import RunSpace
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block
 from ptm_accel.units import format_bytes
@@ -146,6 +148,7 @@ class MockDevice:
         self._live: dict[_Region, None] = {}
         self._started: Counter[CopyDirection] = Counter()
         self._running: dict[MockTransfer, None] = {}
+        self._meter = LinkMeter()
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._queues: dict[CopyDirection, SimpleQueue[_Job | None]] = {d: SimpleQueue() for d in CopyDirection}
@@ -209,6 +212,10 @@ class MockDevice:
             PTMError: the device is closed.
         """
         return self._start(CopyDirection.OUT, into, source)
+
+    def moved(self) -> Moved:
+        """See `DeviceTier.moved`."""
+        return self._meter.read()
 
     def close(self) -> None:
         """Runs the copies already started, without their latencies, and stops the threads. Idempotent.
@@ -283,8 +290,11 @@ class MockDevice:
     def _run(self, queue: SimpleQueue[_Job | None]) -> None:
         while (job := queue.get()) is not None:
             error: BaseException | None = None
+            began_s = time.perf_counter()
             try:
                 self._move(job)
+                copy = job.transfer.copy
+                self._meter.add(copy.direction, copy.nbytes, began_s, time.perf_counter())
             except BaseException as caught:
                 # Whatever it is belongs to whoever waits for this copy; the thread goes on with the next one.
                 error = caught

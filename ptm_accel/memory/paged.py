@@ -184,7 +184,9 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
         poison = False
     else:
         poison = torch.iinfo(dtype).min
-    return torch.full((1,) * len(shape), poison, dtype=dtype, device=device).expand(shape)
+    # Of a parameter that is away while it is only evaluated, and trained later.
+    with torch.inference_mode(False):
+        return torch.full((1,) * len(shape), poison, dtype=dtype, device=device).expand(shape)
 
 
 def is_intact(stand_in: torch.Tensor) -> bool:

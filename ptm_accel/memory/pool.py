@@ -26,6 +26,7 @@ from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.snapshots import Snapshots
+from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
 from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import ComputeTier, Home, Transfer
 from ptm_accel.memory.windows import Windows
@@ -73,6 +74,7 @@ class Pool:
     Attributes:
         least_bytes: what accesses need at their worst moment; views that are kept leave at least that.
         whole_bytes: with so much nothing ever moves; 0 where that is not known.
+        timeline: tells where time goes on a device; None where compute is carried out as it is called.
         copies_in: bytes that are adopted are copied into the tier's own memory, so that those of the allocator they
             came from are free again at once.
     """
@@ -83,7 +85,8 @@ class Pool:
         self.home = home
         self.stats = PoolStats()
         self.lock = BookLock()
-        self.traffic = Traffic(home, self.stats)
+        self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
+        self.traffic = Traffic(home, self.stats, self.timeline)
         self.room = Room(compute, budget, self.traffic, self, self.lock)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
@@ -262,9 +265,11 @@ class Pool:
             tensor.occupant.arrived(tensor.extent.tensor)
 
     def _make_extent(self, tensor: PagedTensor) -> Extent:
-        reservation, block = self.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name)
-        assert block.buffer is not None
-        typed = block.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        # Whoever brings it in need not be the only one who uses it.
+        with torch.inference_mode(False):
+            reservation, block = self.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name)
+            assert block.buffer is not None
+            typed = block.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.extent = Extent(typed, block.buffer, block, reservation)
         return tensor.extent
 
@@ -292,7 +297,8 @@ class Pool:
         """While it lasts the adviser is told of no access: they follow an order of their own (an update)."""
         before, self._silent = self._silent, True
         try:
-            yield
+            with during(self.timeline, Span.BESIDE):
+                yield
         finally:
             self._silent = before
 

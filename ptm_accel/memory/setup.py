@@ -51,6 +51,7 @@ class Memory:
         dials: the capacities that its user set, which other models of this process may have been given as well; empty
             for memory that somebody made for one model.
         when_closed: called once, at its end.
+        device: the device, for its counters; None without one.
     """
 
     pool: Pool
@@ -60,6 +61,7 @@ class Memory:
     closed: bool = False
     dials: Mapping[Tier, int] = field(default_factory=dict)
     when_closed: Callable[[], None] | None = None
+    device: DeviceTier | None = None
 
     def close(self) -> None:
         """Gives everything back. Idempotent."""
@@ -145,4 +147,4 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     over: list[ComputeTier | Home | FramePool] = [home, tier, frames]
     if disk is not None:
         over.append(disk)
-    return Memory(Pool(tier, budgets[Tier.DEVICE], home), budgets, disk, over)
+    return Memory(Pool(tier, budgets[Tier.DEVICE], home), budgets, disk, over, device=tier)

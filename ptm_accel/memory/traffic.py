@@ -13,6 +13,7 @@ from ptm_accel.errors import DiskError
 from ptm_accel.memory.copies import Keeping
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
 _COMPARED_BYTES = 4 << 20
@@ -29,7 +30,7 @@ class PoolStats:
         evictions: tensors moved away.
         loaded_bytes: from the home.
         stored_bytes: to the home.
-        stall_s: how long the accessing thread has waited.
+        stall_s: how long the accessing thread has waited; a device waits for copies without it.
     """
 
     faults: int = 0
@@ -46,18 +47,20 @@ class Traffic:
     Args:
         home: where bytes go when there is no room; None if there is no such place.
         stats: what is counted.
+        timeline: of the device that computes; None where compute is carried out as it is called.
     """
 
-    def __init__(self, home: Home | None, stats: PoolStats) -> None:
+    def __init__(self, home: Home | None, stats: PoolStats, timeline: Timeline | None = None) -> None:
         self.home = home
         self.stats = stats
+        self.timeline = timeline
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Counts the time inside as stalled."""
+        """Counts the time inside as stalled, and what is queued inside as waiting."""
         begin = time.perf_counter()
         try:
-            with INTERRUPTS.waiting():
+            with during(self.timeline, Span.WAIT), INTERRUPTS.waiting():
                 yield
         finally:
             self.stats.stall_s += time.perf_counter() - begin
@@ -98,6 +101,10 @@ class Traffic:
 
     def order(self, transfer: Transfer) -> None:
         """Makes later compute come after `transfer`."""
+        if self.timeline is not None and transfer.done():
+            # Nothing will wait, and marks in the timeline cost time.
+            transfer.order()
+            return
         with self.stalled():
             transfer.order()
 

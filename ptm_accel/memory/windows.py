@@ -1,4 +1,4 @@
-"""Windows: some elements of a paged tensor in the compute tier, without bringing the whole tensor in."""
+"""Windows: some elements of a paged tensor, in the compute tier or on their page; the whole need not be brought in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer
+from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pin, Pool
@@ -167,3 +168,28 @@ class Windows:
         typed = octets[:nbytes].view(tensor.dtype)
         tensor.extent.tensor.view(-1)[window.start : window.start + typed.numel()].copy_(typed)
         tensor.place = Place.DIRTY
+
+
+class HostWindow(Window):
+    """Some elements of a paged tensor in their page in host memory, below a device.
+
+    Args:
+        source: which one; it is away.
+        start: first element; its byte offset is a multiple of `ALIGN_BYTES`.
+        stop: one past the last; it is on the same page.
+        home: where the page is.
+
+    Attributes:
+        run: what keeps the page; `tensor` is not to be touched before the transfers of it have ended.
+
+    Raises:
+        BudgetError: it has to be read from the disk, and there is no frame for it.
+        DiskError: a store of it had failed.
+    """
+
+    __slots__ = ("run",)
+
+    def __init__(self, source: PagedTensor, start: int, stop: int, home: FrameHome) -> None:
+        size = source.dtype.itemsize
+        self.run = home.hold(source.handle, start * size, round_up((stop - start) * size))
+        super().__init__(source, start, stop, self.run.octets[: (stop - start) * size].view(source.dtype))

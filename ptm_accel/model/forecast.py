@@ -306,7 +306,8 @@ class _Notes(RunAhead):
         self.last: str | None = None
         self._meter = meter
         self._notebook: Recorder | None = None
-        # For each access: what is pinned beside it, and the most that is alive until the next.
+        # For each access: when it was, what is pinned beside it, and the most that is alive until the next.
+        self._times_s: list[float] = []
         self._beside: list[int] = []
         self._alive: list[int] = []
         params = list(pool.tensors())
@@ -319,7 +320,7 @@ class _Notes(RunAhead):
     def begin(self, kind: Hashable) -> None:
         """See `RunAhead`."""
         if self._notebook is None:
-            self._notebook = Recorder((kind, self.sums(), Updates.APART), 0.0)
+            self._notebook = Recorder((kind, self.sums(), Updates.APART))
             self._pool.adviser = self
 
     def end(self) -> None:
@@ -347,7 +348,7 @@ class _Notes(RunAhead):
         """What was noted."""
         notebook = self._notebook
         assert notebook is not None
-        trace = notebook.finish(self._meter.seconds)
+        trace = notebook.finish([0.0, *self._times_s, self._meter.seconds])
         alive = [*self._alive, self._meter.take_peak()][1:]
         held = [beside + most for beside, most in zip(self._beside, alive, strict=True)]
         accesses = (replace(access, held_bytes=n) for access, n in zip(trace.accesses, held, strict=True))
@@ -364,5 +365,5 @@ class _Notes(RunAhead):
         self._beside.append(self._fixed_bytes + pinned)
         self._alive.append(self._meter.take_peak())
         backward = torch._C._current_graph_task_id() != -1
-        now_s = self._meter.seconds
-        self._notebook.record(tensor.name, tensor.slot_bytes, use, now_s=now_s, held_bytes=0, backward=backward)
+        self._times_s.append(self._meter.seconds)
+        self._notebook.record(tensor.name, tensor.slot_bytes, use, held_bytes=0, backward=backward)

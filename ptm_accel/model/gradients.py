@@ -136,6 +136,11 @@ class GradSlot:
             other.value.occupant = None
         return other
 
+    def forget(self) -> None:
+        """As `drop`, and forgets what autograd has left in the parameter where it was broken off before it told us."""
+        self.slot.param.grad = None
+        self.drop()
+
     def drop(self) -> None:
         """Forgets the sum."""
         self._norm, self.spent = None, False
@@ -188,6 +193,10 @@ class Gradients:
     def of(self, slot: ParamSlot) -> GradSlot:
         """The gradient of a trainable parameter."""
         return self._by_param[id(slot.param)]
+
+    def known(self, slot: ParamSlot) -> GradSlot | None:
+        """The gradient of a parameter; None if it is not trainable, or has not been since the last forward."""
+        return self._by_param.get(id(slot.param)) if slot.param.requires_grad else None
 
     def covers(self, slots: list[ParamSlot]) -> bool:
         """Whether these are exactly the parameters whose gradients are taken."""
@@ -250,7 +259,7 @@ class Gradients:
         """Forgets all gradients (`zero_grad`)."""
         with INTERRUPTS:
             for grad in self._by_param.values():
-                grad.drop()
+                grad.forget()
 
     def remove(self) -> None:
         """Takes the hooks off and gives all room back."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.timeline import Mark
 from ptm_accel.schedule.actions import Plan
 from ptm_accel.schedule.simulate import Simulation
-from ptm_accel.schedule.trace import Trace, Use
+from ptm_accel.schedule.trace import Recorder, Trace, Use
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates, final_gradients
 from ptm_accel.schedule.watch import Watch
 
@@ -25,12 +26,14 @@ class Route:
         recorded: the trace as it was recorded, without updates.
         updates: which updates are carried out beside it.
         simulated: what the plan should come to; None where the link has not been measured.
+        on_host: the parameters that it has updated on the CPU beside a device, by name.
         places: the accesses of each item, ascending, by the item's name.
         own: of those, the ones of the pass itself.
         kept: the names of what is to stay for good.
         updated: the names of the parameters whose updates are in the plan.
         final: the names of those whose gradients are whole when they arrive.
         rank: how many accesses of the pass itself come before each access; the last entry is their number.
+        trains: whether there is a backward in it.
         watch: compares what such passes take with what was simulated.
     """
 
@@ -40,12 +43,14 @@ class Route:
     recorded: Trace
     updates: Updates = Updates.APART
     simulated: Simulation | None = None
+    on_host: frozenset[str] = frozenset()
     places: dict[str, list[int]] = field(default_factory=dict)
     own: dict[str, list[int]] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     final: frozenset[str] = frozenset()
     rank: list[int] = field(default_factory=lambda: [0])
+    trains: bool = False
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
@@ -53,6 +58,7 @@ class Route:
         self.kept = frozenset(items[item].name for item in self.plan.kept) if self.plan is not None else frozenset()
         used_up = (items[access.item].name for access in self.trace.accesses if access.use is Use.CONSUME)
         self.updated = frozenset(name.removesuffix(GRAD_SUFFIX) for name in used_up)
+        self.trains = any(access.backward for access in self.recorded.accesses)
         self.final = frozenset(final_gradients(self.recorded).values())
         for index, access in enumerate(self.trace.accesses):
             self.places.setdefault(items[access.item].name, []).append(index)
@@ -97,3 +103,22 @@ class Route:
         own = self.own.get(tensor.name, [])
         at = bisect_left(own, position)
         return own[at] if at < len(own) else len(self.trace.accesses)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A pass that has ended for the thread that computes; on a device its times may not be known yet.
+
+    Attributes:
+        recorder: what it accessed.
+        route: what was known of it.
+        updates: when the updates that concern it were carried out.
+        strays: accesses that were not where the trace had them.
+        marks: when it began, each access, and when it ended.
+    """
+
+    recorder: Recorder
+    route: Route | None
+    updates: Updates
+    strays: int
+    marks: list[Mark]

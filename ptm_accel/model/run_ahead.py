@@ -5,36 +5,28 @@ A plan is a hint: whatever the model really reads is what it gets, and an access
 paged. Where the model departs from its trace (routing, a last short batch) the next places are searched for a place to
 join it again; where it departs too often the pass is written down anew.
 
-Everything here runs in the thread that computes, between two operations, and never waits: the moves themselves are
-made by the tiers' own threads and streams.
+What is done at each access is in `ptm_accel.model.following`.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-import torch
-
-from ptm_accel.errors import BudgetError
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.timeline import Moment
+from ptm_accel.model.clock import clock_of
+from ptm_accel.model.following import Following
 from ptm_accel.model.gradients import Sums
-from ptm_accel.model.route import Route
-from ptm_accel.schedule.actions import Action, Move
+from ptm_accel.model.route import Ended, Route
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.tally import Tally
-from ptm_accel.schedule.trace import Item, Recorder, Trace, Use
+from ptm_accel.schedule.trace import Item, Recorder, Trace
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
 from ptm_accel.schedule.watch import LinkUse, rates_as_seen
-
-_JOIN_WITHIN = 64
-"""How many accesses ahead a place is searched for where the next one is not the expected one."""
 
 _DEPARTURES = 0.05
 """The share of accesses that may differ from the trace before it is written down anew."""
@@ -42,22 +34,8 @@ _DEPARTURES = 0.05
 _CAPACITY_GRAIN = 64
 """A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
 
-_FOLLOWED = (Tag.PARAM, Tag.GRAD)
 
-
-class Beside(Protocol):
-    """Work that goes on beside a pass: an optimizer step that is still under way."""
-
-    def pump(self) -> None:
-        """Does what can be done without waiting."""
-        ...
-
-    def awaits(self, tensor: PagedTensor) -> bool:
-        """Whether it still has a use for the tensor."""
-        ...
-
-
-class RunAhead:
+class RunAhead(Following):
     """The pool's adviser (`ptm_accel.memory.advice.Adviser`) while a model runs.
 
     Args:
@@ -69,10 +47,12 @@ class RunAhead:
         in_backward: tells whether updates may begin during the next backward, and makes known what they use
             (`follow_updates`).
         routes: what is known, by kind of pass.
-        departures: accesses that were not where the trace had them, since the beginning.
-        beside: is given its turn at each access.
         rates: of the link between the compute tier and the home; None where they are not known.
         link_use: gives that link's totals; None where they are not known.
+        host_s: seconds that an update on the CPU, beside a device, takes for each byte of its gradient; None where
+            there is no device, or that is not known.
+        on_host_possible: tells whether the optimizer can be run there.
+        rated_update_s: seconds of an update for each byte of gradient, as long as none has been seen; 0 if not known.
         tally: what passes and updates have taken.
     """
 
@@ -81,24 +61,17 @@ class RunAhead:
         self.sums: Callable[[], Sums] = lambda: Sums.NONE
         self.in_backward: Callable[[], bool] = lambda: False
         self.routes: dict[Hashable, Route] = {}
-        self.departures = 0
-        self.beside: Beside | None = None
         self.rates: LinkRates | None = None
         self.link_use: Callable[[], LinkUse] | None = None
+        self.host_s: float | None = None
+        self.on_host_possible: Callable[[], bool] = lambda: False
+        self.rated_update_s = 0.0
         self.tally = Tally()
-        self._pool = pool
-        self._tensors: dict[str, PagedTensor] = {}
+        super().__init__(pool, clock_of(pool, self.tally))
         self._updates: dict[str, list[Item]] = {}
         self._overwritten: Collection[str] = ()
-        self._recorder: Recorder | None = None
-        self._route: Route | None = None
-        self._position = 0
-        self._strays = 0
-        # What is to be sent for, with the access that it is for.
-        self._coming: deque[tuple[int, PagedTensor]] = deque()
-        self._going: deque[PagedTensor] = deque()
-        self._updates_when = Updates.APART
-        self._began_s = 0.0
+        self._on_host: Collection[str] = ()
+        self._ended: deque[Ended] = deque()
         self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
         self._passes_a_step = self._passes = 0
 
@@ -125,9 +98,11 @@ class RunAhead:
             route.watch = watch
         if route is not None and route.watch.calm:
             self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
+        if route is not None and updates is not Updates.APART and route.trains:
+            self._on_host = route.on_host
         self._updates_when = updates
-        self._began_s = time.perf_counter()
-        self._recorder = Recorder(key, self._now_s())
+        self._marks = [self._clock.begin()]
+        self._recorder = Recorder(key)
         self._route, self._position, self._strays = route, 0, 0
         self._pool.adviser = self
 
@@ -148,25 +123,36 @@ class RunAhead:
         # What the next pass begins with may have been sent for in vain yet.
         count = len(route.trace.accesses) if route is not None else 0
         coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count or self._awaits(tensor))
+        if recorder is not None:
+            self._passes += 1
+            marks = [*self._marks, self._clock.end()]
+            self._ended.append(Ended(recorder, route, self._updates_when, self._strays, marks))
+            self._recorder = None
         self.give_up()
         self._coming = coming
-        if recorder is None:
+        while self._ended and (moments := self._clock.read(self._ended[0].marks)) is not None:
+            self._learn(self._ended.popleft(), moments)
+
+    def _learn(self, ended: Ended, moments: Sequence[Moment]) -> None:
+        """The times of a pass are known: it is counted, and planned anew where that is called for."""
+        recorder, route = ended.recorder, ended.route
+        took_s = self._count(route, moments[0], moments[-1])
+        # Another plan may have been made since it ended.
+        known = self.routes.get(recorder.key) is route
+        if not len(recorder) or not known or (route is not None and not self._is_off(route, took_s, ended.strays)):
             return
-        took_s = self._count(recorder, route)
-        if not len(recorder) or (route is not None and not self._is_off(route, took_s)):
-            return
-        trace = recorder.finish(self._now_s())
+        trace = recorder.finish([moment.compute_s for moment in moments])
         if route is not None:
             self._look_at_link()
-        newer = self.routes[recorder.key] = self._planned(trace, updates=self._updates_when)
+        newer = self.routes[recorder.key] = self._planned(trace, updates=ended.updates)
         if route is not None:
             newer.watch = route.watch
 
-    def _is_off(self, route: Route, took_s: float) -> bool:
+    def _is_off(self, route: Route, took_s: float, strays: int) -> bool:
         """Whether the pass that has ended calls for a new plan: it was another one, or took another time."""
         foretold = route.simulated
         late = foretold is not None and route.watch.departs(foretold.seconds, took_s)
-        return late or self._strays > _DEPARTURES * route.rank[-1]
+        return late or strays > _DEPARTURES * route.rank[-1]
 
     def _look_at_link(self) -> None:
         before = self._before[1]
@@ -177,14 +163,15 @@ class RunAhead:
         """The passes of a step have ended: its update begins."""
         self.end()
         self._passes_a_step, self._passes = self._passes, 0
+        if self.enabled:
+            self._clock.begin_update()
 
-    def _count(self, recorder: Recorder, route: Route | None) -> float:
-        """Adds the pass that has ended to the tally; returns the seconds it took."""
-        tally, took_s = self.tally, time.perf_counter() - self._began_s
+    def _count(self, route: Route | None, began: Moment, ended: Moment) -> float:
+        """Adds a pass to the tally; returns the seconds it took."""
+        tally, took_s = self.tally, ended.total_s - began.total_s
         tally.passes += 1
-        self._passes += 1
         tally.passes_s += took_s
-        tally.compute_s += self._now_s() - recorder.began_s
+        tally.compute_s += ended.compute_s - began.compute_s
         if route is not None and route.simulated is not None:
             tally.foretold += 1
             tally.foretold_s += route.simulated.seconds
@@ -193,6 +180,8 @@ class RunAhead:
 
     def give_up(self) -> None:
         """The pass was torn down by an exception: what was seen of it says nothing."""
+        if self._recorder is not None:
+            self._clock.give_up()
         self._recorder = self._route = None
         self._coming.clear()
         self._going.clear()
@@ -202,13 +191,14 @@ class RunAhead:
         """The model has other parameters than before: what was seen of its passes is of no use."""
         self.give_up()
         self.routes.clear()
+        self._ended.clear()
         self._tensors.clear()
-        self._updates, self._overwritten = {}, ()
+        self._updates, self._overwritten, self._on_host = {}, (), ()
 
     def reading_order(self) -> dict[str, int] | None:
         """The place of each parameter in the newest training pass, by name; None if none is known."""
         for route in reversed(self.routes.values()):
-            if any(access.backward for access in route.trace.accesses):
+            if route.trains:
                 return {name: places[0] for name, places in route.places.items()}
         return None
 
@@ -233,10 +223,15 @@ class RunAhead:
         for tensors in used.values():
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
 
-    def updates_ended(self) -> None:
-        """The updates that were carried out beside passes are done."""
+    def updates_ended(self, on_host: Collection[str]) -> None:
+        """The updates that were carried out beside passes are done.
+
+        Args:
+            on_host: the parameters that the CPU has updated beside a device.
+        """
         self.beside = None
-        self.tally.updated_bytes += sum(items[-1].nbytes for items in self._updates.values())
+        here = (items for name, items in self._updates.items() if name not in on_host)
+        self.tally.updated_bytes += sum(items[-1].nbytes for items in here)
 
     @property
     def updates(self) -> Mapping[str, Sequence[Item]]:
@@ -250,14 +245,20 @@ class RunAhead:
 
     def exclude(self, seconds: float) -> None:
         """Time that the thread has spent on updates, waiting left out."""
-        self.tally.update_s += seconds
-        if self.beside is not None:
-            self.tally.beside_s += seconds
+        self._clock.exclude(seconds, beside=self.beside is not None)
+
+    def spent_on_host(self, seconds: float) -> None:
+        """Time that updates on the CPU have taken, beside a device."""
+        self.tally.host_s += seconds
 
     def sends_for(self, parameter: str) -> bool:
         """Whether the plan that is being carried out brings in what the update of a parameter needs."""
         route = self._route
         return route is not None and route.plan is not None and parameter in route.updated
+
+    def updates_on_host(self, parameter: str) -> bool:
+        """Whether the newest plan of a training pass has the update of a parameter on the CPU, beside a device."""
+        return parameter in self._on_host
 
     @property
     def final_gradients(self) -> Collection[str]:
@@ -276,132 +277,7 @@ class RunAhead:
             # The next pass is of another kind where several make a step, and only the first has updates beside it.
             repeats=updates is not Updates.FORWARD or self._passes_a_step == 1,
             rates=self.rates,
-            update_s=self.tally.update_s_per_byte(self._before[0]),
+            update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
+            host_s=self.host_s if self.on_host_possible() else None,
         )
-        return Route(choice.trace, choice.plan, capacity, recorded, updates, choice.simulated)
-
-    def _now_s(self) -> float:
-        return time.perf_counter() - self._pool.stats.stall_s - self.tally.update_s
-
-    # ---- accesses --------------------------------------------------------------------------------------------
-
-    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
-        """See `Adviser`."""
-        if tensor.tag in _FOLLOWED and tensor.movable:
-            self._see(tensor, Use.WRITE if write else Use.READ)
-            if self.beside is not None and tensor.place is not Place.AWAY:
-                self.beside.pump()
-
-    def created(self, tensor: PagedTensor) -> None:
-        """See `Adviser`."""
-        if tensor.tag is Tag.GRAD and tensor.movable:
-            self._see(tensor, Use.CREATE)
-
-    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
-        """See `Adviser`: what is wanted last, by the trace."""
-        route, position = self._route, self._position
-        if route is None:
-            return None
-        # Of two that are wanted at the same time the one that need not be stored.
-        return max(idle, key=lambda t: (self._next_use(route, t, position), t.place is not Place.DIRTY), default=None)
-
-    def _next_use(self, route: Route, tensor: PagedTensor, position: int) -> int:
-        # An update whose turn it was waits for what it uses; nothing is wanted sooner.
-        return position if self._awaits(tensor) else route.next_use(tensor, position)
-
-    def _awaits(self, tensor: PagedTensor) -> bool:
-        """Whether an update that follows its gradient, in this pass, has still to be carried out with the tensor."""
-        beside, in_backward = self.beside, self._updates_when is Updates.BACKWARD
-        return in_backward and beside is not None and beside.awaits(tensor)
-
-    def _see(self, tensor: PagedTensor, use: Use) -> None:
-        recorder = self._recorder
-        assert recorder is not None
-        self._tensors[tensor.name] = tensor
-        budget = self._pool.budget
-        recorder.record(
-            tensor.name,
-            tensor.slot_bytes,
-            use,
-            now_s=self._now_s(),
-            held_bytes=budget.used_bytes - self._pool.idle_bytes - self._pool.room.leaving_bytes,
-            backward=torch._C._current_graph_task_id() != -1,
-        )
-        route = self._route
-        if route is not None:
-            self._follow(route, tensor)
-
-    def _follow(self, route: Route, tensor: PagedTensor) -> None:
-        """Finds the access in the trace, and starts what the plan has for it and for those that were skipped."""
-        use = route.next_own(tensor, self._position)
-        if use != route.due(self._position):
-            self._strays += 1
-            self.departures += 1
-        if use >= len(route.trace.accesses) or route.rank[use] - route.rank[self._position] > _JOIN_WITHIN:
-            return
-        first, self._position = self._position, use + 1
-        if route.plan is None:
-            return
-        for index in range(first, use + 1):
-            for action in route.plan.starts[index]:
-                self._take_up(route, action)
-        self._send_away(tensor)
-        # What must be waited for comes first: nothing is sent for before it.
-        if tensor.place is not Place.AWAY:
-            self._send_for(tensor)
-
-    # ---- moves -----------------------------------------------------------------------------------------------
-
-    def _take_up(self, route: Route, action: Action) -> None:
-        tensor = self._tensors.get(route.trace.items[action.item].name)
-        if tensor is not None:
-            if action.move is Move.LOAD:
-                self._coming.append((action.due, tensor))
-            else:
-                self._going.append(tensor)
-
-    def _send_away(self, accessed: PagedTensor) -> None:
-        """Starts what is to go. What is still in use, or waits for its update, has its turn at a later access."""
-        for _ in range(len(self._going)):
-            tensor = self._going.popleft()
-            if tensor is accessed:
-                continue
-            if tensor.pins or self._awaits(tensor):
-                self._going.append(tensor)
-            elif tensor in self._pool.shelf and not self._pool.shelf.is_on_loan(tensor):
-                self._spare(tensor)
-
-    def _send_for(self, accessed: PagedTensor) -> None:
-        """Starts what is to come, in order, as far as there is room."""
-        while self._coming:
-            due, tensor = self._coming[0]
-            if due < self._position and not self._awaits(tensor):
-                # It was late, and is wanted only after all that is sent for behind it.
-                self._coming.popleft()
-                continue
-            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
-                self._make_way(tensor, accessed)
-                return
-            self._coming.popleft()
-
-    def _make_way(self, coming: PagedTensor, accessed: PagedTensor) -> None:
-        """Lets what is wanted after `coming` go, so that there will be room; memory comes free as the stores end."""
-        pool, route = self._pool, self._route
-        assert route is not None
-        wanted = self._next_use(route, coming, self._position)
-        free = pool.budget.free_bytes + pool.room.ending_bytes
-        while free < coming.slot_bytes:
-            spared = self.victim(tensor for tensor in pool.shelf.free() if tensor is not accessed)
-            if spared is None or self._next_use(route, spared, self._position) <= wanted:
-                return
-            free += spared.slot_bytes
-            if not self._spare(spared):
-                return
-
-    def _spare(self, tensor: PagedTensor) -> bool:
-        try:
-            self._pool.ahead.evict(tensor)
-        except BudgetError:
-            # The home is full: it stays, and whoever needs its room is told.
-            return False
-        return True
+        return Route(choice.trace, choice.plan, capacity, recorded, updates, choice.simulated, choice.on_host)

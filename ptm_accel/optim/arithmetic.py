@@ -8,7 +8,7 @@ piece, with what surrounds it done for each piece (`InPieces`). Neither the opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.optim.units import Unit
 
@@ -45,14 +44,22 @@ class Arithmetic:
 
     Args:
         inner: the user's optimizer.
-        pool: where the windows are.
         appetite: what its update needs, and whether it may be cut.
+        device: where the windows are.
+        ready: gives the elements of a window, 1-D, once they have arrived.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, pool: Pool, appetite: Appetite) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        appetite: Appetite,
+        device: torch.device,
+        ready: Callable[[Any], torch.Tensor],
+    ) -> None:
         self._inner = inner
-        self._pool = pool
-        self._cuts = not appetite.whole and pool.compute.device.type == "cpu"
+        self._device = device
+        self._ready = ready
+        self._cuts = not appetite.whole and device.type == "cpu"
 
     @property
     def grain(self) -> int | None:
@@ -97,7 +104,7 @@ class Arithmetic:
             for unit, param in zip(units, params, strict=True):
                 param.grad = None
                 if pieces is None and unit.state.master is not None:
-                    self._pool.windows.ready(unit.windows[""]).copy_(param.view(-1))
+                    self._ready(unit.windows[""]).copy_(param.view(-1))
             return [inner.state.pop(param, {}) for param in params]
         finally:
             inner.param_groups = groups
@@ -110,7 +117,7 @@ class Arithmetic:
         """A window as the optimizer is to see it."""
         state = unit.state
         shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
-        flat = {key: self._pool.windows.ready(window) for key, window in unit.windows.items()}
+        flat = {key: self._ready(window) for key, window in unit.windows.items()}
         tensors = {key: tensor.view(shape) for key, tensor in flat.items()}
         value, grad, master = tensors[""], tensors["grad"], tensors.get("master")
         if master is not None:
@@ -125,8 +132,19 @@ class Arithmetic:
         if not unit.new:
             # Every window starts from the same counts; the last one's are kept.
             small = state.small if unit.last else {key: _apart(entry) for key, entry in state.small.items()}
+            small = {key: self._beside(entry, unit.group) for key, entry in small.items()}
             self._inner.state[param] = {**small, **{key: tensors[f"state.{key}"] for key in state.paged}}
         return param
+
+    def _beside(self, entry: Any, group: int) -> Any:
+        """A step count where the optimizer wants it: the update before this one may have been on another device."""
+        if not isinstance(entry, torch.Tensor) or entry.device.type == self._device.type:
+            return entry
+        options = self._inner.param_groups[group]
+        # As `Optimizer.load_state_dict` has it.
+        wanted = self._device.type == "cpu" or options.get("fused") or options.get("capturable")
+        # What was counted on the CPU is in pinned memory, since it was brought there from the device.
+        return entry.to(self._device, non_blocking=True) if wanted else entry
 
 
 _Row = list[Any]

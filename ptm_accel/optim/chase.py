@@ -10,7 +10,8 @@ Where nothing can come between a gradient and its update (`ptm_accel.optim.in_ba
 backward, and grows as gradients arrive; `step()` closes it.
 
 There is no thread behind it. The arithmetic of an update runs between two operations of the forward, in the thread
-that computes: on a CPU it needs the same cores, and on a device it is queued like all other work.
+that computes: on a CPU it needs the same cores, and on a device it is queued like all other work. Only what is updated
+on the CPU beside a device (`ptm_accel.optim.host_updates`) is left to another thread.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 from ptm_accel.errors import DiskError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Cursor, Entry, Unit, Work
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""
+
+BeginOnHost = Callable[[torch.Tensor | None, list[dict[str, Any]]], HostUpdates]
+"""Makes what updates on the CPU, of what gradients are multiplied by and of the hyperparameters of each group."""
 
 
 class Chase:
@@ -37,10 +43,10 @@ class Chase:
 
     Args:
         sweep: carries out its parts.
-        work: what is to be updated, in the order in which it will be needed; the gradients are its own.
-        whole: whether that is all of it; otherwise more comes (`add`), until `close`.
+        whole: whether all of it is given at once (`begin`); otherwise more comes (`add`), until `close`.
         scale: what gradients are multiplied by first, if anything.
         sent_for: see `Cursor`.
+        on_host: makes what takes some of the updates over; None if all are for the compute tier.
         spent: is told the seconds of the calling thread that updates have taken, waiting for memory left out.
         ended: called when the last update is done, or the rest was given up.
 
@@ -51,11 +57,11 @@ class Chase:
     def __init__(
         self,
         sweep: Sweep,
-        work: Work,
         scale: torch.Tensor | None,
         *,
         whole: bool = True,
         sent_for: Callable[[str], bool] = lambda name: False,
+        on_host: BeginOnHost | None = None,
         spent: Callable[[float], None],
         ended: Callable[[], None],
     ) -> None:
@@ -68,6 +74,7 @@ class Chase:
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in sweep.hyperparameters()
         ]
+        self._on_host = None if on_host is None else on_host(scale, self._hyper)
         self._opened: list[Unit] = []
         self._batches: deque[list[Unit]] = deque()
         self._working = False
@@ -78,12 +85,51 @@ class Chase:
         self._done = 0
         self.whole = whole
         self._cursor = Cursor([], stays=True, sparing=not whole, sent_for=sent_for)
-        for entry in work:
-            self.add(entry)
         sweep.pool.owed = self
 
+    def begin(self, work: Work) -> None:
+        """Takes on what is to be updated, in the order in which it will be needed; the gradients are its own.
+
+        Raises:
+            DiskError: a transfer had failed; the step is not whole then.
+        """
+        try:
+            self._add_all(work)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _add_all(self, work: Work) -> None:
+        left = deque(work)
+        try:
+            while left:
+                self.add(left.popleft())
+        except BaseException:
+            for _, _, grad in left:
+                grad.drop()
+            raise
+
     def add(self, entry: Entry) -> None:
-        """One more parameter to update; its gradient is whole."""
+        """One more parameter to update; its gradient is whole.
+
+        Raises:
+            DiskError: a transfer had failed.
+        """
+        _, state, grad = entry
+        if self._on_host is not None:
+            try:
+                taken = self._on_host.take(entry)
+            except BaseException:
+                with self._at_work():
+                    grad.drop()
+                raise
+            if taken:
+                self._parameters.add(state.slot.value)
+                state.slot.veil()
+                return
+        self._add_here(entry)
+
+    def _add_here(self, entry: Entry) -> None:
         _, state, grad = entry
         self._owed |= dict.fromkeys(state.tensors(), len(self._cursor.work))
         if grad.value is not None:
@@ -99,19 +145,26 @@ class Chase:
             work: what is to be updated beside what was added.
             order: the place of each parameter in the next forward, by name.
         """
-        for entry in work:
-            self.add(entry)
+        self._add_all(ordered(work, order))
         self.whole, self._cursor.sparing = True, False
         everything, begun = self._cursor.work, self._cursor.begun
         everything[begun:] = ordered(everything[begun:], order)
         for index in range(begun, len(everything)):
             self._owed |= dict.fromkeys(everything[index][1].tensors(), index)
-        if self._done == len(everything):
-            self._end()
+        self._end_if_done()
+
+    @property
+    def taken_over(self) -> set[str]:
+        """The parameters that are updated on the CPU beside a device, by name."""
+        return set() if self._on_host is None else {state.slot.name for _, state, _ in self._on_host.entries}
 
     def awaits(self, tensor: PagedTensor) -> bool:
         """Whether an update that is still to be done uses the tensor."""
-        return tensor in self._owed or tensor in self._gradients
+        return tensor in self._owed or tensor in self._gradients or self.elsewhere(tensor)
+
+    def elsewhere(self, tensor: PagedTensor) -> bool:
+        """See `Owed`."""
+        return self._on_host is not None and self._on_host.owes(tensor)
 
     def pump(self) -> None:
         """Updates what has arrived and opens what there is room for; never waits."""
@@ -123,6 +176,13 @@ class Chase:
             if self._owed:
                 with self._at_work():
                     self._open(insist=False)
+        self.look()
+
+    def look(self) -> None:
+        """Takes note of updates on the CPU that have ended: what they were of can be sent for now."""
+        if self._on_host is not None and self._on_host.can_go_on and not self._working:
+            with self._at_work():
+                self._look_at_host()
 
     def catch_up(self, most_bytes: int) -> None:
         """Waits until gradients of no more than `most_bytes` are left to be used up.
@@ -148,6 +208,9 @@ class Chase:
         self.refuse_open("the model or its optimizer was looked at as a whole")
         if self._owed and not self._working:
             self._advance(len(self._cursor.work) - 1)
+        if self._on_host is not None and not self._working:
+            while self._on_host.busy:
+                self._wait_for_host()
 
     def refuse_open(self, what: str) -> None:
         """Says that `what` was done between a backward in which updates have begun and the step that they belong to.
@@ -164,7 +227,7 @@ class Chase:
     @property
     def work(self) -> Work:
         """What it goes over."""
-        return self._cursor.work
+        return self._cursor.work + (self._on_host.entries if self._on_host is not None else [])
 
     def unchanged(self) -> bool:
         """Whether the hyperparameters are still those that it goes by."""
@@ -195,7 +258,11 @@ class Chase:
         self._gradients.clear()
         self._batches.clear()
         self._sweep.abandon(self._opened)
-        for _, state, grad in self._cursor.work[self._done :]:
+        left = self._cursor.work[self._done :]
+        if self._on_host is not None:
+            left = left + self._on_host.unfinished + self._on_host.refused
+            self._on_host.give_up()
+        for _, state, grad in left:
             grad.drop()
             state.slot.unveil()
         self._end()
@@ -217,6 +284,8 @@ class Chase:
             )
         if tensor in self._owed:
             self._advance(self._owed[tensor])
+        while self.elsewhere(tensor):
+            self._wait_for_host()
 
     def _advance(self, index: int) -> None:
         """Carries out updates until that of parameter `index` is done. Ctrl-C ends it between two batches."""
@@ -231,6 +300,25 @@ class Chase:
                 with self._at_work():
                     self._update()
                     self._open(insist=False)
+
+    def _wait_for_host(self) -> None:
+        """Waits for the next window that is updated on the CPU; as in `_await`, Ctrl-C is not put off."""
+        assert self._on_host is not None
+        job = self._on_host.next_job
+        if job is not None:
+            with self._sweep.pool.traffic.stalled():
+                INTERRUPTS.look()
+                job.wait()
+        with self._at_work():
+            self._look_at_host()
+
+    def _look_at_host(self) -> None:
+        assert self._on_host is not None
+        self._on_host.pump()
+        refused, self._on_host.refused = self._on_host.refused, []
+        for entry in refused:
+            self._add_here(entry)
+        self._end_if_done()
 
     def _await(self, batch: list[Unit]) -> None:
         """Waits for what a batch reads. Ctrl-C is not put off any longer here, since nothing is half done."""
@@ -257,11 +345,17 @@ class Chase:
                     self._owed.pop(tensor, None)
                 unit.state.slot.unveil()
                 self._done += 1
-        if self.whole and self._done == len(self._cursor.work):
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        busy = self._on_host is not None and self._on_host.busy
+        if self.whole and self._done == len(self._cursor.work) and not busy:
             self._end()
 
     def _end(self) -> None:
         self._owed.clear()
+        if self._on_host is not None:
+            self._on_host.close()
         self._sweep.pool.owed = None
         self._ended()
 
@@ -273,9 +367,10 @@ class Chase:
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
             plain = torch.autocast(pool.compute.device.type, enabled=False)
-            with INTERRUPTS.uninterrupted(), pool.unadvised(), torch.no_grad(), plain, torch._C.DisableTorchFunction():
+            with INTERRUPTS.uninterrupted(), pool.unadvised(), torch.inference_mode(False), torch.no_grad(), plain:
                 try:
-                    yield
+                    with torch._C.DisableTorchFunction():
+                        yield
                 except BaseException:
                     self.give_up()
                     raise

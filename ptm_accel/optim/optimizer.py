@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ptm_accel.model.gradients import Gradients, GradSlot
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
+from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.in_backward import InBackward
+from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.states import States
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
@@ -81,6 +84,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._states = States(inner, slots, pool, masters=master_weights)
         self._groups: dict[int, int] = {}
         self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes)
+        on_host = run_ahead.updates_on_host
+        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, run_ahead.spent_on_host)
         self.in_backward = InBackward(self._sweep, run_ahead, self._entry_of, self._begin_in_backward)
         gradients.taken = self.in_backward.take
 
@@ -113,10 +118,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 slot = self._states.slot(param)
-                if slot.param.requires_grad:
-                    grad = self._gradients.of(slot)
-                    if grad.value is not None:
-                        work.append((index, self._states.of(slot), grad))
+                grad = self._gradients.known(slot)
+                if grad is not None and grad.value is not None:
+                    work.append((index, self._states.of(slot), grad))
         return work
 
     def _step(self) -> None:
@@ -151,7 +155,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _begin_chase(self, work: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
         gradient_bytes = {state.slot.name: grad.value.slot_bytes for _, state, grad in work if grad.value is not None}
         self._follow({state.slot.name: state for _, state, _ in work}, gradient_bytes)
-        chase = self._make_chase(ordered(work, order), scale)
+        chase = self._make_chase(scale)
+        chase.begin(ordered(work, order))
         chase.pump()
 
     def _follow(self, states: Mapping[str, ParamState], gradient_bytes: Mapping[str, int]) -> None:
@@ -161,19 +166,19 @@ class PagedOptimizer(torch.optim.Optimizer):
             {name for name, state in states.items() if state.overwritten},
         )
 
-    def _make_chase(self, work: Work, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:
+    def _make_chase(self, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:
         def ended() -> None:
             self._chase = None
-            self._run_ahead.updates_ended()
+            self._run_ahead.updates_ended(chase.taken_over)
             self._updated(chase.work)
 
         chase = Chase(
             self._sweep,
-            work,
             scale,
             whole=whole,
             # A gradient that has arrived is waited for by nobody but its update: what that lacks it sends for itself.
             sent_for=self._run_ahead.sends_for if whole else _nothing,
+            on_host=partial(HostUpdates, self.on_host) if self._run_ahead.on_host_possible() else None,
             spent=self._run_ahead.exclude,
             ended=ended,
         )
@@ -200,7 +205,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _begin_in_backward(self) -> Chase:
         self.settle()
-        return self._make_chase([], whole=False)
+        return self._make_chase(whole=False)
 
     def _close_chase(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
         chase = self._chase
@@ -248,9 +253,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         with INTERRUPTS:
             self.apply_scale(but_its_own=True)
             for param in self._states.params():
-                slot = self._states.slot(param)
-                if slot.param.requires_grad:
-                    self._gradients.of(slot).drop()
+                grad = self._gradients.known(self._states.slot(param))
+                if grad is not None:
+                    grad.forget()
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
         """Multiplies every gradient by `coefficient`, at the latest when it is used."""
@@ -292,11 +297,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._synchronise()
         self.apply_scale()
         for param in self._states.params():
-            slot = self._states.slot(param)
-            if not slot.param.requires_grad:
-                continue
-            grad = self._gradients.of(slot)
-            if grad.value is not None:
+            grad = self._gradients.known(self._states.slot(param))
+            if grad is not None and grad.value is not None:
                 with self._pool.pin(grad.value, write=True) as total:
                     change(total)
                 grad.changed()
@@ -368,6 +370,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`."""
+        # An update that is under way has the hyperparameters of the groups that there were.
+        self.settle()
         self.inner.add_param_group(param_group)
 
     def close(self) -> None:
@@ -375,6 +379,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.in_backward.end()
         if self._chase is not None:
             self._chase.give_up()
+        self.on_host.close()
         self._states.close()
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ class Sweep:
         batch_bytes: Callable[[], int],
     ) -> None:
         self.inner = inner
-        self._arithmetic = Arithmetic(inner, pool, appetite)
+        self._arithmetic = Arithmetic(inner, appetite, pool.compute.device, pool.windows.ready)
         self.pool = pool
         self.appetite = appetite
         self.window_bytes = window_bytes

@@ -14,11 +14,11 @@ class StepCost:
     Attributes:
         forward_s: seconds of arithmetic in its forwards.
         backward_s: seconds of arithmetic in its backwards, and in the norm.
-        update_s: seconds of arithmetic in its update.
+        update_s: seconds of arithmetic in its update, where passes are computed.
+        host_s: seconds of arithmetic in updates on the CPU beside a device.
         read_bytes: bytes that come in over the link.
         written_bytes: bytes that go out over it.
         clipped: no update may begin before the norm of all gradients is known.
-        apart: updates have cores of their own (the CPU's beside a device), and do not take the forward's.
     """
 
     forward_s: float
@@ -26,21 +26,19 @@ class StepCost:
     update_s: float
     read_bytes: float
     written_bytes: float
+    host_s: float = 0.0
     clipped: bool = True
-    apart: bool = False
 
     @property
     def work_s(self) -> float:
         """The longest chain of arithmetic from one step to the next.
 
-        On the same cores everything follows everything. On cores of its own the update runs beside the pass: with
-        clipping it begins as backward ends, and only the next forward is there to run beside.
+        On the same cores everything follows everything. What is updated on others runs beside the rest: with clipping
+        it begins as backward ends, and only what follows until the next backward is there to run beside.
         """
-        if not self.apart:
-            return self.forward_s + self.backward_s + self.update_s
         if self.clipped:
-            return self.backward_s + max(self.forward_s, self.update_s)
-        return max(self.forward_s + self.backward_s, self.update_s)
+            return self.backward_s + max(self.forward_s + self.update_s, self.host_s)
+        return max(self.forward_s + self.backward_s + self.update_s, self.host_s)
 
 
 def lower_bound_s(cost: StepCost, rates: LinkRates | None) -> float:

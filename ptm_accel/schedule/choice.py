@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ptm_accel.errors import ScheduleError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.schedule.actions import Plan
+from ptm_accel.schedule.placement import SHARES, placed, spread
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import Simulation, simulate
 from ptm_accel.schedule.trace import Item, Trace, Use
-from ptm_accel.schedule.updates import spread_state, with_updates, with_updates_in_backward
+from ptm_accel.schedule.updates import final_gradients, spread_state, with_updates, with_updates_in_backward
 
 _AHEAD_SHARES = (0.4, 0.25, 0.15, 0.1, 0.05)
 """The shares of the budget that may be held for what is not used yet: what they hold, state cannot stay in."""
@@ -42,11 +43,13 @@ class Choice:
         trace: the pass, with the updates that are carried out beside it.
         plan: what to start when; None where none can be made.
         simulated: what it should come to; None where the link has not been measured.
+        on_host: the parameters whose updates are carried out on the CPU beside a device, by name.
     """
 
     trace: Trace
     plan: Plan | None
     simulated: Simulation | None
+    on_host: frozenset[str] = frozenset()
 
 
 def choose_plan(
@@ -59,6 +62,7 @@ def choose_plan(
     repeats: bool,
     rates: LinkRates | None,
     update_s: float,
+    host_s: float | None = None,
 ) -> Choice:
     """The best plan for a pass.
 
@@ -72,30 +76,22 @@ def choose_plan(
         repeats: whether the same pass follows it.
         rates: of the link between the compute tier and the home; None where they are not known.
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
+        host_s: the same for updates on the CPU beside a device; None where there are none.
     """
-
-    def add(most_bytes: int) -> Trace:
-        if not updates:
-            return recorded
-        place = with_updates_in_backward if in_backward else with_updates
-        return place(recorded, updates, most_bytes=most_bytes, overwritten=overwritten)
-
-    def choice(kept: float, share: float, again: bool) -> Choice:
-        planned = _planned(recorded, add, capacity_bytes, share, kept, again, rates, update_s)
-        return _with_the_rest(planned, updates, rates, update_s)
-
+    task = _Task(recorded, capacity_bytes, updates, overwritten, in_backward, repeats, rates, update_s, host_s)
     ways = [
         (kept, share)
         for kept in (_KEPT_SHARES if updates and rates is not None else (0.0,))
         for share in ((_AHEAD_UNKNOWN,) if rates is None else _AHEAD_SHARES)
     ]
-    choices = {way: [choice(*way, repeats)] for way in ways}
+    on_host = task.best_on_host(repeats)
+    choices = {way: [task.choice(*way, repeats, on_host)] for way in ways}
     times = [found.simulated.seconds for (found,) in choices.values() if found.simulated is not None]
     if repeats and times:
         # The other way to begin changes little: it is looked at only where that could make a plan the best.
         for way, found in choices.items():
             if found[0].simulated is not None and found[0].simulated.seconds <= min(times) * _WORTH_A_LOOK:
-                found.append(choice(*way, False))
+                found.append(task.choice(*way, False, on_host))
     every = [each for way in ways for each in choices[way]]
     times = [each.simulated.seconds for each in every if each.simulated is not None]
     if not times:
@@ -104,32 +100,72 @@ def choose_plan(
     return next(each for each in every if each.simulated is not None and each.simulated.seconds <= least)
 
 
-def _planned(
-    recorded: Trace,
-    add_updates: Callable[[int], Trace],
-    capacity_bytes: int,
-    ahead_share: float,
-    kept_share: float,
-    repeats: bool,
-    rates: LinkRates | None,
-    update_s: float,
-) -> Choice:
-    kept_bytes = int(capacity_bytes * kept_share)
-    ahead_bytes = int((capacity_bytes - kept_bytes) * ahead_share)
-    ahead_bytes = max(ahead_bytes, 2 * max((item.nbytes for item in recorded.items), default=0))
-    # Beside the update that is carried out there must be room for what the pass holds.
-    trace = add_updates((capacity_bytes - kept_bytes - ahead_bytes) // 2)
-    kept = spread_state(trace, kept_bytes)
-    try:
-        plan = plan_pass(
-            trace, capacity_bytes=capacity_bytes, ahead_bytes=ahead_bytes, repeats=repeats, kept=frozenset(kept)
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a plan is to be chosen for; see `choose_plan`."""
+
+    recorded: Trace
+    capacity_bytes: int
+    updates: Mapping[str, Sequence[Item]]
+    overwritten: Collection[str]
+    in_backward: bool
+    ends_step: bool
+    rates: LinkRates | None
+    update_s: float
+    host_s: float | None
+
+    def best_on_host(self, repeats: bool) -> frozenset[str]:
+        """The parameters that are best updated on the CPU: none, unless that is faster by more than is noise."""
+        nobody: frozenset[str] = frozenset()
+        if self.host_s is None or self.rates is None or not self.updates:
+            return nobody
+        updates = self.updates
+        if self.in_backward:
+            final = set(final_gradients(self.recorded).values())
+            updates = {name: used for name, used in updates.items() if name in final}
+        sets = [nobody, *(spread(self.recorded, updates, share) for share in SHARES)]
+        found = [(self.choice(0.0, _AHEAD_UNKNOWN, repeats, names), names) for names in sets]
+        times = [(each.simulated.seconds, names) for each, names in found if each.simulated is not None]
+        if not times:
+            return nobody
+        seconds, best = min(times, key=lambda pair: pair[0])
+        alone = next((time for time, names in times if not names), None)
+        return best if alone is None or seconds * _WORTH_A_LOOK < alone else nobody
+
+    def choice(self, kept_share: float, ahead_share: float, repeats: bool, on_host: frozenset[str]) -> Choice:
+        """One plan, with what it should come to."""
+        updates = {name: used for name, used in self.updates.items() if name not in on_host}
+        kept_bytes = int(self.capacity_bytes * kept_share)
+        ahead_bytes = int((self.capacity_bytes - kept_bytes) * ahead_share)
+        ahead_bytes = max(ahead_bytes, 2 * max((item.nbytes for item in self.recorded.items), default=0))
+        # Beside the update that is carried out there must be room for what the pass holds.
+        trace = self._with(updates, (self.capacity_bytes - kept_bytes - ahead_bytes) // 2)
+        kept = frozenset(spread_state(trace, kept_bytes))
+        host = placed(
+            trace, self.updates, on_host, self.host_s or 0.0, in_backward=self.in_backward, ends_step=self.ends_step
         )
-    except ScheduleError:
-        # What was held when the trace was made does not fit what there is now; paging on demand still may.
-        return Choice(trace, None, None)
-    if rates is None:
-        return Choice(trace, plan, None)
-    return Choice(trace, plan, simulate(trace, plan, rates, lambda gradient: gradient.nbytes * update_s))
+        try:
+            plan = plan_pass(
+                trace,
+                capacity_bytes=self.capacity_bytes,
+                ahead_bytes=ahead_bytes,
+                repeats=repeats,
+                kept=kept,
+                on_host=host,
+            )
+        except ScheduleError:
+            # What was held when the trace was made does not fit what there is now; paging on demand still may.
+            return Choice(trace, None, None)
+        if self.rates is None:
+            return Choice(trace, plan, None)
+        simulated = simulate(trace, plan, self.rates, lambda gradient: gradient.nbytes * self.update_s, host)
+        return _with_the_rest(Choice(trace, plan, simulated, on_host), updates, self.rates, self.update_s)
+
+    def _with(self, updates: Mapping[str, Sequence[Item]], most_bytes: int) -> Trace:
+        if not updates:
+            return self.recorded
+        place = with_updates_in_backward if self.in_backward else with_updates
+        return place(self.recorded, updates, most_bytes=most_bytes, overwritten=self.overwritten)
 
 
 def _with_the_rest(

@@ -12,6 +12,7 @@ from bisect import insort
 
 from ptm_accel.errors import ScheduleError
 from ptm_accel.schedule.actions import Action, Move, Plan
+from ptm_accel.schedule.placement import NONE_ON_HOST, Placement
 from ptm_accel.schedule.trace import Trace, Use
 from ptm_accel.units import format_bytes
 
@@ -74,6 +75,7 @@ def plan_pass(
     ahead_bytes: int = 0,
     repeats: bool = False,
     kept: frozenset[int] = frozenset(),
+    on_host: Placement = NONE_ON_HOST,
 ) -> Plan:
     """The plan of a pass.
 
@@ -83,6 +85,7 @@ def plan_pass(
         ahead_bytes: the part of it that may be held for what is not used yet.
         repeats: the same pass follows: what its beginning needs may be sent for as this one ends.
         kept: items that never leave.
+        on_host: what is updated on the CPU beside a device: its gradients leave as they arrive, and it comes anew.
 
     Raises:
         ScheduleError: a single access needs more than the budget, or than what is kept leaves of it.
@@ -100,15 +103,18 @@ def plan_pass(
                 f"beside it, and the budget is {format_bytes(capacity_bytes)}. Raise it, or page on demand."
             )
     after = kept
+    never_there = created | on_host.seconds.keys()
     for _ in range(_ROUNDS):
-        there = after - created
-        leaving, loading, used, after = _go_through(trace, there, first_use, kept, capacity_bytes, ahead_bytes)
-        if after - created == there:
+        there = after - never_there
+        leaving, loading, used, after = _go_through(trace, there, first_use, kept, capacity_bytes, ahead_bytes, on_host)
+        if after - never_there == there:
             break
     starts: list[list[Action]] = [[Action(Move.EVICT, item) for item in items] for items in leaving]
     coming: set[int] = set()
     # What the pass leaves there need not be sent for again as it ends.
     absent = frozenset(first_use) - after if repeats else frozenset()
+    # Nor can it be while its update is still to be done.
+    absent -= frozenset() if on_host.in_backward else on_host.seconds.keys()
     for begin, due, item in _brought_forward(trace, loading, leaving, used, capacity_bytes, ahead_bytes, absent):
         starts[begin].append(Action(Move.LOAD, item, due if begin >= 0 else due + len(starts)))
         if begin < 0:
@@ -123,6 +129,7 @@ def _go_through(
     kept: frozenset[int],
     capacity_bytes: int,
     ahead_bytes: int,
+    on_host: Placement,
 ) -> tuple[list[list[int]], list[tuple[int, int]], list[int], frozenset[int]]:
     """One pass by Belady's rule.
 
@@ -135,13 +142,16 @@ def _go_through(
     leaving: list[list[int]] = []
     loading: list[tuple[int, int]] = []
     used: list[int] = []
-    done_with: int | None = None
+    done_with: list[int] = []
     for index, (access, wanted) in enumerate(zip(trace.accesses, trace.next_uses(), strict=True)):
         gone: list[int] = []
-        if done_with is not None and done_with in residents:
-            residents.remove(done_with)
-            gone.append(done_with)
-        done_with = access.item if wanted >= trace.made_anew else None
+        for item in done_with:
+            if item in residents:
+                residents.remove(item)
+                gone.append(item)
+        done_with = [access.item] if wanted >= trace.made_anew else []
+        if access.item in on_host.gradients and wanted >= len(trace.accesses):
+            done_with = [access.item, *([on_host.gradients[access.item]] if on_host.in_backward else [])]
         size = trace.items[access.item].nbytes
         if access.item not in residents and access.use is not Use.CREATE:
             loading.append((index, access.item))

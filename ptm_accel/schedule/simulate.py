@@ -3,7 +3,9 @@
 It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored first,
 and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in order, and an
 access waits for what has not arrived. Updates that follow their gradients, in backward, are waited for by nobody until
-too many gradients have piled up. The pass is repeated until it begins as it ends; the last time is reported.
+too many gradients have piled up. What is updated on the CPU beside a device is updated in order, when its gradient has
+gone there, and can be sent for when that is done. The pass is repeated until it begins as it ends; the last time is
+reported.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.schedule.actions import Move, Plan
+from ptm_accel.schedule.placement import NONE_ON_HOST, Placement
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
 from ptm_accel.schedule.updates import LAG
 
@@ -32,6 +35,7 @@ class Simulation:
         seconds: how long it took.
         compute_s: of that, arithmetic of the pass.
         update_s: of that, arithmetic of updates.
+        host_s: seconds of the CPU beside a device, for updates there; most of it beside the rest.
         load_stall_s: of that, waiting for something to arrive.
         room_stall_s: of that, waiting for room, until stores had ended.
         read_bytes: bytes that came in.
@@ -49,10 +53,15 @@ class Simulation:
     written_bytes: int
     peak_bytes: int
     late: int
+    host_s: float = 0.0
 
 
 def simulate(
-    trace: Trace, plan: Plan, rates: LinkRates, update_s: Callable[[Item], float] = lambda item: 0.0
+    trace: Trace,
+    plan: Plan,
+    rates: LinkRates,
+    update_s: Callable[[Item], float] = lambda item: 0.0,
+    on_host: Placement = NONE_ON_HOST,
 ) -> Simulation:
     """The pass, carried out by its plan.
 
@@ -61,8 +70,9 @@ def simulate(
         plan: made from it.
         rates: of the link.
         update_s: seconds of arithmetic that the update takes which uses a gradient up, by the gradient.
+        on_host: what is updated on the CPU beside a device.
     """
-    run = _Run(trace, plan, rates, update_s)
+    run = _Run(trace, plan, rates, update_s, on_host)
     before = run.totals()
     for _ in range(_ROUNDS):
         before = run.totals()
@@ -81,6 +91,7 @@ def simulate(
         written_bytes=int(written),
         peak_bytes=run.peak_bytes,
         late=int(late),
+        host_s=sum(on_host.seconds.values()),
     )
 
 
@@ -102,7 +113,9 @@ class _Waiting:
 class _Run:
     """The state of the machine on paper."""
 
-    def __init__(self, trace: Trace, plan: Plan, rates: LinkRates, update_s: Callable[[Item], float]) -> None:
+    def __init__(
+        self, trace: Trace, plan: Plan, rates: LinkRates, update_s: Callable[[Item], float], on_host: Placement
+    ) -> None:
         self._trace = trace
         self._plan = plan
         self._rates = rates
@@ -127,6 +140,10 @@ class _Run:
         self._lag_bytes = plan.capacity_bytes // LAG
         first = {access.item: access.use for access in reversed(trace.accesses)}
         self._made = {item for item, use in first.items() if use is Use.CREATE}
+        # When the CPU has done what it has to do, and when each of the parameters that it updates can be sent for.
+        self._on_host = on_host
+        self._host = 0.0
+        self._ready: dict[int, float] = {}
         self.peak_bytes = 0
 
     def totals(self) -> tuple[float, ...]:
@@ -135,6 +152,10 @@ class _Run:
 
     def go_through(self) -> None:
         """One pass."""
+        if not self._on_host.in_backward:
+            gradients = {item: gradient for gradient, item in self._on_host.gradients.items()}
+            for item in self._on_host.seconds:
+                self._update_on_host(item, self._stored.get(gradients.get(item, -1), 0.0))
         self._now += self._trace.lead_s
         for index, (access, actions) in enumerate(zip(self._trace.accesses, self._plan.starts, strict=True)):
             for action in actions:
@@ -154,10 +175,18 @@ class _Run:
         count = len(self._trace.accesses)
         awaited = self._awaited()
         self._coming = deque((due - count, item) for due, item in self._coming if due >= count or item in awaited)
+        for item in self._on_host.gradients:
+            self._evict(item)
         # What the pass has brought into being is used up by an update after it.
         for item in (self._made & self._arrival.keys()) - awaited:
             del self._arrival[item]
             self._dirty.discard(item)
+            self._used -= self._trace.items[item].nbytes
+
+    def _update_on_host(self, item: int, gradient_s: float) -> None:
+        """The CPU updates a parameter when its gradient has come; what the compute tier has of that is out of date."""
+        self._host = self._ready[item] = max(self._host, self._now, gradient_s) + self._on_host.seconds[item]
+        if self._arrival.pop(item, None) is not None:
             self._used -= self._trace.items[item].nbytes
 
     def _gather(self, access: Access) -> None:
@@ -268,18 +297,23 @@ class _Run:
 
     def _send(self, held_bytes: int, index: int) -> None:
         awaited = self._awaited() if self._coming and self._waiting else set()
+        passed: list[tuple[int, int]] = []
         while self._coming:
             due, item = self._coming[0]
             if item not in self._arrival and (due > index or item in awaited):
+                if self._ready.get(item, 0.0) > self._now:
+                    passed.append(self._coming.popleft())
+                    continue
                 if self._room(held_bytes) < self._trace.items[item].nbytes:
-                    return
+                    break
                 self._load(item)
             self._coming.popleft()
+        self._coming.extendleft(reversed(passed))
 
     def _load(self, item: int) -> None:
         nbytes = self._trace.items[item].nbytes
         # What is on its way out must be there first.
-        begin = max(self._now, self._reader, self._stored.get(item, 0.0))
+        begin = max(self._now, self._reader, self._stored.get(item, 0.0), self._ready.get(item, 0.0))
         self._reader = begin + nbytes / self._rates.read_bytes_s
         if self._turns:
             self._writer = self._reader
@@ -301,3 +335,5 @@ class _Run:
         self._written += nbytes
         self._stored[item] = self._writer
         self._leaving.append((self._writer, nbytes))
+        if self._on_host.in_backward and item in self._on_host.gradients:
+            self._update_on_host(self._on_host.gradients[item], self._writer)

@@ -15,6 +15,7 @@ class Tally:
         compute_s: of that, their own arithmetic.
         update_s: the arithmetic of updates, beside a pass or between two.
         beside_s: of that, since passes are planned, with updates that follow the reading order.
+        host_s: the arithmetic of updates on the CPU beside a device, in a thread of its own.
         updated_bytes: of the gradients that those used up.
         foretold: passes that had been simulated.
         foretold_s: what the simulation said of those.
@@ -26,6 +27,7 @@ class Tally:
     compute_s: float = 0.0
     update_s: float = 0.0
     beside_s: float = 0.0
+    host_s: float = 0.0
     updated_bytes: int = 0
     foretold: int = 0
     foretold_s: float = 0.0

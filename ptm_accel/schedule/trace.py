@@ -8,8 +8,9 @@ holds whatever the model's code does. It is a prediction of the next pass of the
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 
 class Use(enum.Enum):
@@ -115,54 +116,44 @@ class Trace:
 
 @dataclass(slots=True)
 class Recorder:
-    """Writes a trace down as it happens. Times are given by the caller.
+    """Writes a trace down as it happens; when that was may be known later.
 
     Attributes:
         key: of the trace.
-        began_s: when the pass began.
     """
 
     key: Hashable
-    began_s: float
     _index: dict[str, int] = field(default_factory=dict)
     _items: list[Item] = field(default_factory=list)
     _accesses: list[Access] = field(default_factory=list)
-    _lead_s: float = 0.0
-    _last_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._last_s = self.began_s
 
     def __len__(self) -> int:
         return len(self._accesses)
 
-    def record(self, name: str, nbytes: int, use: Use, *, now_s: float, held_bytes: int, backward: bool) -> None:
+    def record(self, name: str, nbytes: int, use: Use, *, held_bytes: int, backward: bool) -> None:
         """One use.
 
         Args:
             name: of the tensor.
             nbytes: what its extent takes.
             use: what was done.
-            now_s: the time, on a clock that stands still while somebody waits for memory.
             held_bytes: see `Access`.
             backward: see `Access`.
         """
-        self._account(now_s)
         number = self._index.get(name)
         if number is None:
             number = self._index[name] = len(self._items)
             self._items.append(Item(name, nbytes))
         self._accesses.append(Access(number, use, held_bytes=held_bytes, backward=backward))
 
-    def finish(self, now_s: float) -> Trace:
-        """The trace; `now_s` ends the compute after the last access."""
-        self._account(now_s)
-        return Trace(self.key, tuple(self._items), tuple(self._accesses), self._lead_s)
+    def finish(self, times_s: Sequence[float]) -> Trace:
+        """The trace.
 
-    def _account(self, now_s: float) -> None:
-        passed, self._last_s = max(now_s - self._last_s, 0.0), now_s
-        if not self._accesses:
-            self._lead_s += passed
-            return
-        last = self._accesses[-1]
-        self._accesses[-1] = replace(last, compute_s=last.compute_s + passed)
+        Args:
+            times_s: when the pass began, when each use was, and when the pass ended; on a clock that stands still
+                while somebody waits for memory.
+        """
+        assert len(times_s) == len(self._accesses) + 2, f"{len(times_s)} times for {len(self._accesses)} accesses"
+        lead_s, *spent = (max(after - before, 0.0) for before, after in pairwise(times_s))
+        accesses = (replace(access, compute_s=s) for access, s in zip(self._accesses, spent, strict=True))
+        return Trace(self.key, tuple(self._items), tuple(accesses), lead_s)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptm_accel.hardware.profile import FORMAT, HardwareProfile, LinkRates, from_json, to_json
+from ptm_accel.hardware.profile import FORMAT, HardwareProfile, LinkRates, from_json, in_a_row, to_json
 from tests.hardware.machines import CARD, DISK, HERE, LINK, PROFILE
 
 RATE = st.floats(1e6, 1e12)
@@ -29,6 +29,17 @@ def test_both_take_between_the_longer_and_one_after_the_other(link: LinkRates, r
 def test_one_direction_alone_takes_its_own_rate(link: LinkRates, amount: float) -> None:
     assert link.seconds(amount, 0) == amount / link.read_bytes_s
     assert link.seconds(0, amount) == amount / link.write_bytes_s
+
+
+@given(LINKS, LINKS)
+def test_what_passes_two_links_is_as_fast_as_the_slower(first: LinkRates, second: LinkRates) -> None:
+    row = in_a_row([first, second])
+    assert row is not None
+    assert row.read_bytes_s == min(first.read_bytes_s, second.read_bytes_s)
+    assert row.write_bytes_s == min(first.write_bytes_s, second.write_bytes_s)
+    assert row.both_bytes_s == min(first.both_bytes_s, second.both_bytes_s)
+    assert in_a_row([first, None]) is None
+    assert in_a_row([]) is None
 
 
 @given(LINKS, AMOUNT, AMOUNT, AMOUNT)

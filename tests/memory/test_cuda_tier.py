@@ -11,11 +11,22 @@ import torch
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory import device
 from ptm_accel.memory.budget import Budget, Tag, Tier
-from ptm_accel.memory.device import CudaTier, CudaTransfer, DeviceTier, device_refusal, host_pin, register_pinned
+from ptm_accel.memory.device import (
+    CudaTier,
+    CudaTransfer,
+    DeviceTier,
+    _Running,
+    device_refusal,
+    host_pin,
+    register_pinned,
+)
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.link import CopyDirection
+from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline
 from ptm_accel.memory.transfer import Block
 from ptm_accel.units import MIB
+from tests.queued import FakeEvent
 
 SLEEP_CYCLES = 200_000_000
 """About a tenth of a second of device time."""
@@ -96,6 +107,29 @@ def test_a_transfer_on_a_failed_device_has_ended_and_raises() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             transfer.wait()
+
+
+def test_copies_are_counted_once_their_events_have_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    tier = CudaTier(torch.device("cuda", 0))
+    ends = {}
+    for direction, nbytes, began_s, ended_s in (
+        (CopyDirection.IN, 300, 10.0, 12.0),
+        (CopyDirection.OUT, 200, 11.0, 15.0),
+        (CopyDirection.IN, 100, 20.0, 21.0),
+    ):
+        began, ended = FakeEvent(began_s), FakeEvent()
+        ends[ended] = ended_s
+        tier._in_flight.append(_Running(direction, began, ended, torch.empty(nbytes, dtype=torch.uint8)))  # type: ignore[arg-type]
+    assert tier.moved() == (0, 0, 0.0)
+    *first, last = ends
+    for event in first:
+        event.at_s = ends[event]
+    assert tier.moved() == (300, 200, 5.0)
+    assert [copy.ended for copy in tier._in_flight] == [last], "the others keep no tensor"
+    last.at_s = ends[last]
+    assert tier.moved() == (400, 200, 6.0)
+    tier._in_flight.clear()
 
 
 # ---- with a GPU ------------------------------------------------------------------------------------------------------
@@ -226,6 +260,57 @@ def test_copies_of_both_directions_overlap_with_each_other_and_with_compute(tier
     assert both_s < 0.8 * serial_s
     for block in (first, second):
         give_back(tier, block)
+
+
+@pytest.mark.gpu
+def test_what_has_been_moved_is_counted_as_it_ends(tier: CudaTier) -> None:
+    nbytes = 64 * MIB
+    block, source, into = tier.allocate(nbytes), pinned(nbytes), pinned(nbytes)
+    buffer_of(block).fill_(1)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    held = tier.copy_out(into, buffer_of(block))
+    assert tier.moved() == (0, 0, 0.0), "it waits for compute"
+    held.wait()
+    begin = time.perf_counter()
+    tier.copy_in(buffer_of(block), source).wait()
+    took_s = time.perf_counter() - begin
+    moved = tier.moved()
+    assert (moved.in_bytes, moved.out_bytes) == (nbytes, nbytes)
+    # Neither of them waited on its stream after it had begun.
+    assert 0 < moved.busy_s < 4 * took_s
+    give_back(tier, block)
+
+
+@pytest.mark.gpu
+def test_a_timeline_tells_compute_from_waiting_without_waiting(tier: CudaTier) -> None:
+    nbytes = 256 * MIB
+    block, source, into = tier.allocate(nbytes), pinned(nbytes), pinned(nbytes)
+    buffer_of(block).fill_(1)
+    tier.copy_in(buffer_of(block), source).wait()
+    assert isinstance(tier, QueuedCompute)
+    timeline = Timeline(tier.record)
+    before = tier.moved()
+    begin = time.perf_counter()
+    timeline.switch(Span.PASS)
+    copies = [tier.copy_in(buffer_of(block), source) for _ in range(8)]
+    with timeline.during(Span.WAIT):
+        copies[-1].order()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    ended = timeline.switch(Span.OTHER)
+    queued_s = time.perf_counter() - begin
+    timeline.look()
+    assert ended.moment is None, "the device is not there yet"
+    # A copy back waits for all that was queued.
+    tier.copy_out(into, buffer_of(block)).wait()
+    took_s = time.perf_counter() - begin
+    timeline.look()
+    assert ended.moment is not None
+    copied_s = tier.moved().busy_s - before.busy_s
+    assert queued_s < ended.moment.total_s < took_s
+    assert timeline.spent_s(Span.PASS) == ended.moment.compute_s
+    assert 0.02 < timeline.spent_s(Span.PASS) < took_s - timeline.spent_s(Span.WAIT)
+    assert 0.5 * copied_s < timeline.spent_s(Span.WAIT) <= copied_s
+    give_back(tier, block)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import DeviceBudgetError, PTMError
-from ptm_accel.memory.device import CopyDirection, DeviceTier
+from ptm_accel.memory.device import DeviceTier
+from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.memory.transfer import Block
 
@@ -172,6 +173,31 @@ def test_latency_and_bandwidth_take_their_time() -> None:
     device.close()
 
 
+def test_what_has_been_moved_is_counted_as_it_ends(device: MockDevice, gate: Gate) -> None:
+    block, source = device.allocate(N), host(1.0)
+    copy = device.copy_in(floats(block).view(torch.uint8), source)
+    assert device.moved() == (0, 0, 0.0)
+    gate.opened.set()
+    copy.wait()
+    assert device.moved()[:2] == (N, 0)
+
+
+def test_a_link_is_busy_while_something_moves() -> None:
+    device = MockDevice(latency_s=0.02)
+    block, source, into = device.allocate(N), host(1.0), host(0.0)
+    begin = time.perf_counter()
+    device.copy_in(floats(block).view(torch.uint8), source).wait()
+    first = device.moved()
+    assert (first.in_bytes, first.out_bytes) == (N, 0)
+    assert 0.019 < first.busy_s <= time.perf_counter() - begin
+    time.sleep(0.02)
+    device.copy_out(into, floats(block).view(torch.uint8)).wait()
+    second = device.moved()
+    assert (second.in_bytes, second.out_bytes) == (N, N)
+    assert first.busy_s + 0.019 < second.busy_s <= time.perf_counter() - begin - 0.02
+    device.close()
+
+
 def test_an_error_in_the_thread_is_raised_by_every_wait_and_by_no_other_copy() -> None:
     def fail_first(copy: MockCopy) -> None:
         if copy.number == 0:
@@ -187,6 +213,7 @@ def test_an_error_in_the_thread_is_raised_by_every_wait_and_by_no_other_copy() -
     assert bad.done()
     good.wait()
     assert (floats(block) == 1.0).all()
+    assert device.moved().in_bytes == N, "the other moved nothing"
     device.close()
 
 

@@ -16,10 +16,12 @@ from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.route import Route
 from ptm_accel.schedule.actions import Action, Move
 from ptm_accel.schedule.updates import Updates
-from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
+from tests.queued import LateDevice
+from tests.tiers import AMPLE, MEMORIES, PAGE, config, jitter, needs, on_pages, open_memory
 
 WIDTH, LAYERS = 48, 8
 
@@ -285,3 +287,76 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
         with torch.no_grad():
             model(batch(0))
         assert seen == [names[-1]]
+
+
+@contextmanager
+def queued(directory: Path) -> Iterator[tuple[Net, Engine, torch.optim.Optimizer, LateDevice]]:
+    """The model on a device that tells times when it is asked, and not while it is silent; numbers are those of it."""
+    model = Net()
+    floor, need = needs(Net(), directory)
+    device = LateDevice(delay=jitter())
+    capacities = Capacities(page_bytes=PAGE, host_bytes=AMPLE, device_bytes=floor + (need - floor) // 4)
+    memory = build_memory(capacities, device)
+    engine = Engine.attach(model, config(), memory=memory)
+    yield model, engine, engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True)), device
+    engine.check_integrity()
+    engine.close()
+
+
+def test_on_a_device_passes_are_planned_when_their_times_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tight("mock+host", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for number in range(8):
+            step(model, optimizer, number)
+        engine.settle()
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with queued(tmp_path) as (model, engine, optimizer, device):
+        ahead, tally = engine.run_ahead, engine.run_ahead.tally
+        ahead.rates = LinkRates(1e8, 1e8, 1e8)
+        device.silent = True
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        assert not ahead.routes
+        assert tally.passes == 0
+        device.silent = False
+        step(model, optimizer, 2)
+        assert tally.passes == 3
+        (route,) = ahead.routes.values()
+        for number in range(3, 8):
+            step(model, optimizer, number)
+        engine.settle()
+        ahead.end()
+        assert tally.passes == 8
+        assert tally.foretold > 0
+        assert 0 < tally.compute_s < tally.passes_s
+        assert 0 < tally.beside_s < tally.update_s
+        assert 0 < route.recorded.compute_s < tally.compute_s
+        assert sum(access.compute_s > 0 for access in route.recorded.accesses) > LAYERS
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(torch.equal(value, weights[name]) for name, value in expected.items())
+
+
+def test_on_a_device_a_pass_that_was_planned_meanwhile_is_only_counted(tmp_path: Path) -> None:
+    with queued(tmp_path) as (model, engine, _, device):
+        ahead = engine.run_ahead
+        device.silent = True
+        model.eval()
+        with torch.no_grad():
+            for number in range(3):
+                model(batch(number))
+        device.silent = False
+        ahead.end()
+        assert ahead.tally.passes == 3
+        (route,) = ahead.routes.values()
+        ahead.end()
+        assert list(ahead.routes.values()) == [route]
+        device.silent = True
+        with torch.no_grad():
+            model(batch(3))
+        ahead.end()
+        ahead.forget()
+        device.silent = False
+        ahead.end()
+        assert ahead.tally.passes == 3, "nothing is kept of a model that has become another"
+        assert not ahead.routes

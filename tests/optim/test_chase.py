@@ -30,6 +30,7 @@ from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Unit
 from tests.plain_loop import same_bits
+from tests.stacks import adamw, backward, stack, step
 from tests.tiers import MEMORIES, needs, on_pages
 
 WIDTH, LAYERS = 48, 8
@@ -38,26 +39,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def backward(model: nn.Module, number: int) -> torch.Tensor:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-    loss: torch.Tensor = model(x.to(next(model.parameters()).dtype)).float().square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
-    loss = backward(model, number)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+    return stack(WIDTH, LAYERS, dtype)
 
 
 @contextmanager

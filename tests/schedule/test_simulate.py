@@ -120,15 +120,15 @@ def test_nothing_beats_the_bound(
     assert done.seconds == pytest.approx(total)
 
 
-def cost(*, read_bytes: float = 30, update_s: float = 4.0, clipped: bool = True, apart: bool = False) -> StepCost:
+def cost(*, read_bytes: float = 30, update_s: float = 4.0, host_s: float = 0.0, clipped: bool = True) -> StepCost:
     return StepCost(
         forward_s=1.0,
         backward_s=2.0,
         update_s=update_s,
         read_bytes=read_bytes,
         written_bytes=40,
+        host_s=host_s,
         clipped=clipped,
-        apart=apart,
     )
 
 
@@ -140,10 +140,12 @@ def test_on_the_same_cores_everything_adds_up() -> None:
 
 
 def test_clipping_is_a_barrier_for_updates_on_cores_of_their_own() -> None:
-    assert lower_bound_s(cost(apart=True), None) == 2.0 + 4.0
-    assert lower_bound_s(cost(apart=True, clipped=False), None) == 4.0
-    assert lower_bound_s(cost(apart=True, clipped=False, update_s=0.5), None) == 3.0
-    assert lower_bound_s(cost(apart=True, update_s=0.5), None) == 3.0
+    assert lower_bound_s(cost(update_s=0.0, host_s=4.0), None) == 2.0 + 4.0
+    assert lower_bound_s(cost(update_s=0.0, host_s=4.0, clipped=False), None) == 4.0
+    assert lower_bound_s(cost(update_s=0.0, host_s=0.5, clipped=False), None) == 3.0
+    assert lower_bound_s(cost(update_s=0.0, host_s=0.5), None) == 3.0
+    assert lower_bound_s(cost(update_s=1.5, host_s=2.5), None) == 2.0 + 2.5
+    assert lower_bound_s(cost(update_s=2.5, host_s=2.5), None) == 5.5
 
 
 def test_several_disks_add_up_if_all_are_known() -> None:

@@ -6,13 +6,13 @@ from ptm_accel.schedule.trace import Access, Item, Recorder, Trace, Use
 
 
 def test_a_recorder_writes_down_what_happens() -> None:
-    recorder = Recorder("train", began_s=10.0)
-    recorder.record("a", 64, Use.READ, now_s=10.5, held_bytes=7, backward=False)
-    recorder.record("b", 32, Use.READ, now_s=11.5, held_bytes=8, backward=False)
-    recorder.record("a", 64, Use.READ, now_s=13.5, held_bytes=9, backward=True)
-    recorder.record("a.grad", 64, Use.CREATE, now_s=14.0, held_bytes=9, backward=True)
+    recorder = Recorder("train")
+    recorder.record("a", 64, Use.READ, held_bytes=7, backward=False)
+    recorder.record("b", 32, Use.READ, held_bytes=8, backward=False)
+    recorder.record("a", 64, Use.READ, held_bytes=9, backward=True)
+    recorder.record("a.grad", 64, Use.CREATE, held_bytes=9, backward=True)
     assert len(recorder) == 4
-    trace = recorder.finish(now_s=15.0)
+    trace = recorder.finish([10.0, 10.5, 11.5, 13.5, 14.0, 15.0])
     assert trace == Trace(
         "train",
         (Item("a", 64), Item("b", 32), Item("a.grad", 64)),
@@ -29,9 +29,9 @@ def test_a_recorder_writes_down_what_happens() -> None:
 
 
 def test_a_clock_that_goes_back_counts_as_one_that_stands_still() -> None:
-    recorder = Recorder(None, began_s=10.0)
-    recorder.record("a", 1, Use.READ, now_s=9.0, held_bytes=0, backward=False)
-    assert recorder.finish(now_s=8.0).compute_s == 0.0
+    recorder = Recorder(None)
+    recorder.record("a", 1, Use.READ, held_bytes=0, backward=False)
+    assert recorder.finish([10.0, 9.0, 8.0]).compute_s == 0.0
 
 
 def test_when_things_are_next_wanted() -> None:

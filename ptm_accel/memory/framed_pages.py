@@ -1,0 +1,277 @@
+"""Pages in host frames that overflow to a disk: their states, and the room for them.
+
+Every page is in one `PageState`, and only the methods under "changes of state" change it. A page that waits has a
+place, a frame or a slot on disk: so `FrameHome.new` is where room is made or refused, and a later `store` or `load`
+needs no more room in sum. Where it needs a frame it spills the page that was used longest ago.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.copies import settle
+from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState
+from ptm_accel.memory.frames import Frame, FramePool
+from ptm_accel.memory.swap_space import SwapSpace
+from ptm_accel.memory.transfer import Home, Transfer
+from ptm_accel.units import format_bytes
+
+
+class FramedPages:
+    """Pages with a frame or a slot each. Safe to call from any thread.
+
+    Args:
+        frames: host frames; their budget is the host tier's.
+        disk: where pages go when the frames are full; None if there is no such place.
+    """
+
+    def __init__(self, frames: FramePool, disk: Home | None) -> None:
+        self._frames = frames
+        self._swap = None if disk is None else SwapSpace(disk, frames.frame_bytes)
+        # Pages that have a frame, least recently used first.
+        self._framed: OrderedDict[Page, None] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def make_room(self, nbytes: int) -> int:
+        """Spills pages until the host budget has `nbytes` free, for others to charge; returns what is free then.
+
+        Raises:
+            DiskError: spilling failed.
+        """
+        with self._lock:
+            budget = self._frames.budget
+            with contextlib.suppress(BudgetError):
+                while budget.free_bytes < nbytes and (victims := self._victims(nbytes)):
+                    self._spill(victims, admitting=True)
+            return budget.free_bytes
+
+    def fit(self) -> None:
+        """Spills pages until frames are within a host budget that has been lowered.
+
+        Raises:
+            BudgetError: not enough of them can be moved to the disk now.
+            DiskError: spilling failed.
+        """
+        with self._lock:
+            budget = self._frames.budget
+            while self.make_room(0) < 0 or not budget.make_real_room():
+                # Slabs that are pinned are resident whole: more pages have to go, until one of those is empty.
+                if not (victims := self._victims(0)):
+                    name = "the pages that are there already"
+                    raise self._no_room(0, name, budget.refusal(0, name))
+                self._spill(victims, admitting=True)
+
+    def _mapped_bytes(self, more: Sequence[Page] = ()) -> int:
+        """Bytes of frames that living snapshots map, and of those that one more would."""
+        return sum(page.nbytes for page in (*more, *(page for page in self._framed if page.mapped())))
+
+    # ---- changes of state --------------------------------------------------------------------------------------
+
+    def _to_frame(self, page: Page, *, whole: bool) -> Frame:
+        """Makes a frame the only place of a page that is about to be stored to, in whole or in part."""
+        if page.state is PageState.DISK and whole:
+            self._framed_clean(page, self._room(page.nbytes, page.handle.tag, page.handle.name))
+        elif page.state is PageState.DISK:
+            self._read(page)
+        # Errors of copies to the device are for those who wait for them.
+        settle(page.reads)
+        page.reads = []
+        if page.state is PageState.CLEAN:
+            # Until its read has ended well, only the slot is good.
+            error = settle(page.writes)
+            if error is not None and not whole:
+                self._to_disk(page)
+                raise error
+            page.writes = []
+            self._drop_slot(page)
+        # Copies from the device run in the order they are started, so those still running need not be waited for.
+        page.writes = [w for w in page.writes if not w.done() or (not whole and settle([w]) is not None)]
+        page.state = PageState.FRAME
+        self._framed.move_to_end(page)
+        assert page.frame is not None
+        return page.frame
+
+    def _read(self, page: Page, keep: FrameHandle | None = None) -> None:
+        """Starts reading a page that is on disk into a frame: DISK -> CLEAN."""
+        assert self._swap is not None and page.state is PageState.DISK
+        frame = self._room(page.nbytes, page.handle.tag, page.handle.name, keep)
+        try:
+            read = self._swap.read(page.slot, frame.view(0, page.nbytes))
+        except BaseException:
+            self._frames.give(frame)
+            raise
+        self._framed_clean(page, frame)
+        page.writes = [read]
+
+    def _framed_clean(self, page: Page, frame: Frame) -> None:
+        page.frame, page.state = frame, PageState.CLEAN
+        self._framed[page] = None
+
+    def _to_disk(self, page: Page) -> None:
+        """Leaves a page with its slot alone: BLANK, FRAME (written), CLEAN -> DISK."""
+        settle(page.reads)
+        assert page.frame is not None and page.slot is not None
+        frame, page.frame = page.frame, None
+        page.reads, page.writes = [], []
+        page.state = PageState.DISK
+        del self._framed[page]
+        self._frames.give(frame)
+
+    def _drop_slot(self, page: Page) -> None:
+        """Leaves a page, whose read has ended, with its frame alone: CLEAN -> FRAME."""
+        assert self._swap is not None and page.state is PageState.CLEAN
+        slot, page.slot = page.slot, None
+        page.state = PageState.FRAME
+        self._swap.free(slot)
+
+    def _spill(self, victims: Sequence[Page], *, admitting: bool = False) -> None:
+        """Moves pages to disk: starts all writes, then waits for them. What fails stays in its frame."""
+        assert self._swap is not None
+        writing: list[tuple[Page, Any, Transfer]] = []
+        failure: BaseException | None = None
+        for page in victims:
+            try:
+                started = self._leave(page, admitting)
+            except Exception as caught:
+                failure = caught
+                break
+            if started is not None:
+                writing.append((page, *started))
+        for page, slot, write in writing:
+            error = settle([write])
+            if error is None:
+                page.slot = slot
+                self._to_disk(page)
+            else:
+                failure = error
+                self._swap.free(slot)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                # A name for what is raised would make a cycle with its traceback, which holds the callers' snapshots.
+                del failure
+
+    def _leave(self, page: Page, admitting: bool) -> tuple[Any, Transfer] | None:
+        """Lets a page leave its frame; returns the slot and the write that must end first, if there is one."""
+        assert self._swap is not None
+        if page.frame is None:
+            # Its read had failed, which came out as its slot was asked for on behalf of another victim.
+            return None
+        if page.state is PageState.CLEAN:
+            # Its read may fail; the slot is good all the same.
+            settle(page.writes)
+            self._to_disk(page)
+            return None
+        self._end_writes(page)
+        slot = self._slot(page, admitting)
+        if page.state is PageState.BLANK:
+            page.slot = slot
+            self._to_disk(page)
+            return None
+        return slot, self._swap.write(slot, page.frame.view(0, page.nbytes))
+
+    def _end_writes(self, page: Page) -> None:
+        """Waits for what is being written to a page's frame, and raises its error."""
+        error = settle(page.writes)
+        if error is not None:
+            if page.state is PageState.CLEAN:
+                self._to_disk(page)
+            raise error
+        page.writes = []
+
+    # ---- room --------------------------------------------------------------------------------------------------
+
+    def _admit(self, handle: FrameHandle) -> None:
+        """Refuses a handle that would leave no room for exchanging pages."""
+        if self._swap is None:
+            return
+        while (refusal := self._swap.refill()) is not None and self._drop_clean():
+            pass
+        if refusal is not None and self._frames.budget.free_bytes < handle.nbytes + self._swap.missing_bytes:
+            raise self._no_room(handle.nbytes, handle.name, refusal) from refusal
+
+    def _room(
+        self, nbytes: int, tag: Tag, name: str, keep: FrameHandle | None = None, *, admitting: bool = False
+    ) -> Frame:
+        """A frame, freed by spilling if need be. The one place that makes room among frames, or refuses."""
+        while True:
+            try:
+                return self._frames.take(nbytes, tag, name)
+            except BudgetError as refusal:
+                victims = self._victims(nbytes, keep)
+                if not victims:
+                    raise self._no_room(nbytes, name, refusal) from refusal
+                framed = len(self._framed)
+                try:
+                    self._spill(victims, admitting=admitting)
+                except BudgetError as full:
+                    if len(self._framed) == framed:
+                        raise self._no_room(nbytes, name, full) from full
+
+    def _room_ahead(self, handle: FrameHandle, offset: int, nbytes: int) -> None:
+        """Frees in one go, with writes side by side, what the pages of a load that are on disk will need."""
+        missing = sum(p.nbytes for p, *_ in handle.spans(offset, nbytes) if p.state is PageState.DISK)
+        if missing > self._frames.budget.free_bytes and (victims := self._victims(missing, handle)):
+            try:
+                self._spill(victims)
+            except BudgetError:
+                # Page by page less room is needed at a time.
+                return
+
+    def _victims(self, nbytes: int, keep: FrameHandle | None = None) -> list[Page]:
+        """The pages used longest ago whose frames make `nbytes` free; none if all together do not."""
+        if self._swap is None:
+            return []
+        # Free bytes may lie in runs that are too short: then one more page, at least, has to go.
+        missing = max(nbytes - self._frames.budget.free_bytes, 1)
+        victims: list[Page] = []
+        for page in self._framed:
+            if page.handle is not keep and page.may_leave():
+                victims.append(page)
+                missing -= page.nbytes
+                if missing <= 0:
+                    return victims
+        return []
+
+    def _slot(self, page: Page, admitting: bool) -> Any:
+        """A slot for a page: free room, else that of a clean page, else what is set aside for exchanges."""
+        assert self._swap is not None
+        while True:
+            try:
+                return self._swap.take(page.nbytes, page.handle.tag, page.handle.name)
+            except BudgetError:
+                if self._drop_clean():
+                    continue
+                if admitting:
+                    raise
+                return self._swap.take_spare(page.nbytes, page.handle.tag, page.handle.name)
+
+    def _drop_clean(self) -> bool:
+        """Frees the slot of the clean page used last, which has a frame as well; False if there is none."""
+        for page in reversed(self._framed):
+            if page.state is PageState.CLEAN and not page.handle.held() and not page.holds:
+                if settle(page.writes) is not None:
+                    self._to_disk(page)
+                else:
+                    page.writes = []
+                    self._drop_slot(page)
+                return True
+        return False
+
+    def _no_room(self, nbytes: int, name: str, refusal: BudgetError) -> BudgetError:
+        budget = self._frames.budget
+        held = self._mapped_bytes()
+        disk = "there is no disk tier" if self._swap is None else "nothing more can be moved to the disk"
+        return BudgetError(
+            f"host frames: cannot place {format_bytes(nbytes)} for {name}: {format_bytes(budget.used_bytes)} of "
+            f"{format_bytes(budget.capacity_bytes)} host memory are in use, {format_bytes(self._frames.used_bytes)} "
+            f"of it by pages ({format_bytes(held)} of them held by snapshots, such as a state dict that is kept), and "
+            f"{disk}; set host_memory or disk higher. ({refusal})"
+        )

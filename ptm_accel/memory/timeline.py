@@ -1,0 +1,182 @@
+"""Where time goes on a device, whose kernels run later than they are called.
+
+The thread that calls a kernel only queues it, so its own clock tells when something was launched and not how long it
+took. What tells is an event queued between two kernels: the device notes the time as it gets there. A `Timeline` is a
+row of such events, with what the device was doing between two of them. They are looked at when somebody asks, as far as
+the device has come by then: nobody waits for it, so that times are known some time after the fact.
+
+Waiting for a copy is queued like a kernel, and so is the event before it and the one after it. A thread that waits for
+itself (for room) leaves the device without work, which is the same thing seen from there.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+_LOOK_AFTER = 256
+"""How many marks may wait to be looked at."""
+
+_REBASE_AFTER_S = 1.0
+"""Events tell differences in single precision: of a second they are good to a tenth of a microsecond."""
+
+
+class TimedEvent(Protocol):
+    """An event that was queued, as `torch.cuda.Event(enable_timing=True)`."""
+
+    def query(self) -> bool:
+        """Whether the device has got there; never blocks."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to another; the device has got to both."""
+        ...
+
+
+@runtime_checkable
+class QueuedCompute(Protocol):
+    """A compute tier whose kernels run later than they are called."""
+
+    def record(self) -> TimedEvent:
+        """Queues an event after the compute that the calling thread has queued so far."""
+        ...
+
+
+class EventScale:
+    """Gives the seconds of events on one scale, whose beginning is the first that it is asked for."""
+
+    def __init__(self) -> None:
+        self._base: TimedEvent | None = None
+        self._base_s = 0.0
+
+    def seconds(self, event: TimedEvent) -> float:
+        """When the device got to an event that it has got to."""
+        if self._base is None:
+            self._base = event
+        passed = self._base.elapsed_time(event) / 1e3
+        at = self._base_s + passed
+        if passed > _REBASE_AFTER_S:
+            self._base, self._base_s = event, at
+        return at
+
+
+class Span(enum.Enum):
+    """What the compute of a device is about."""
+
+    PASS = "pass"
+    """A forward, or the backward that follows it."""
+    BESIDE = "beside"
+    """An update between two operations of a pass."""
+    UPDATE = "update"
+    """An update after a pass."""
+    WAIT = "wait"
+    """Bytes that are not there yet, or room for them, are waited for."""
+    OTHER = "other"
+    """What nobody asks for."""
+
+
+class Moment(NamedTuple):
+    """A point in time; only differences of two mean something.
+
+    Attributes:
+        total_s: seconds.
+        compute_s: seconds of passes, on a clock that stands still otherwise.
+    """
+
+    total_s: float
+    compute_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """A place in what is computed.
+
+    Attributes:
+        moment: when that was; None until it is known.
+    """
+
+    moment: Moment | None = None
+
+
+class Timeline:
+    """A row of marks in the compute of one device. Safe to call from any thread.
+
+    Args:
+        record: queues an event after the compute that the calling thread has queued so far.
+    """
+
+    def __init__(self, record: Callable[[], TimedEvent]) -> None:
+        self._record = record
+        self._scale = EventScale()
+        self._span = Span.OTHER
+        # Marks that the device may not have got to, each with its event and what comes before it.
+        self._ahead: deque[tuple[Mark, TimedEvent, Span]] = deque()
+        self._known_s: float | None = None
+        self._spent_s = dict.fromkeys(Span, 0.0)
+        # A signal's handler may look at parameters while this thread is in here.
+        self._lock = threading.RLock()
+
+    @property
+    def span(self) -> Span:
+        """What is queued now."""
+        return self._span
+
+    def mark(self) -> Mark:
+        """A mark behind what is queued so far; what is queued is about the same as before."""
+        return self.switch(self._span)
+
+    def switch(self, span: Span) -> Mark:
+        """A mark behind what is queued so far; what is queued from here on is about `span`."""
+        with self._lock:
+            mark = Mark()
+            self._ahead.append((mark, self._record(), self._span))
+            self._span = span
+            if len(self._ahead) >= _LOOK_AFTER:
+                self._look()
+        return mark
+
+    def leave(self) -> None:
+        """What is queued from here on is nothing that anybody asks for; nothing is queued for that."""
+        self._span = Span.OTHER
+
+    @contextmanager
+    def during(self, span: Span) -> Iterator[None]:
+        """While it lasts, what is queued is about `span`."""
+        before = self._span
+        if before is Span.OTHER and span is Span.WAIT:
+            # Nobody asks what was waited for there.
+            yield
+            return
+        self.switch(span)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def look(self) -> None:
+        """Makes known when the device got to the marks that it has got to; never waits."""
+        with self._lock:
+            self._look()
+
+    def spent_s(self, span: Span) -> float:
+        """Seconds that are known to have been spent on something so far."""
+        return self._spent_s[span]
+
+    def _look(self) -> None:
+        while self._ahead and self._ahead[0][1].query():
+            mark, event, before = self._ahead.popleft()
+            at = self._scale.seconds(event)
+            # Marks on streams of the user's own need not be in order.
+            self._spent_s[before] += max(0.0, at - (at if self._known_s is None else self._known_s))
+            self._known_s = at if self._known_s is None else max(at, self._known_s)
+            mark.moment = Moment(at, self._spent_s[Span.PASS])
+
+
+def during(timeline: Timeline | None, span: Span) -> AbstractContextManager[None]:
+    """`Timeline.during` where there is one: compute that is carried out as it is called needs none."""
+    return nullcontext() if timeline is None else timeline.during(span)

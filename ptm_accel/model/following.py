@@ -1,0 +1,209 @@
+"""Follows a pass, access by access, and starts what its plan says: loads and stores that nobody waits for.
+
+Everything here runs in the thread that computes, between two operations, and never waits: the moves themselves are
+made by the tiers' own threads and streams.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.timeline import Mark
+from ptm_accel.model.clock import Clock
+from ptm_accel.model.route import Route
+from ptm_accel.schedule.actions import Action, Move
+from ptm_accel.schedule.trace import Recorder, Use
+from ptm_accel.schedule.updates import Updates
+
+_JOIN_WITHIN = 64
+"""How many accesses ahead a place is searched for where the next one is not the expected one."""
+
+_FOLLOWED = (Tag.PARAM, Tag.GRAD)
+
+
+class Beside(Protocol):
+    """Work that goes on beside a pass: an optimizer step that is still under way."""
+
+    def pump(self) -> None:
+        """Does what can be done without waiting."""
+        ...
+
+    def look(self) -> None:
+        """Takes note of what has ended elsewhere; never waits."""
+        ...
+
+    def awaits(self, tensor: PagedTensor) -> bool:
+        """Whether it still has a use for the tensor."""
+        ...
+
+    def elsewhere(self, tensor: PagedTensor) -> bool:
+        """Whether it changes the tensor in its home, so that it cannot be sent for yet."""
+        ...
+
+
+class Following:
+    """An `ptm_accel.memory.advice.Adviser` that writes each access down, and carries out the plan of a pass.
+
+    Args:
+        pool: whose accesses are followed.
+        clock: tells when they were.
+
+    Attributes:
+        departures: accesses that were not where the trace had them, since the beginning.
+        beside: is given its turn at each access.
+    """
+
+    def __init__(self, pool: Pool, clock: Clock) -> None:
+        self.departures = 0
+        self.beside: Beside | None = None
+        self._pool = pool
+        self._clock = clock
+        self._tensors: dict[str, PagedTensor] = {}
+        # What is known of the pass that is under way.
+        self._recorder: Recorder | None = None
+        self._route: Route | None = None
+        self._updates_when = Updates.APART
+        self._position = 0
+        self._strays = 0
+        self._marks: list[Mark] = []
+        # What is to be sent for, with the access that it is for.
+        self._coming: deque[tuple[int, PagedTensor]] = deque()
+        self._going: deque[PagedTensor] = deque()
+
+    # ---- accesses --------------------------------------------------------------------------------------------
+
+    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+        """See `Adviser`."""
+        if tensor.tag in _FOLLOWED and tensor.movable:
+            if self.beside is not None:
+                self.beside.look()
+            self._see(tensor, Use.WRITE if write else Use.READ)
+            if self.beside is not None and tensor.place is not Place.AWAY:
+                self.beside.pump()
+
+    def created(self, tensor: PagedTensor) -> None:
+        """See `Adviser`."""
+        if tensor.tag is Tag.GRAD and tensor.movable:
+            self._see(tensor, Use.CREATE)
+
+    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
+        """See `Adviser`: what is wanted last, by the trace."""
+        route, position = self._route, self._position
+        if route is None:
+            return None
+        # Of two that are wanted at the same time the one that need not be stored.
+        return max(idle, key=lambda t: (self._next_use(route, t, position), t.place is not Place.DIRTY), default=None)
+
+    def _next_use(self, route: Route, tensor: PagedTensor, position: int) -> int:
+        # An update whose turn it was waits for what it uses; nothing is wanted sooner.
+        return position if self._awaits(tensor) else route.next_use(tensor, position)
+
+    def _awaits(self, tensor: PagedTensor) -> bool:
+        """Whether an update that follows its gradient, in this pass, has still to be carried out with the tensor."""
+        beside, in_backward = self.beside, self._updates_when is Updates.BACKWARD
+        return in_backward and beside is not None and beside.awaits(tensor)
+
+    def _see(self, tensor: PagedTensor, use: Use) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        self._tensors[tensor.name] = tensor
+        self._marks.append(self._clock.mark())
+        budget = self._pool.budget
+        recorder.record(
+            tensor.name,
+            tensor.slot_bytes,
+            use,
+            held_bytes=budget.used_bytes - self._pool.idle_bytes - self._pool.room.leaving_bytes,
+            backward=torch._C._current_graph_task_id() != -1,
+        )
+        route = self._route
+        if route is not None:
+            self._follow(route, tensor)
+
+    def _follow(self, route: Route, tensor: PagedTensor) -> None:
+        """Finds the access in the trace, and starts what the plan has for it and for those that were skipped."""
+        use = route.next_own(tensor, self._position)
+        if use != route.due(self._position):
+            self._strays += 1
+            self.departures += 1
+        if use >= len(route.trace.accesses) or route.rank[use] - route.rank[self._position] > _JOIN_WITHIN:
+            return
+        first, self._position = self._position, use + 1
+        if route.plan is None:
+            return
+        for index in range(first, use + 1):
+            for action in route.plan.starts[index]:
+                self._take_up(route, action)
+        self._send_away(tensor)
+        # What must be waited for comes first: nothing is sent for before it.
+        if tensor.place is not Place.AWAY:
+            self._send_for(tensor)
+
+    # ---- moves -----------------------------------------------------------------------------------------------
+
+    def _take_up(self, route: Route, action: Action) -> None:
+        tensor = self._tensors.get(route.trace.items[action.item].name)
+        if tensor is not None:
+            if action.move is Move.LOAD:
+                self._coming.append((action.due, tensor))
+            else:
+                self._going.append(tensor)
+
+    def _send_away(self, accessed: PagedTensor) -> None:
+        """Starts what is to go. What is still in use, or waits for its update, has its turn at a later access."""
+        for _ in range(len(self._going)):
+            tensor = self._going.popleft()
+            if tensor is accessed:
+                continue
+            if tensor.pins or self._awaits(tensor):
+                self._going.append(tensor)
+            elif tensor in self._pool.shelf and not self._pool.shelf.is_on_loan(tensor):
+                self._spare(tensor)
+
+    def _send_for(self, accessed: PagedTensor) -> None:
+        """Starts what is to come, in order, as far as there is room; what cannot come yet is asked for again later."""
+        passed: list[tuple[int, PagedTensor]] = []
+        while self._coming:
+            due, tensor = self._coming[0]
+            if due < self._position and not self._awaits(tensor):
+                # It was late, and is wanted only after all that is sent for behind it.
+                self._coming.popleft()
+                continue
+            if self.beside is not None and self.beside.elsewhere(tensor):
+                passed.append(self._coming.popleft())
+                continue
+            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
+                self._make_way(tensor, accessed)
+                break
+            self._coming.popleft()
+        self._coming.extendleft(reversed(passed))
+
+    def _make_way(self, coming: PagedTensor, accessed: PagedTensor) -> None:
+        """Lets what is wanted after `coming` go, so that there will be room; memory comes free as the stores end."""
+        pool, route = self._pool, self._route
+        assert route is not None
+        wanted = self._next_use(route, coming, self._position)
+        free = pool.budget.free_bytes + pool.room.ending_bytes
+        while free < coming.slot_bytes:
+            spared = self.victim(tensor for tensor in pool.shelf.free() if tensor is not accessed)
+            if spared is None or self._next_use(route, spared, self._position) <= wanted:
+                return
+            free += spared.slot_bytes
+            if not self._spare(spared):
+                return
+
+    def _spare(self, tensor: PagedTensor) -> bool:
+        try:
+            self._pool.ahead.evict(tensor)
+        except BudgetError:
+            # The home is full: it stays, and whoever needs its room is told.
+            return False
+        return True

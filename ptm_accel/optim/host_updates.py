@@ -1,0 +1,354 @@
+"""Updates on the CPU beside a device: in place, on the pages in host memory, while the device computes.
+
+What an update on the device moves over the link is all of the state, in and out. An update where the state lies moves
+the gradient out and the parameter in, and takes time of the CPU instead (ZeRO-Offload; Deep Optimizer States splits
+the work between both, which is what the plan does: `ptm_accel.schedule.placement`). Windows are pages, so nothing is
+copied and nothing is allocated for them.
+
+The thread that trains opens windows and closes them, in the order of the next forward; one other thread does nothing
+but arithmetic on them, after the transfers that they wait for. It has an optimizer of its own with the same
+hyperparameters (`twin_of`), since the user's may be looked at, or scheduled, meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.copies import Keeping
+from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.transfer import Transfer
+from ptm_accel.memory.windows import HostWindow, Window, window_elements
+from ptm_accel.model.floor import update_extra_bytes
+from ptm_accel.optim.arithmetic import Arithmetic
+from ptm_accel.optim.on_host import OnHost
+from ptm_accel.optim.units import Entry, ParamState, Unit
+from ptm_accel.optim.worker import Job
+
+
+def twin_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class with groups and state of its own, both empty of parameters."""
+    twin: torch.optim.Optimizer = object.__new__(type(inner))
+    twin.__dict__.update(inner.__dict__)
+    twin.param_groups = [{**group, "params": []} for group in inner.param_groups]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+class HostUpdates:
+    """The updates of one step that are carried out on the CPU beside a device.
+
+    All methods are for the thread that trains, which holds no lock of the pool's.
+
+    Args:
+        owner: with whose thread.
+        scale: what gradients are multiplied by first, on the device, if anything.
+        hyper: the hyperparameters of each group.
+
+    Attributes:
+        entries: the updates that it has taken over, in order.
+        refused: those of which it turned out later that the host has no room for them; whoever finds them here does
+            them elsewhere, and takes them off.
+    """
+
+    def __init__(self, owner: OnHost, scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
+        assert isinstance(owner.pool.home, FrameHome)
+        self._owner = owner
+        self._pool = owner.pool
+        self._home = owner.pool.home
+        self._appetite = owner.appetite
+        self._window_bytes = owner.window_bytes
+        self._hyper = hyper
+        self._scale = scale
+        self._scale_comes: Transfer | None = None
+        self._arithmetic: Arithmetic | None = None
+        self._scratch: Reservation | None = None
+        # What is to be opened, with the first element that is not yet; and what is open, in the same order.
+        self._waiting: deque[tuple[Entry, int]] = deque()
+        self._open: deque[Job] = deque()
+        self._open_bytes = 0
+        self._owed: set[PagedTensor] = set()
+        self._done = 0
+        self._spent_s = 0.0
+        self._counts_come: list[Transfer] = []
+        self.entries: list[Entry] = []
+        self.refused: list[Entry] = []
+
+    # ---- what it takes -----------------------------------------------------------------------------------------
+
+    def take(self, entry: Entry) -> bool:
+        """Takes an update over, if all that it uses can be had in the home: what is not there is sent there.
+
+        Returns:
+            whether it did.
+
+        Raises:
+            DiskError: an earlier store of something had failed.
+        """
+        if not self._owner.chosen(entry[1].slot.name):
+            return False
+        tensors = _tensors_of(entry)
+        if len(tensors) * self._home.page_bytes > self._owner.most_bytes or self._is_looked_at(entry[1].slot.value):
+            return False
+        if not all(self._can_be_held(tensor) for tensor in tensors) or not self._prepare():
+            return False
+        try:
+            for tensor in tensors:
+                self._send_home(tensor)
+        except BudgetError:
+            # The home is full: what has gone there is as good there.
+            return False
+        # Some are padded in the home, and what was never stored there is nowhere.
+        if any(tensor.stored_bytes < tensor.nbytes for tensor in tensors):
+            return False
+        self._counts_come += _counts_to_host(entry[1], self._home)
+        self._owed.update(tensors)
+        self._waiting.append((entry, 0))
+        self.entries.append(entry)
+        return True
+
+    def _is_looked_at(self, value: PagedTensor) -> bool:
+        """Whether somebody has a view of a parameter's values, and would see an update of them on the device."""
+        if value.extent is None or not value.place.resident:
+            return False
+        return self._pool.shelf.is_on_loan(value) or value.extent.viewed(value.tag)
+
+    def _can_be_held(self, tensor: PagedTensor) -> bool:
+        step = self._step_bytes(tensor)
+        return (
+            tensor.movable
+            and not tensor.pins
+            and tensor.place is not Place.BLANK
+            # A window lies on one page.
+            and (self._home.page_bytes % step == 0 or tensor.slot_bytes <= self._home.page_bytes)
+        )
+
+    def _step_bytes(self, tensor: PagedTensor) -> int:
+        return window_elements(self._window_bytes, 4) * tensor.dtype.itemsize
+
+    def _send_home(self, tensor: PagedTensor) -> None:
+        if tensor.place is Place.ARRIVING:
+            self._pool.ahead.turn_back(tensor)
+        elif tensor.place.resident:
+            self._pool.ahead.evict(tensor)
+
+    def _prepare(self) -> bool:
+        """Makes ready for the first update, if there is room for what the arithmetic of one window allocates."""
+        if self._arithmetic is not None:
+            return True
+        arithmetic = Arithmetic(twin_of(self._owner.inner), self._appetite, torch.device("cpu"), _there)
+        elements = window_elements(self._window_bytes, 4)
+        elements = elements if arithmetic.grain is None else min(elements, arithmetic.grain)
+        nbytes = update_extra_bytes(self._appetite, elements, 4, new=False, widened=True)
+        self._home.make_room(nbytes)
+        try:
+            self._scratch = self._home.budget.reserve(nbytes, Tag.STAGING, "updates on the CPU")
+        except BudgetError:
+            return False
+        self._scale, self._scale_comes = _on_the_host(self._home, self._scale)
+        self._arithmetic = arithmetic
+        return True
+
+    # ---- what it does ------------------------------------------------------------------------------------------
+
+    def owes(self, tensor: PagedTensor) -> bool:
+        """Whether an update of it is still to be done, or under way: what the home has of it is not to be read."""
+        return tensor in self._owed
+
+    def pump(self) -> None:
+        """Closes windows whose arithmetic has ended and opens others; never waits for arithmetic.
+
+        Raises:
+            PTMError: a transfer failed; whatever was raised in the thread that updates.
+        """
+        while self._open and self._open[0].done():
+            job = self._open.popleft()
+            self._close(job)
+            after = job.result()
+            if job.unit.last:
+                self._end(job.unit, after)
+        self._open_more()
+
+    @property
+    def next_job(self) -> Job | None:
+        """What has to end next; None if nothing is open."""
+        return self._open[0] if self._open else None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `pump` would find something to do, which is looked at more often than not in vain."""
+        return self.busy and (not self._open or self._open[0].done())
+
+    @property
+    def unfinished(self) -> list[Entry]:
+        """The updates that are not done, in order."""
+        return self.entries[self._done :]
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to be done."""
+        return bool(self._owed)
+
+    def _open_more(self) -> None:
+        while self._waiting:
+            entry, start = self._waiting[0]
+            needed = len(_tensors_of(entry)) * self._home.page_bytes
+            if self._open and self._open_bytes + needed > self._owner.most_bytes:
+                return
+            unit = _unit(entry, start, window_elements(self._window_bytes, 4))
+            try:
+                self._hold(unit)
+            except BudgetError:
+                # Windows that are open hold frames; one more fits when they are closed.
+                if self._open:
+                    return
+                if start:
+                    raise
+                self._refuse(entry)
+                continue
+            self._waiting.popleft()
+            if not unit.last:
+                self._waiting.appendleft((entry, unit.stop))
+            job = Job(unit, self._wait, self._update)
+            self._open.append(job)
+            self._owner.worker.submit(job)
+
+    def _refuse(self, entry: Entry) -> None:
+        self._waiting.popleft()
+        self.entries = [other for other in self.entries if other is not entry]
+        self._owed.difference_update(_tensors_of(entry))
+        self.refused.append(entry)
+
+    def _hold(self, unit: Unit) -> None:
+        try:
+            for key, tensor in unit.involved().items():
+                unit.windows[key] = HostWindow(tensor, unit.start, unit.stop, self._home)
+        except BaseException:
+            self._let_go(unit, wrote=False)
+            raise
+        self._open_bytes += len(unit.windows) * self._home.page_bytes
+
+    def _wait(self, unit: Unit) -> None:
+        """In the thread that updates: for all that the arithmetic reads."""
+        with _on_device_of(self._pool):
+            for window in unit.windows.values():
+                assert isinstance(window, HostWindow)
+                for transfer in window.run.awaited:
+                    transfer.wait()
+            for transfer in self._counts_come:
+                transfer.wait()
+            if self._scale_comes is not None:
+                self._scale_comes.wait()
+
+    def _update(self, unit: Unit) -> dict[str, Any]:
+        """In the thread that updates."""
+        arithmetic = self._arithmetic
+        assert arithmetic is not None
+        begin = time.perf_counter()
+        with torch.no_grad(), _on_device_of(self._pool):
+            (after,) = arithmetic.update([unit], self._scale, self._hyper)
+        small: dict[str, Any] = {}
+        for key, value in after.items():
+            known = unit.windows.get(f"state.{key}")
+            if known is None:
+                small[key] = value
+            elif (here := _there(known)).data_ptr() != value.data_ptr():
+                # Most optimizers change their state in place.
+                here.copy_(value.reshape(-1))
+        self._spent_s += time.perf_counter() - begin
+        return small
+
+    def _close(self, job: Job) -> None:
+        """Ends a window; what was raised for it comes out of `Job.result`."""
+        self._open_bytes -= len(job.unit.windows) * self._home.page_bytes
+        self._let_go(job.unit, wrote=job.touched)
+
+    def _let_go(self, unit: Unit, *, wrote: bool) -> None:
+        for key in list(unit.windows):
+            window = unit.windows.pop(key)
+            assert isinstance(window, HostWindow)
+            self._home.let_go(window.run, wrote=wrote and key != "grad")
+
+    def _end(self, unit: Unit, after: dict[str, Any]) -> None:
+        state = unit.state
+        self._owed.difference_update(_tensors_of((unit.group, state, unit.grad)))
+        self._done += 1
+        state.small = after
+        if state.master is not None:
+            state.mastered = state.slot.value.numel
+        unit.grad.drop()
+        state.agree()
+        state.slot.generation += 1
+        state.slot.unveil()
+
+    def give_up(self) -> None:
+        """Ends what is open without waiting for more than the window that is worked on; the rest is lost."""
+        for job in self._open:
+            job.cancelled = True
+        self._waiting.clear()
+        self._owed.clear()
+        while self._open:
+            job = self._open.popleft()
+            job.wait()
+            self._close(job)
+        self.close()
+
+    def close(self) -> None:
+        """Gives back what was held for the arithmetic; all updates are done."""
+        if self._scratch is not None:
+            self._scratch.release()
+            self._scratch = self._arithmetic = None
+            self._owner.spent(self._spent_s)
+
+
+def _tensors_of(entry: Entry) -> list[PagedTensor]:
+    _, state, grad = entry
+    assert grad.value is not None
+    return [*state.tensors(), grad.value]
+
+
+def _unit(entry: Entry, start: int, elements: int) -> Unit:
+    group, state, grad = entry
+    stop = min(start + elements, state.slot.value.numel)
+    return Unit(group, state, grad, start, stop, last=stop == state.slot.value.numel, new=False)
+
+
+def _there(window: Window) -> torch.Tensor:
+    assert window.tensor is not None
+    return window.tensor
+
+
+def _on_device_of(pool: Pool) -> AbstractContextManager[object]:
+    """Has CUDA's calls of this thread mean the device that computes, and not the first one."""
+    device = pool.compute.device
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _counts_to_host(state: ParamState, home: FrameHome) -> list[Transfer]:
+    """Brings step counts to the host that the last update has left on the device; returns what brings them."""
+    comes: list[Transfer] = []
+    for key, entry in state.small.items():
+        if isinstance(entry, torch.Tensor) and entry.device.type != "cpu":
+            state.small[key], transfer = _on_the_host(home, entry)
+            if transfer is not None:
+                comes.append(transfer)
+    return comes
+
+
+def _on_the_host(home: FrameHome, scale: torch.Tensor | None) -> tuple[torch.Tensor | None, Transfer | None]:
+    """A number of the device's in host memory, once the transfer has ended; nobody waits for it here."""
+    if scale is None:
+        return None, None
+    source = scale.detach().reshape(1)
+    # A copy into ordinary memory would hold the thread up until the device has come to it.
+    into = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
+    copy = home.device.copy_out(into.view(torch.uint8), source.view(torch.uint8))
+    return into[0], Keeping(copy, source)

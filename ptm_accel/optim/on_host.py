@@ -1,0 +1,77 @@
+"""Whether updates can be carried out on the CPU beside a device (`ptm_accel.optim.host_updates`), and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.floor import Appetite
+from ptm_accel.optim.worker import Worker
+
+_MOST_OF_HOST = 4
+"""Windows that are open hold pages of at most this part of the host's memory: others come from the disk, too."""
+
+
+class OnHost:
+    """What the updates on the CPU of all steps have in common, and whether there can be any.
+
+    Args:
+        inner: the user's optimizer.
+        pool: where everything lives.
+        appetite: of the optimizer.
+        window_bytes: see `Sweep`.
+        chosen: tells whether the update of a parameter, by name, is to be done on the CPU.
+        spent: is told the seconds of arithmetic that the updates of a step have taken.
+
+    Attributes:
+        chosen: see above.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        pool: Pool,
+        appetite: Appetite,
+        window_bytes: int,
+        chosen: Callable[[str], bool],
+        spent: Callable[[float], None],
+    ) -> None:
+        self.inner = inner
+        self.pool = pool
+        self.appetite = appetite
+        self.window_bytes = window_bytes
+        self.chosen = chosen
+        self.spent = spent
+        self.worker = Worker("ptm_accel updates")
+
+    def possible(self) -> bool:
+        """Whether the optimizer, of which is known that it is element-wise, can run on the pages under a device.
+
+        There must be room for a window of each tensor. And the CPU's kernel may round otherwise than the device's, and
+        who updates what depends on times that were measured: whoever wants each run to have the bits of the last one
+        has the device do it all.
+        """
+        home = self.pool.home
+        if not isinstance(home, FrameHome) or torch.are_deterministic_algorithms_enabled():
+            return False
+        if (2 + self.appetite.state_tensors) * home.page_bytes > self.most_bytes:
+            return False
+        device = self.pool.compute.device.type
+        for group in self.inner.param_groups:
+            tensors = [value for value in group.values() if isinstance(value, torch.Tensor)]
+            if group.get("capturable") or any(tensor.device.type != "cpu" for tensor in tensors if device != "cpu"):
+                return False
+        return True
+
+    @property
+    def most_bytes(self) -> int:
+        """What pages may be held for windows that are open."""
+        home = self.pool.home
+        return home.budget.capacity_bytes // _MOST_OF_HOST if isinstance(home, FrameHome) else 0
+
+    def close(self) -> None:
+        """Ends the thread, if there is one. Idempotent."""
+        self.worker.close()
