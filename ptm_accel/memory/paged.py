@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
 
@@ -27,7 +28,7 @@ class Place(enum.Enum):
     BLANK = "blank"
     """Nowhere: every element is the fill value."""
     AWAY = "away"
-    """In the home only (what was never stored there is still the fill value)."""
+    """In the home only (what was never stored there is still in the origin, or the fill value)."""
     ARRIVING = "arriving"
     """In the home, and on their way into an extent, which nobody has seen yet."""
     CLEAN = "clean"
@@ -100,7 +101,9 @@ class PagedTensor:
         extent: the contiguous copy in the compute tier, if any.
         arrival: the transfer that fills the extent of one that is arriving.
         handle: the home's name for its bytes, once it has been there.
-        stored_bytes: how many of the home's bytes, from the start, have been written; the rest is the fill value.
+        stored_bytes: how many of the home's bytes, from the start, have been written; the rest is that of the origin,
+            or the fill value.
+        origin: the file that has what was never stored, if any.
         pins: how many pins are held.
         movable: False for small tensors that stay in the compute tier.
         occupant: who is told about comings and goings.
@@ -118,6 +121,7 @@ class PagedTensor:
         "nbytes",
         "numel",
         "occupant",
+        "origin",
         "pins",
         "place",
         "shape",
@@ -137,6 +141,7 @@ class PagedTensor:
         self.arrival: Transfer | None = None
         self.handle: Any = None
         self.stored_bytes = 0
+        self.origin: Origin | None = None
         self.pins = 0
         self.movable = True
         self.occupant: Occupant | None = None
@@ -156,12 +161,13 @@ class PagedTensor:
 
     def check(self) -> None:
         """Raises `AssertionError` where the place and what is held disagree."""
+        stored = self.handle is not None or self.origin is not None
         held = {
-            Place.BLANK: self.extent is None and self.stored_bytes == 0,
-            Place.AWAY: self.extent is None and self.handle is not None,
-            Place.ARRIVING: self.extent is not None and self.handle is not None,
-            Place.CLEAN: self.extent is not None and self.handle is not None,
-            Place.LENT: self.extent is not None and self.handle is not None,
+            Place.BLANK: self.extent is None and self.stored_bytes == 0 and self.origin is None,
+            Place.AWAY: self.extent is None and stored,
+            Place.ARRIVING: self.extent is not None and stored,
+            Place.CLEAN: self.extent is not None and stored,
+            Place.LENT: self.extent is not None and stored,
             Place.DIRTY: self.extent is not None,
         }[self.place]
         arriving = (self.arrival is not None) == (self.place is Place.ARRIVING)

@@ -22,6 +22,7 @@ from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.mapped_files import is_scratch
+from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.shelf import Shelf
@@ -131,6 +132,7 @@ class Pool:
             copied = self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
             # A scratch file is no place for values that training writes again and again.
             copied = copied or is_scratch(data)
+            tensor.origin = None
             alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device.type != self.compute.device.type:
                 self._make_extent(tensor).tensor.copy_(data)
@@ -139,6 +141,13 @@ class Pool:
             reservation = self.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
             tensor.extent = Extent(data, data.view(-1).view(torch.uint8), None, reservation)
             self.settle_in(tensor, Place.DIRTY)
+
+    def leave_in_file(self, tensor: PagedTensor, origin: Origin) -> None:
+        """Makes what a file holds the bytes of a blank tensor, without reading them: BLANK -> AWAY."""
+        with self.lock:
+            assert tensor.place is Place.BLANK and origin.nbytes == tensor.nbytes, tensor
+            tensor.origin = origin
+            tensor.place = Place.AWAY
 
     def drop(self, tensor: PagedTensor) -> None:
         """Lets go of all bytes of `tensor`: it is blank again."""
@@ -158,6 +167,7 @@ class Pool:
                 self.home.free(tensor.handle)
                 tensor.handle = None
             tensor.stored_bytes = 0
+            tensor.origin = None
             tensor.place = Place.BLANK
 
     def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
@@ -332,7 +342,9 @@ class Pool:
             raise
 
     def place_when_loaded(self, tensor: PagedTensor) -> Place:
-        """What a tensor is once it has been loaded: dirty if the home lacks the end of it."""
+        """What a tensor is once it has been loaded: dirty if the home lacks the end of it, or is to have it."""
+        if tensor.origin is not None and not tensor.stored_bytes and tensor.origin.suits:
+            return Place.CLEAN
         return Place.CLEAN if tensor.stored_bytes >= tensor.slot_bytes else Place.DIRTY
 
     def _take_back(self, tensor: PagedTensor) -> None:

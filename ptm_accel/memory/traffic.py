@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.copies import Keeping
+from ptm_accel.memory.copies import Keeping, joined
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Span, Timeline, during
@@ -77,7 +77,7 @@ class Traffic:
         return tensor.handle
 
     def start_load(self, tensor: PagedTensor, offset: int, into: torch.Tensor, typed: torch.Tensor) -> Transfer | None:
-        """Starts loading the bytes from `offset` on; what was never stored is filled.
+        """Starts loading the bytes from `offset` on; what was never stored is read from the origin, or filled.
 
         Args:
             tensor: which one; it is away.
@@ -91,13 +91,17 @@ class Traffic:
         assert self.home is not None
         self._look_at_ended(tensor)
         there = max(0, min(into.numel(), tensor.stored_bytes - offset))
+        loads: list[Transfer] = []
+        if there:
+            loads.append(self.home.load(tensor.handle, offset, into[:there]))
         filled = there // tensor.dtype.itemsize
-        if filled < typed.numel():
+        if filled < typed.numel() and tensor.origin is not None:
+            loads.append(tensor.origin.load(offset + there, into[there:]))
+            there = typed.nbytes
+        elif filled < typed.numel():
             typed[filled:].fill_(tensor.fill)
-        if not there:
-            return None
         self.stats.loaded_bytes += there
-        return self.home.load(tensor.handle, offset, into[:there])
+        return joined(loads) if loads else None
 
     def order(self, transfer: Transfer) -> None:
         """Makes later compute come after `transfer`."""
@@ -135,6 +139,8 @@ class Traffic:
         transfer = self.home.store(handle, offset, octets)
         tensor.stores.append(transfer)
         tensor.stored_bytes = max(tensor.stored_bytes, offset + octets.numel())
+        if tensor.stored_bytes >= tensor.nbytes:
+            tensor.origin = None
         self.stats.stored_bytes += octets.numel()
         return transfer
 
@@ -159,6 +165,7 @@ class Traffic:
             tensor.stores.append(Keeping(self.home.store(handle, aligned, tail), tail))
         self.stats.stored_bytes += tensor.slot_bytes
         tensor.stored_bytes = tensor.slot_bytes
+        tensor.origin = None
 
     def is_stored(self, tensor: PagedTensor) -> bool:
         """Whether the home has the very bytes of a resident tensor. It is read for that, which wears nothing.

@@ -1,0 +1,225 @@
+"""Values that are read from the file they came in, a checkpoint, until they are first written to.
+
+What comes onto pages and has no room there would otherwise be read, written to the home and read again before anything
+is computed. Only a file that can be told to hold the very values that the tensor shows will do: one that is mapped, and
+has not been written to through that mapping.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ptm_accel.errors import DiskError
+from ptm_accel.memory.mapping import view_at
+
+_MANY_LOADS = 8
+"""What has been read so often from its file without having been written to is better off in the home, which is read
+beside compute: a file that is not read in aligned pieces is read by whoever waits for it."""
+
+_ENTRY_BYTES = 8
+_SWAPPED, _OF_FILE = 1 << 62, 1 << 61
+"""Bits of an entry of `/proc/self/pagemap`; see the kernel's documentation of it. The highest, of a page that is there,
+is the sign."""
+_COMPARED_BYTES = 64
+
+
+class OriginFile:
+    """A file that must stay as it is as long as values are to be read from it. It may lose its name.
+
+    Args:
+        path: where it is.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        found = os.fstat(self._fd)
+        self.inode = found.st_ino
+        self.regular = stat.S_ISREG(found.st_mode)
+        self._version = found.st_size, found.st_mtime_ns
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Reads until `into` is full.
+
+        Raises:
+            DiskError: it cannot be read, or it is not what it was.
+        """
+        done = 0
+        try:
+            while done < len(into):
+                part = os.preadv(self._fd, [into[done:]], offset + done)
+                if not part:
+                    break
+                done += part
+            found = os.fstat(self._fd)
+        except OSError as error:
+            raise DiskError(error.errno, f"cannot read {self.path}: {error.strerror}", self.path) from error
+        if done < len(into) or (found.st_size, found.st_mtime_ns) != self._version:
+            raise DiskError(
+                errno.ESTALE,
+                f"{self.path} was changed ({self._version[0]} bytes when it was loaded, {found.st_size} now) before "
+                "all of its values had been used. Do not write to a checkpoint that a run has been started from until "
+                "its first step is done; put it back, or save to another folder.",
+                self.path,
+            )
+
+
+class Origin:
+    """Where in a file the values of a tensor begin.
+
+    Args:
+        file: the file.
+        offset: of the first byte.
+        nbytes: how many there are.
+    """
+
+    __slots__ = ("_file", "_loads", "_offset", "nbytes")
+
+    def __init__(self, file: OriginFile, offset: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._file = file
+        self._offset = offset
+        self._loads = 0
+
+    @property
+    def suits(self) -> bool:
+        """Whether what is read from here may be dropped, to be read from here again."""
+        return self._loads < _MANY_LOADS
+
+    def load(self, begin: int, into: torch.Tensor) -> OriginRead:
+        """Loads the bytes from `begin` on, once somebody waits for them; what lies beyond the last is left as it is.
+
+        Args:
+            begin: the first byte, counted from that of the values.
+            into: 1-D octets.
+        """
+        self._loads += begin == 0
+        nbytes = max(0, min(into.numel(), self.nbytes - begin))
+        return OriginRead(self._file, self._offset + begin, into[:nbytes])
+
+
+class OriginRead:
+    """A `Transfer` from a file, carried out by whoever waits for it: nothing moves before, nor without that."""
+
+    __slots__ = ("_file", "_into", "_offset")
+
+    def __init__(self, file: OriginFile, offset: int, into: torch.Tensor) -> None:
+        self._file = file
+        self._offset = offset
+        self._into: torch.Tensor | None = into
+
+    def done(self) -> bool:
+        """Whether nothing is being moved: always."""
+        return True
+
+    def wait(self) -> None:
+        """Reads, the first time.
+
+        Raises:
+            DiskError: as `OriginFile.read`; the next time it is tried again.
+        """
+        if self._into is not None:
+            self._file.read(self._offset, view_at(self._into.data_ptr(), self._into.numel()))
+            self._into = None
+
+    def order(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+class _Mapped(NamedTuple):
+    begin: int
+    end: int
+    offset: int
+    inode: int
+    private: bool
+    path: str
+
+
+@dataclass(slots=True)
+class Origins:
+    """Finds the files that tensors are mapped from, as they are when this is made."""
+
+    _mapped: list[_Mapped]
+    _files: dict[str, OriginFile | None]
+
+    @classmethod
+    def now(cls) -> Origins:
+        """Looks at the mappings of this process. There are none where the system does not show them."""
+        with suppress(OSError):
+            return cls(sorted(_mappings()), {})
+        return cls([], {})
+
+    def of(self, tensor: torch.Tensor) -> Origin | None:
+        """Where a contiguous tensor of this machine's memory was read from; None if that is not known for certain."""
+        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        index = bisect_right(self._mapped, begin, key=lambda mapped: mapped.begin) - 1
+        if index < 0 or not tensor.nbytes or tensor.is_conj() or tensor.is_neg():
+            return None
+        mapped = self._mapped[index]
+        if end > mapped.end or not mapped.private or _written(begin, end):
+            return None
+        file, offset = self._file(mapped), mapped.offset + begin - mapped.begin
+        return None if file is None or not _begins_alike(file, offset, tensor) else Origin(file, offset, tensor.nbytes)
+
+    def _file(self, mapped: _Mapped) -> OriginFile | None:
+        if mapped.path not in self._files:
+            self._files[mapped.path] = None
+            with suppress(OSError):
+                found = OriginFile(mapped.path)
+                if found.regular and found.inode == mapped.inode:
+                    self._files[mapped.path] = found
+        return self._files[mapped.path]
+
+
+def _mappings() -> Iterator[_Mapped]:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            addresses, permissions, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            if inode == "0" or not path:
+                continue
+            begin, end = (int(part, 16) for part in addresses.split("-"))
+            yield _Mapped(begin, end, int(offset, 16), int(inode), permissions[3] == "p", path[0])
+
+
+def _written(begin: int, end: int) -> bool:
+    """Whether a page of a private mapping may have been written to: it is no page of the file any more then."""
+    first, last = begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
+    octets = bytearray((last - first + 1) * _ENTRY_BYTES)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(first * _ENTRY_BYTES)
+            if pagemap.readinto(octets) != len(octets):
+                return True
+    except OSError:
+        return True
+    entries = torch.frombuffer(octets, dtype=torch.int64)
+    own = (entries < 0) & ((entries & _OF_FILE) == 0)
+    return bool((own | ((entries & _SWAPPED) != 0)).any())
+
+
+def _begins_alike(file: OriginFile, offset: int, tensor: torch.Tensor) -> bool:
+    """Whether a file has at `offset` what a tensor begins with: another one may be mounted over it by now."""
+    shown = bytearray(view_at(tensor.data_ptr(), min(tensor.nbytes, _COMPARED_BYTES)))
+    found = bytearray(len(shown))
+    with suppress(DiskError):
+        file.read(offset, memoryview(found))
+        return found == shown
+    return False
