@@ -27,13 +27,16 @@ def resident(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
-class Begin(TrainerCallback):
-    """Notes when training begins: by then every parameter is where it will be trained."""
+class Noted(TrainerCallback):
+    """Notes when training begins, and when its first step is done: by then all that was put off has been done."""
 
-    at = 0.0
+    begun = stepped = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.at = time.perf_counter()
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stepped = self.stepped or time.perf_counter()
 
 
 def warm_up() -> None:
@@ -65,10 +68,10 @@ def main(checkpoint: str, out: str, dtype: str, steps: str) -> None:
         use_cpu=True,
         dataloader_pin_memory=False,
     )
-    noted = Begin()
+    noted = Noted()
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[noted])
     trainer.train()
-    told["ready_s"] = noted.at - begin
+    told["ready_s"], told["stepped_s"] = noted.begun - begin, noted.stepped - begin
     told["losses"] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     told["eval_loss"] = trainer.evaluate()["eval_loss"]
     saving = time.perf_counter()
