@@ -19,6 +19,7 @@ from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.heap import Glibc, HeapTide
+from ptm_accel.memory.mapped_files import scratch_origin
 from ptm_accel.memory.origin import Origin, Origins
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
@@ -365,7 +366,7 @@ def _origin_of(slot: ParamSlot, origins: Origins) -> Origin | None:
     """
     if not slot.value.movable or not slot.param.requires_grad:
         return None
-    return origins.of(slot.param.data)
+    return scratch_origin(slot.param.data) or origins.of(slot.param.data)
 
 
 def _resizing(model: PagedModel) -> Callable[[Mapping[Tier, int]], None]:

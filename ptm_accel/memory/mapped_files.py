@@ -14,10 +14,11 @@ import torch
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.mapping import view_at
+from ptm_accel.memory.origin import Origin, OriginFile
 from ptm_accel.units import format_bytes
 
-_addresses: set[int] = set()
-"""Where the storages are that there are now."""
+_files: dict[int, OriginFile] = {}
+"""The files of the storages that there are now, by address."""
 
 
 class MappedFiles:
@@ -49,19 +50,20 @@ class MappedFiles:
                 f"disk: {format_bytes(self.held_bytes + nbytes)} of scratch files are needed for what is not on pages, "
                 f"the limit is {format_bytes(self._limit_bytes)}; raise disk.limit."
             )
-        storage = self._mapped(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
+        storage, file = self._mapped(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
         octets: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
         copied = octets.view(tensor.dtype).view(tensor.shape)
         self.held_bytes += nbytes
-        _addresses.add(storage.data_ptr())
-        weakref.finalize(storage, self._gone, storage.data_ptr(), nbytes)
+        # The file may be read from for longer than it is mapped.
+        weakref.finalize(file, self._gone, nbytes)
+        _files[storage.data_ptr()] = file
+        weakref.finalize(storage, _files.pop, storage.data_ptr())
         return copied
 
-    def _gone(self, address: int, nbytes: int) -> None:
-        _addresses.discard(address)
+    def _gone(self, nbytes: int) -> None:
         self.held_bytes -= nbytes
 
-    def _mapped(self, values: torch.Tensor) -> Any:
+    def _mapped(self, values: torch.Tensor) -> tuple[Any, OriginFile]:
         nbytes = values.nbytes
         folder = max(self._folders, key=_free_bytes)
         try:
@@ -76,7 +78,8 @@ class MappedFiles:
             while written < nbytes:
                 rest = view_at(values.data_ptr() + written, nbytes - written)
                 written += os.pwrite(descriptor, rest, written)
-            return torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
+            storage = torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
+            return storage, OriginFile(os.dup(descriptor), name, ours=True)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -91,7 +94,15 @@ class MappedFiles:
 def is_scratch(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of these: what is written to it is written to the disk."""
     # A fake tensor has no address.
-    return type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in _addresses
+    return type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in _files
+
+
+def scratch_origin(tensor: torch.Tensor) -> Origin | None:
+    """Where in its file a contiguous tensor lies, if it is one of these."""
+    if not is_scratch(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    begin = tensor.untyped_storage().data_ptr()
+    return Origin(_files[begin], tensor.data_ptr() - begin, tensor.nbytes)
 
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:

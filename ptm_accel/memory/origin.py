@@ -38,20 +38,28 @@ class OriginFile:
     """A file that must stay as it is as long as values are to be read from it. It may lose its name.
 
     Args:
-        path: where it is.
-
-    Raises:
-        OSError: it cannot be opened.
+        fd: a descriptor of it, which is closed with this.
+        path: where it is, or was, for messages.
+        ours: nobody else can write to it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, fd: int, path: str, *, ours: bool = False) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd)
-        found = os.fstat(self._fd)
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+        found = os.fstat(fd)
         self.inode = found.st_ino
         self.regular = stat.S_ISREG(found.st_mode)
-        self._version = found.st_size, found.st_mtime_ns
+        self._version = None if ours else (found.st_size, found.st_mtime_ns)
+
+    @classmethod
+    def open(cls, path: str) -> OriginFile:
+        """Opens a file.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Reads until `into` is full.
@@ -69,12 +77,13 @@ class OriginFile:
             found = os.fstat(self._fd)
         except OSError as error:
             raise DiskError(error.errno, f"cannot read {self.path}: {error.strerror}", self.path) from error
-        if done < len(into) or (found.st_size, found.st_mtime_ns) != self._version:
+        if done < len(into) or self._version not in (None, (found.st_size, found.st_mtime_ns)):
+            before = f"{self._version[0]} bytes when it was loaded, " if self._version is not None else ""
             raise DiskError(
                 errno.ESTALE,
-                f"{self.path} was changed ({self._version[0]} bytes when it was loaded, {found.st_size} now) before "
-                "all of its values had been used. Do not write to a checkpoint that a run has been started from until "
-                "its first step is done; put it back, or save to another folder.",
+                f"{self.path} was changed ({before}{found.st_size} now) before all of its values had been used. Do not "
+                "write to a checkpoint that a run has been started from until its first step is done; put it back, or "
+                "save to another folder.",
                 self.path,
             )
 
@@ -183,7 +192,7 @@ class Origins:
         if mapped.path not in self._files:
             self._files[mapped.path] = None
             with suppress(OSError):
-                found = OriginFile(mapped.path)
+                found = OriginFile.open(mapped.path)
                 if found.regular and found.inode == mapped.inode:
                     self._files[mapped.path] = found
         return self._files[mapped.path]

@@ -219,7 +219,7 @@ class Pool:
             else:
                 self._bring(tensor)
             if write:
-                tensor.place = Place.DIRTY
+                tensor.place, tensor.origin = Place.DIRTY, None
             assert tensor.extent is not None
             return tensor.extent.tensor
 

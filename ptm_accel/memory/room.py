@@ -158,7 +158,8 @@ class Room:
             for leaver in self._leavers:
                 running = leaver.transfer is not None and not leaver.transfer.done()
                 if not running:
-                    leaver.kept = None
+                    # Some that will not be waited for any more hold what they would have filled.
+                    leaver.kept = leaver.transfer = None
                 if running or not leaver.storage.expired():
                     still.append(leaver)
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DiskError
+from ptm_accel.memory.mapped_files import MappedFiles, scratch_origin
+from ptm_accel.model.scratch_parameters import ScratchParameters
 from tests.integrations.saved_models import ARCHITECTURES, Save, assert_same_model, dials
-from tests.tiers import config, open_memory
+from tests.tiers import PAGE, config, open_memory
 from tests.zoo import ENTRIES
 
 
@@ -167,3 +170,66 @@ def test_masters_are_made_from_the_file(saved: Save, tmp_path: Path) -> None:
             made.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
     assert made[0][0] == made[1][0]
     assert all(torch.equal(value, made[1][1][name]) for name, value in made[0][1].items())
+
+
+# ---- what is in no checkpoint, but in scratch files ----------------------------------------------------------------
+
+
+@contextmanager
+def scratch(directory: Path) -> Iterator[MappedFiles]:
+    """What is built or read meanwhile lies in scratch files, as under the flag."""
+    files = MappedFiles([directory], 1 << 26)
+    remove = ScratchParameters(files, PAGE // 4).install()
+    try:
+        yield files
+    finally:
+        remove()
+
+
+def test_a_model_that_was_built_in_scratch_files_is_trained_from_there(tmp_path: Path) -> None:
+    plain = ENTRIES["llama"].build()
+    with scratch(tmp_path) as files:
+        model = ENTRIES["llama"].build()
+    assert files.held_bytes
+    with attached(model, tmp_path) as engine:
+        assert in_files(engine)
+        assert engine.pool.stats.stored_bytes == 0
+        mine, theirs = engine.bind_optimizer(adamw(model)), adamw(plain)
+        assert train(model, mine, range(3)) == train(plain, theirs, range(3))
+        assert_same_model(model, plain)
+        gc.collect()
+        assert files.held_bytes == 0, "each was updated"
+
+
+def test_what_is_cast_as_it_is_read_is_trained_from_its_scratch_file(
+    saved: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved("mixtral"), tmp_path / "model")
+    made = []
+    for in_scratch in (True, False):
+        with scratch(tmp_path / "model") as files:
+            if not in_scratch:
+                monkeypatch.setattr(ScratchParameters, "take", lambda self, param: None)
+            model = ARCHITECTURES["mixtral"].from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+        assert bool(files.held_bytes) is in_scratch
+        with attached(model, tmp_path, "mixtral", master_weights="fp32") as engine:
+            assert bool(in_files(engine)) is in_scratch
+            losses = train(model, engine.bind_optimizer(adamw(model)), range(3), "mixtral")
+            made.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
+        del model
+        gc.collect()
+        assert files.held_bytes == 0
+    assert made[0][0] == made[1][0]
+    assert all(torch.equal(value, made[1][1][name]) for name, value in made[0][1].items())
+
+
+def test_what_was_written_in_a_scratch_file_is_read_from_it(tmp_path: Path) -> None:
+    values = MappedFiles([tmp_path], 1 << 20).copy_of(torch.zeros(4, 1024))
+    values[2, 5] = 7.0
+    for part in (values, values[1:3]):
+        found, into = scratch_origin(part), torch.empty(part.nbytes, dtype=torch.uint8)
+        assert found is not None
+        found.load(0, into).wait()
+        assert torch.equal(into.view(torch.float32), part.reshape(-1))
+    assert scratch_origin(values.t()) is None
+    assert scratch_origin(values.clone()) is None

@@ -46,7 +46,7 @@ def part(file: Path, index: int) -> torch.Tensor:
 
 
 def origin(file: Path, index: int = 0) -> Origin:
-    return Origin(OriginFile(str(file)), SKIPPED + index * NUMEL * 4, NUMEL * 4)
+    return Origin(OriginFile.open(str(file)), SKIPPED + index * NUMEL * 4, NUMEL * 4)
 
 
 def read(found: Origin | None, begin: int = 0, nbytes: int = NUMEL * 4) -> torch.Tensor:
@@ -275,6 +275,16 @@ def test_a_file_that_was_changed_is_refused_and_can_be_put_back(file: Path, tmp_
         file.write_bytes(before)
         os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
         assert torch.equal(pool.fault(tensors[0]), part(file, 0))
+
+
+def test_what_was_sent_for_and_given_up_leaves_nothing_behind(file: Path, tmp_path: Path) -> None:
+    with two_of_four(file, tmp_path) as (pool, tensors):
+        held = pool.budget.used_bytes
+        for _ in range(3):
+            assert pool.ahead.prefetch(tensors[0])
+            pool.evict(tensors[0])
+            pool.room.collect()
+            assert pool.budget.used_bytes == held
 
 
 @settings(max_examples=60, deadline=None)
