@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError, DiskError
-from ptm_accel.memory.mapping import view_at
-from ptm_accel.memory.origin import Origin, OriginFile
+from ptm_accel.memory.mapping import forget_pages, view_at
+from ptm_accel.memory.origin import Origin
 from ptm_accel.units import format_bytes
 
-_files: dict[int, OriginFile] = {}
-"""The files of the storages that there are now, by address."""
+_addresses: set[int] = set()
+"""Where the storages are that there are now."""
 
 
 class MappedFiles:
@@ -50,20 +50,19 @@ class MappedFiles:
                 f"disk: {format_bytes(self.held_bytes + nbytes)} of scratch files are needed for what is not on pages, "
                 f"the limit is {format_bytes(self._limit_bytes)}; raise disk.limit."
             )
-        storage, file = self._mapped(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
+        storage = self._mapped(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
         octets: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
         copied = octets.view(tensor.dtype).view(tensor.shape)
         self.held_bytes += nbytes
-        # The file may be read from for longer than it is mapped.
-        weakref.finalize(file, self._gone, nbytes)
-        _files[storage.data_ptr()] = file
-        weakref.finalize(storage, _files.pop, storage.data_ptr())
+        _addresses.add(storage.data_ptr())
+        weakref.finalize(storage, self._gone, storage.data_ptr(), nbytes)
         return copied
 
-    def _gone(self, nbytes: int) -> None:
+    def _gone(self, address: int, nbytes: int) -> None:
+        _addresses.discard(address)
         self.held_bytes -= nbytes
 
-    def _mapped(self, values: torch.Tensor) -> tuple[Any, OriginFile]:
+    def _mapped(self, values: torch.Tensor) -> Any:
         nbytes = values.nbytes
         folder = max(self._folders, key=_free_bytes)
         try:
@@ -78,8 +77,7 @@ class MappedFiles:
             while written < nbytes:
                 rest = view_at(values.data_ptr() + written, nbytes - written)
                 written += os.pwrite(descriptor, rest, written)
-            storage = torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
-            return storage, OriginFile(os.dup(descriptor), name, ours=True)
+            return torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -94,15 +92,29 @@ class MappedFiles:
 def is_scratch(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of these: what is written to it is written to the disk."""
     # A fake tensor has no address.
-    return type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in _files
+    return type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in _addresses
+
+
+class _Kept:
+    """A tensor in a scratch file, read through its mapping: a model has more of them than a process may open files."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def read(self, offset: int, into: memoryview) -> None:
+        address = self._tensor.data_ptr() + offset
+        into[:] = view_at(address, len(into))
+        # Mapped pages that were touched count as memory of this process.
+        forget_pages(address, len(into))
 
 
 def scratch_origin(tensor: torch.Tensor) -> Origin | None:
-    """Where in its file a contiguous tensor lies, if it is one of these."""
+    """The file of a contiguous tensor, if it is one of these."""
     if not is_scratch(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    begin = tensor.untyped_storage().data_ptr()
-    return Origin(_files[begin], tensor.data_ptr() - begin, tensor.nbytes)
+    return Origin(_Kept(tensor.detach()), 0, tensor.nbytes)
 
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:

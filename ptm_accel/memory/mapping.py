@@ -164,6 +164,13 @@ def view_at(address: int, nbytes: int) -> memoryview:
     return view
 
 
+def forget_pages(address: int, nbytes: int) -> None:
+    """Has pages of a shared mapping of a file count as memory of this process no more; they stay in the page cache."""
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    # Advice only: where it is not taken, the pages go on being counted.
+    _LIBC.madvise(begin, round_up(address + nbytes - begin, mmap.PAGESIZE), mmap.MADV_DONTNEED)
+
+
 @lru_cache(maxsize=4096)
 def _array_type(nbytes: int) -> Any:
     # Kept, since a new ctypes array type costs more than a mapping, and is garbage only the collector finds.

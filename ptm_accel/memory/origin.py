@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,32 +34,8 @@ is the sign."""
 _COMPARED_BYTES = 64
 
 
-class OriginFile:
-    """A file that must stay as it is as long as values are to be read from it. It may lose its name.
-
-    Args:
-        fd: a descriptor of it, which is closed with this.
-        path: where it is, or was, for messages.
-        ours: nobody else can write to it.
-    """
-
-    def __init__(self, fd: int, path: str, *, ours: bool = False) -> None:
-        self.path = path
-        self._fd = fd
-        weakref.finalize(self, os.close, fd)
-        found = os.fstat(fd)
-        self.inode = found.st_ino
-        self.regular = stat.S_ISREG(found.st_mode)
-        self._version = None if ours else (found.st_size, found.st_mtime_ns)
-
-    @classmethod
-    def open(cls, path: str) -> OriginFile:
-        """Opens a file.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+class Source(Protocol):
+    """What values are read from."""
 
     def read(self, offset: int, into: memoryview) -> None:
         """Reads until `into` is full.
@@ -67,6 +43,30 @@ class OriginFile:
         Raises:
             DiskError: it cannot be read, or it is not what it was.
         """
+        ...
+
+
+class OriginFile:
+    """A file that must stay as it is as long as values are to be read from it. It may lose its name.
+
+    Args:
+        path: where it is.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        found = os.fstat(self._fd)
+        self.inode = found.st_ino
+        self.regular = stat.S_ISREG(found.st_mode)
+        self._version = found.st_size, found.st_mtime_ns
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See `Source`."""
         done = 0
         try:
             while done < len(into):
@@ -77,13 +77,12 @@ class OriginFile:
             found = os.fstat(self._fd)
         except OSError as error:
             raise DiskError(error.errno, f"cannot read {self.path}: {error.strerror}", self.path) from error
-        if done < len(into) or self._version not in (None, (found.st_size, found.st_mtime_ns)):
-            before = f"{self._version[0]} bytes when it was loaded, " if self._version is not None else ""
+        if done < len(into) or self._version != (found.st_size, found.st_mtime_ns):
             raise DiskError(
                 errno.ESTALE,
-                f"{self.path} was changed ({before}{found.st_size} now) before all of its values had been used. Do not "
-                "write to a checkpoint that a run has been started from until its first step is done; put it back, or "
-                "save to another folder.",
+                f"{self.path} was changed ({self._version[0]} bytes when it was loaded, {found.st_size} now) before "
+                "all of its values had been used. Do not write to a checkpoint that a run has been started from until "
+                "its first step is done; put it back, or save to another folder.",
                 self.path,
             )
 
@@ -92,16 +91,16 @@ class Origin:
     """Where in a file the values of a tensor begin.
 
     Args:
-        file: the file.
+        source: the file.
         offset: of the first byte.
         nbytes: how many there are.
     """
 
-    __slots__ = ("_file", "_loads", "_offset", "nbytes")
+    __slots__ = ("_loads", "_offset", "_source", "nbytes")
 
-    def __init__(self, file: OriginFile, offset: int, nbytes: int) -> None:
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._file = file
+        self._source = source
         self._offset = offset
         self._loads = 0
 
@@ -119,16 +118,16 @@ class Origin:
         """
         self._loads += begin == 0
         nbytes = max(0, min(into.numel(), self.nbytes - begin))
-        return OriginRead(self._file, self._offset + begin, into[:nbytes])
+        return OriginRead(self._source, self._offset + begin, into[:nbytes])
 
 
 class OriginRead:
     """A `Transfer` from a file, carried out by whoever waits for it: nothing moves before, nor without that."""
 
-    __slots__ = ("_file", "_into", "_offset")
+    __slots__ = ("_into", "_offset", "_source")
 
-    def __init__(self, file: OriginFile, offset: int, into: torch.Tensor) -> None:
-        self._file = file
+    def __init__(self, source: Source, offset: int, into: torch.Tensor) -> None:
+        self._source = source
         self._offset = offset
         self._into: torch.Tensor | None = into
 
@@ -140,10 +139,10 @@ class OriginRead:
         """Reads, the first time.
 
         Raises:
-            DiskError: as `OriginFile.read`; the next time it is tried again.
+            DiskError: as `Source.read`; the next time it is tried again.
         """
         if self._into is not None:
-            self._file.read(self._offset, view_at(self._into.data_ptr(), self._into.numel()))
+            self._source.read(self._offset, view_at(self._into.data_ptr(), self._into.numel()))
             self._into = None
 
     def order(self) -> None:
@@ -192,7 +191,7 @@ class Origins:
         if mapped.path not in self._files:
             self._files[mapped.path] = None
             with suppress(OSError):
-                found = OriginFile.open(mapped.path)
+                found = OriginFile(mapped.path)
                 if found.regular and found.inode == mapped.inode:
                     self._files[mapped.path] = found
         return self._files[mapped.path]

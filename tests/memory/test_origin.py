@@ -46,7 +46,7 @@ def part(file: Path, index: int) -> torch.Tensor:
 
 
 def origin(file: Path, index: int = 0) -> Origin:
-    return Origin(OriginFile.open(str(file)), SKIPPED + index * NUMEL * 4, NUMEL * 4)
+    return Origin(OriginFile(str(file)), SKIPPED + index * NUMEL * 4, NUMEL * 4)
 
 
 def read(found: Origin | None, begin: int = 0, nbytes: int = NUMEL * 4) -> torch.Tensor:
