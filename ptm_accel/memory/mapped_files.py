@@ -14,11 +14,11 @@ import torch
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.mapping import forget_pages, view_at
-from ptm_accel.memory.origin import Origin
+from ptm_accel.memory.origin import Origin, Source, no_source
 from ptm_accel.units import format_bytes
 
-_addresses: set[int] = set()
-"""Where the storages are that there are now."""
+_charges: dict[int, _Charge] = {}
+"""What the storages that there are now are charged with, by their identity."""
 
 
 class MappedFiles:
@@ -29,7 +29,7 @@ class MappedFiles:
         limit_bytes: how much they may take in all.
 
     Attributes:
-        held_bytes: what is in files now.
+        held_bytes: what is in files now, but for what a model on pages has a home for.
     """
 
     def __init__(self, folders: Sequence[Path], limit_bytes: int) -> None:
@@ -53,14 +53,10 @@ class MappedFiles:
         storage = self._mapped(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
         octets: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
         copied = octets.view(tensor.dtype).view(tensor.shape)
-        self.held_bytes += nbytes
-        _addresses.add(storage.data_ptr())
-        weakref.finalize(storage, self._gone, storage.data_ptr(), nbytes)
+        _charges[id(storage)] = charge = _Charge(self, nbytes)
+        weakref.finalize(storage, _charges.pop, id(storage))
+        weakref.finalize(storage, charge.release)
         return copied
-
-    def _gone(self, address: int, nbytes: int) -> None:
-        _addresses.discard(address)
-        self.held_bytes -= nbytes
 
     def _mapped(self, values: torch.Tensor) -> Any:
         nbytes = values.nbytes
@@ -92,35 +88,55 @@ class MappedFiles:
 def is_scratch(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of these: what is written to it is written to the disk."""
     # A fake tensor has no address.
-    return type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in _addresses
+    return type(tensor) is torch.Tensor and id(tensor.untyped_storage()) in _charges
 
 
-class _Kept:
+class _Charge:
+    """What a file takes of a limit, until it is released."""
+
+    __slots__ = ("_files", "_nbytes")
+
+    def __init__(self, files: MappedFiles, nbytes: int) -> None:
+        self._files = files
+        self._nbytes = nbytes
+        files.held_bytes += nbytes
+
+    def release(self) -> None:
+        self._files.held_bytes -= self._nbytes
+        self._nbytes = 0
+
+
+class _Kept(Source):
     """A tensor in a scratch file, read through its mapping: a model has more of them than a process may open files."""
 
-    __slots__ = ("_tensor",)
-
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        super().__init__()
+        self._tensor: torch.Tensor | None = tensor
 
     def read(self, offset: int, into: memoryview) -> None:
+        if self._tensor is None:
+            raise no_source("a scratch file")
         address = self._tensor.data_ptr() + offset
         into[:] = view_at(address, len(into))
         # Mapped pages that were touched count as memory of this process.
         forget_pages(address, len(into))
 
+    def abandon(self) -> None:
+        self._tensor = None
+
 
 def scratch_origin(tensor: torch.Tensor) -> Origin | None:
-    """The file of a contiguous tensor, if it is one of these."""
+    """The file of a contiguous tensor, if it is one of these; it is charged no more, since there is a home for it."""
     if not is_scratch(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
+    _charges[id(tensor.untyped_storage())].release()
     return Origin(_Kept(tensor.detach()), 0, tensor.nbytes)
 
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:
     """Whether a tensor's bytes are mapped from a file, as those of a safetensors checkpoint are that were not cast."""
     address = tensor.data_ptr()
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+    with open("/proc/self/maps", encoding="ascii", errors="replace", newline="\n") as lines:
         for line in lines:
             addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
             begin, end = (int(part, 16) for part in addresses.split("-"))

@@ -12,11 +12,12 @@ import mmap
 import os
 import stat
 import weakref
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -34,19 +35,44 @@ is the sign."""
 _COMPARED_BYTES = 64
 
 
-class Source(Protocol):
+_sources: weakref.WeakSet[Source] = weakref.WeakSet()
+
+
+class Source(ABC):
     """What values are read from."""
 
+    def __init__(self) -> None:
+        _sources.add(self)
+
+    @abstractmethod
     def read(self, offset: int, into: memoryview) -> None:
         """Reads until `into` is full.
 
         Raises:
             DiskError: it cannot be read, or it is not what it was.
         """
-        ...
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Lets go of it: in a child made by `fork`, which would keep files that have no name any more."""
 
 
-class OriginFile:
+def _abandon_all() -> None:
+    for source in list(_sources):
+        source.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def no_source(path: str) -> DiskError:
+    """The error of whoever reads from an abandoned source."""
+    return DiskError(
+        errno.EBADF, f"{path} is read in the process that made the model, not in those forked from it", path
+    )
+
+
+class OriginFile(Source):
     """A file that must stay as it is as long as values are to be read from it. It may lose its name.
 
     Args:
@@ -57,16 +83,19 @@ class OriginFile:
     """
 
     def __init__(self, path: str) -> None:
+        super().__init__()
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd)
+        self._close = weakref.finalize(self, os.close, self._fd)
         found = os.fstat(self._fd)
-        self.inode = found.st_ino
+        self.place = found.st_dev, found.st_ino
         self.regular = stat.S_ISREG(found.st_mode)
         self._version = found.st_size, found.st_mtime_ns
 
     def read(self, offset: int, into: memoryview) -> None:
         """See `Source`."""
+        if not self._close.alive:
+            raise no_source(self.path)
         done = 0
         try:
             while done < len(into):
@@ -85,6 +114,10 @@ class OriginFile:
                 "its first step is done; put it back, or save to another folder.",
                 self.path,
             )
+
+    def abandon(self) -> None:
+        """See `Source`."""
+        self._close()
 
 
 class Origin:
@@ -154,7 +187,7 @@ class _Mapped(NamedTuple):
     begin: int
     end: int
     offset: int
-    inode: int
+    place: tuple[int, int]
     private: bool
     path: str
 
@@ -182,33 +215,41 @@ class Origins:
         if index < 0 or not tensor.nbytes or tensor.is_conj() or tensor.is_neg():
             return None
         mapped = self._mapped[index]
-        if end > mapped.end or not mapped.private or _written(begin, end):
+        if end > mapped.end or not mapped.private:
             return None
         file, offset = self._file(mapped), mapped.offset + begin - mapped.begin
-        return None if file is None or not _begins_alike(file, offset, tensor) else Origin(file, offset, tensor.nbytes)
+        # The comparison first: the page that it looks at has to be in the page map then.
+        if file is None or not _begins_alike(file, offset, tensor) or _written(begin, end):
+            return None
+        return Origin(file, offset, tensor.nbytes)
 
     def _file(self, mapped: _Mapped) -> OriginFile | None:
         if mapped.path not in self._files:
             self._files[mapped.path] = None
             with suppress(OSError):
                 found = OriginFile(mapped.path)
-                if found.regular and found.inode == mapped.inode:
+                if found.regular and found.place == mapped.place:
                     self._files[mapped.path] = found
         return self._files[mapped.path]
 
 
 def _mappings() -> Iterator[_Mapped]:
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
-            addresses, permissions, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            addresses, permissions, offset, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
             if inode == "0" or not path:
                 continue
             begin, end = (int(part, 16) for part in addresses.split("-"))
-            yield _Mapped(begin, end, int(offset, 16), int(inode), permissions[3] == "p", path[0])
+            major, minor = (int(part, 16) for part in device.split(":"))
+            place = os.makedev(major, minor), int(inode)
+            yield _Mapped(begin, end, int(offset, 16), place, permissions[3] == "p", path[0])
 
 
 def _written(begin: int, end: int) -> bool:
-    """Whether a page of a private mapping may have been written to: it is no page of the file any more then."""
+    """Whether a page of a private mapping may have been written to: it is no page of the file any more then.
+
+    The first page was looked at. Where it is not shown as a page of the file, the page map tells nothing.
+    """
     first, last = begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
     octets = bytearray((last - first + 1) * _ENTRY_BYTES)
     try:
@@ -219,15 +260,16 @@ def _written(begin: int, end: int) -> bool:
     except OSError:
         return True
     entries = torch.frombuffer(octets, dtype=torch.int64)
-    own = (entries < 0) & ((entries & _OF_FILE) == 0)
-    return bool((own | ((entries & _SWAPPED) != 0)).any())
+    present, of_file = entries < 0, (entries & _OF_FILE) != 0
+    written = (present & ~of_file) | ((entries & _SWAPPED) != 0)
+    return bool(written.any()) or not bool(present[0] & of_file[0])
 
 
 def _begins_alike(file: OriginFile, offset: int, tensor: torch.Tensor) -> bool:
     """Whether a file has at `offset` what a tensor begins with: another one may be mounted over it by now."""
-    shown = bytearray(view_at(tensor.data_ptr(), min(tensor.nbytes, _COMPARED_BYTES)))
-    found = bytearray(len(shown))
+    found = bytearray(min(tensor.nbytes, _COMPARED_BYTES))
     with suppress(DiskError):
+        # Where the page is not in memory, a look through the mapping would bring in megabytes around it.
         file.read(offset, memoryview(found))
-        return found == shown
+        return found == view_at(tensor.data_ptr(), len(found))
     return False

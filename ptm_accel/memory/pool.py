@@ -132,14 +132,13 @@ class Pool:
             copied = self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
             # A scratch file is no place for values that training writes again and again.
             copied = copied or is_scratch(data)
-            tensor.origin = None
             alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device.type != self.compute.device.type:
                 self._make_extent(tensor).tensor.copy_(data)
-                self.settle_in(tensor, Place.DIRTY)
-                return
-            reservation = self.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
-            tensor.extent = Extent(data, data.view(-1).view(torch.uint8), None, reservation)
+            else:
+                reservation = self.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
+                tensor.extent = Extent(data, data.view(-1).view(torch.uint8), None, reservation)
+            tensor.origin = None
             self.settle_in(tensor, Place.DIRTY)
 
     def leave_in_file(self, tensor: PagedTensor, origin: Origin) -> None:

@@ -37,6 +37,9 @@ class Snapshots:
             return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
         if tensor.place is Place.ARRIVING:
             pool.ahead.receive(tensor)
+        if tensor.extent is not None and tensor.origin is not None:
+            # What is looked at may be written over the very file that it came in.
+            tensor.place, tensor.origin = Place.DIRTY, None
         if tensor.extent is not None and pool.budget.tier is Tier.HOST and self._may_alias(tensor):
             return tensor.extent.tensor.detach()
         if tensor.extent is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.mapped_files import MappedFiles, scratch_origin
+from ptm_accel.memory.mapped_files import MappedFiles, is_scratch, scratch_origin
 from ptm_accel.model.scratch_parameters import ScratchParameters
 from tests.integrations.saved_models import ARCHITECTURES, Save, assert_same_model, dials
 from tests.tiers import PAGE, config, open_memory
@@ -221,6 +222,64 @@ def test_what_is_cast_as_it_is_read_is_trained_from_its_scratch_file(
         assert files.held_bytes == 0
     assert made[0][0] == made[1][0]
     assert all(torch.equal(value, made[1][1][name]) for name, value in made[0][1].items())
+
+
+def test_scratch_files_that_have_a_home_leave_their_limit_to_other_models(tmp_path: Path) -> None:
+    nbytes = sum(param.nbytes for param in ENTRIES["llama"].build().parameters())
+    files = MappedFiles([tmp_path], nbytes * 5 // 4)
+    remove = ScratchParameters(files, PAGE // 4).install()
+    try:
+        model = ENTRIES["llama"].build()
+        with attached(model, tmp_path) as engine:
+            other = ENTRIES["llama"].build()
+            held = files.held_bytes
+            assert held
+            train(model, engine.bind_optimizer(adamw(model)), range(2))
+            gc.collect()
+            assert files.held_bytes == held, "released once"
+            del other
+            gc.collect()
+            assert files.held_bytes == 0
+    finally:
+        remove()
+
+
+def test_a_child_keeps_no_scratch_files(tmp_path: Path) -> None:
+    with scratch(tmp_path):
+        model = ENTRIES["llama"].build()
+    with attached(model, tmp_path) as engine:
+        assert in_files(engine)
+        ends = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(ends[1], b"1" if ".mapped" in Path("/proc/self/maps").read_text() else b"0")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.read(ends[0], 1) == b"0"
+        for end in ends:
+            os.close(end)
+        train(model, engine.bind_optimizer(adamw(model)), range(2))
+
+
+def test_what_is_scratch_is_known_by_its_storage(tmp_path: Path) -> None:
+    """Not by its address, which another one may have by then."""
+    values = MappedFiles([tmp_path], 1 << 20).copy_of(torch.ones(4, 1024))
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        values.share_memory_()
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    others = []
+    for number in range(4):
+        (tmp_path / str(number)).write_bytes(bytes(values.nbytes))
+        others.append(torch.from_file(str(tmp_path / str(number)), shared=True, size=values.numel()))
+    assert not any(map(is_scratch, others))
+    found, into = scratch_origin(values), torch.empty(values.nbytes, dtype=torch.uint8)
+    assert found is not None
+    found.load(0, into).wait()
+    assert (into.view(torch.float32) == 1).all()
+    assert (values == 1).all()
 
 
 def test_what_was_written_in_a_scratch_file_is_read_from_it(tmp_path: Path) -> None:

@@ -109,9 +109,8 @@ def test_another_file_of_the_same_name(file: Path, tmp_path: Path, how: str, mon
         other.write_bytes(bytes(file.stat().st_size))
         original = os.open
         monkeypatch.setattr(os, "open", lambda path, *rest: original(other if path == str(file) else path, *rest))
-        monkeypatch.setattr(
-            OriginFile, "inode", property(lambda self: file.stat().st_ino, lambda self, inode: None), raising=False
-        )
+        place = file.stat().st_dev, file.stat().st_ino
+        monkeypatch.setattr(OriginFile, "place", property(lambda self: place, lambda self, place: None), raising=False)
     else:
         monkeypatch.setattr(
             OriginFile, "regular", property(lambda self: False, lambda self, regular: None), raising=False
@@ -142,6 +141,17 @@ def test_a_page_map_that_ends_early(file: Path, monkeypatch: pytest.MonkeyPatch)
 
     values = part(file, 0)
     monkeypatch.setattr(builtins, "open", short)
+    assert Origins.now().of(values) is None
+
+
+def test_a_page_map_that_tells_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Any = builtins.open
+
+    def empty(name: Any, *rest: Any, **options: Any) -> Any:
+        return original("/dev/zero" if name == "/proc/self/pagemap" else name, *rest, **options)
+
+    values = part(file, 0)
+    monkeypatch.setattr(builtins, "open", empty)
     assert Origins.now().of(values) is None
 
 
@@ -197,6 +207,19 @@ def test_what_the_system_reads_in_parts_is_whole(file: Path, monkeypatch: pytest
     assert torch.equal(read(origin(file)), part(file, 0))
 
 
+def test_a_forked_child_lets_go_of_the_file(file: Path) -> None:
+    found = origin(file)
+    child = os.fork()
+    if child == 0:
+        try:
+            read(found)
+        except DiskError as error:
+            os._exit(7 if error.errno == errno.EBADF else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert torch.equal(read(found), part(file, 0))
+
+
 # ---- in a pool ---------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +251,19 @@ def test_what_is_read_again_and_again_is_taken_home(file: Path, tmp_path: Path) 
                 assert torch.equal(pool.fault(tensor), part(file, index))
         assert pool.stats.stored_bytes == sum(tensor.slot_bytes for tensor in tensors)
         assert all(tensor.origin is None for tensor in tensors)
+
+
+def test_what_was_looked_at_may_be_written_over_its_file(file: Path, tmp_path: Path) -> None:
+    before = [part(file, index).clone() for index in range(4)]
+    with two_of_four(file, tmp_path) as (pool, tensors):
+        pool.fault(tensors[0])
+        pool.lend(tensors[1])
+        looked = [pool.snapshot(tensor) for tensor in tensors]
+        assert all(torch.equal(values, each) for values, each in zip(looked, before, strict=True))
+        del looked
+        file.write_bytes(b"something else")
+        for tensor, values in zip(tensors, before, strict=True):
+            assert torch.equal(pool.fault(tensor), values)
 
 
 def test_what_was_written_is_stored_and_leaves_its_file(file: Path, tmp_path: Path) -> None:
