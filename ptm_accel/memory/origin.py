@@ -234,15 +234,25 @@ class Origins:
 
 
 def _mappings() -> Iterator[_Mapped]:
+    layered = _layered_devices()
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
             addresses, permissions, offset, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
-            if inode == "0" or not path:
+            if inode == "0" or not path or device in layered:
                 continue
             begin, end = (int(part, 16) for part in addresses.split("-"))
             major, minor = (int(part, 16) for part in device.split(":"))
             place = os.makedev(major, minor), int(inode)
             yield _Mapped(begin, end, int(offset, 16), place, permissions[3] == "p", path[0])
+
+
+def _layered_devices() -> set[str]:
+    """The devices whose files may be others than what was mapped under the same number: written to, they are copied."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+        mounts = [line.split() for line in lines]
+    # As `major:minor`, in decimal there and in hexadecimal among the mappings.
+    found = [mount[2].split(":") for mount in mounts if mount[mount.index("-", 6) + 1] == "overlay"]
+    return {f"{int(major):02x}:{int(minor):02x}" for major, minor in found}
 
 
 def _written(begin: int, end: int) -> bool:

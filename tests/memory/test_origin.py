@@ -119,7 +119,7 @@ def test_another_file_of_the_same_name(file: Path, tmp_path: Path, how: str, mon
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("hidden", ["/proc/self/maps", "/proc/self/pagemap"])
+@pytest.mark.parametrize("hidden", ["/proc/self/maps", "/proc/self/pagemap", "/proc/self/mountinfo"])
 def test_a_system_that_does_not_tell(file: Path, monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     original: Any = builtins.open
 
@@ -130,6 +130,22 @@ def test_a_system_that_does_not_tell(file: Path, monkeypatch: pytest.MonkeyPatch
 
     values = part(file, 0)
     monkeypatch.setattr(builtins, "open", refused)
+    assert Origins.now().of(values) is None
+
+
+def test_a_file_system_in_layers(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a lower layer that was mapped and then written to goes on being shown, and is another one by name."""
+    original: Any = builtins.open
+    device = file.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"22 1 {os.major(device)}:{os.minor(device)} / / rw shared:1 - overlay overlay rw\n")
+
+    def layered(name: Any, *rest: Any, **options: Any) -> Any:
+        return original(mounts if name == "/proc/self/mountinfo" else name, *rest, **options)
+
+    values = part(file, 0)
+    assert Origins.now().of(values) is not None
+    monkeypatch.setattr(builtins, "open", layered)
     assert Origins.now().of(values) is None
 
 
