@@ -81,7 +81,16 @@ def test_autocast_everywhere(name: str, checkpointing: str, budget: str, memory:
     check_trainer(ENTRIES[name], job, budget, tmp_path, memory)
 
 
-NARROW = ("llama-tied", "gpt2", "mixtral", "t5", "bert", "vit", "whisper", "mamba")
+NARROW = (
+    "llama-tied",
+    "gpt2",
+    "mixtral",
+    "t5",
+    "bert",
+    pytest.param("vit", marks=MATRIX),
+    pytest.param("whisper", marks=MATRIX),
+    "mamba",
+)
 
 
 @pytest.mark.parametrize("name", NARROW)
