@@ -33,9 +33,10 @@ _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
 """Bits of an entry of `/proc/self/pagemap`; see the kernel's documentation of it. The highest, of a page that is there,
 is the sign."""
 _COMPARED_BYTES = 64
-
+"""Of the beginning of a tensor, beside the file's number: what tells apart files that have the same one by now."""
 
 _sources: weakref.WeakSet[Source] = weakref.WeakSet()
+"""All that there are, to be abandoned in children."""
 
 
 class Source(ABC):
@@ -78,6 +79,11 @@ class OriginFile(Source):
     Args:
         path: where it is.
 
+    Attributes:
+        path: see above.
+        identity: device and inode.
+        regular: whether it is a file, and not a device or a pipe.
+
     Raises:
         OSError: it cannot be opened.
     """
@@ -88,7 +94,7 @@ class OriginFile(Source):
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._fd)
         found = os.fstat(self._fd)
-        self.place = found.st_dev, found.st_ino
+        self.identity = found.st_dev, found.st_ino
         self.regular = stat.S_ISREG(found.st_mode)
         self._version = found.st_size, found.st_mtime_ns
 
@@ -187,7 +193,7 @@ class _Mapped(NamedTuple):
     begin: int
     end: int
     offset: int
-    place: tuple[int, int]
+    identity: tuple[int, int]
     private: bool
     path: str
 
@@ -228,7 +234,7 @@ class Origins:
             self._files[mapped.path] = None
             with suppress(OSError):
                 found = OriginFile(mapped.path)
-                if found.regular and found.place == mapped.place:
+                if found.regular and found.identity == mapped.identity:
                     self._files[mapped.path] = found
         return self._files[mapped.path]
 
@@ -242,8 +248,8 @@ def _mappings() -> Iterator[_Mapped]:
                 continue
             begin, end = (int(part, 16) for part in addresses.split("-"))
             major, minor = (int(part, 16) for part in device.split(":"))
-            place = os.makedev(major, minor), int(inode)
-            yield _Mapped(begin, end, int(offset, 16), place, permissions[3] == "p", path[0])
+            identity = os.makedev(major, minor), int(inode)
+            yield _Mapped(begin, end, int(offset, 16), identity, permissions[3] == "p", path[0])
 
 
 def _layered_devices() -> set[str]:

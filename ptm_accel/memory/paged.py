@@ -21,6 +21,7 @@ class Place(enum.Enum):
                               |               |  ^                             |   ^
                               |               |  +--fault-- ARRIVING <-prefetch+   |
                               +--store--------+--drop the extent------------------+        any --drop--> BLANK
+    BLANK --leave_in_file--> AWAY, in its origin until it is first stored
     CLEAN --lend--> LENT, which leaves as CLEAN or as DIRTY does, whichever it turns out to be
     ```
     """
@@ -32,7 +33,7 @@ class Place(enum.Enum):
     ARRIVING = "arriving"
     """In the home, and on their way into an extent, which nobody has seen yet."""
     CLEAN = "clean"
-    """In an extent of the compute tier, and the same bytes in the home."""
+    """In an extent of the compute tier, and the same bytes in the home, or in the origin."""
     LENT = "lent"
     """As clean, but somebody outside was given the extent, and may have written to it."""
     DIRTY = "dirty"

@@ -109,8 +109,8 @@ def test_another_file_of_the_same_name(file: Path, tmp_path: Path, how: str, mon
         other.write_bytes(bytes(file.stat().st_size))
         original = os.open
         monkeypatch.setattr(os, "open", lambda path, *rest: original(other if path == str(file) else path, *rest))
-        place = file.stat().st_dev, file.stat().st_ino
-        monkeypatch.setattr(OriginFile, "place", property(lambda self: place, lambda self, place: None), raising=False)
+        shown = file.stat().st_dev, file.stat().st_ino
+        monkeypatch.setattr(OriginFile, "identity", property(lambda self: shown, lambda self, _: None), raising=False)
     else:
         monkeypatch.setattr(
             OriginFile, "regular", property(lambda self: False, lambda self, regular: None), raising=False
@@ -149,25 +149,16 @@ def test_a_file_system_in_layers(file: Path, tmp_path: Path, monkeypatch: pytest
     assert Origins.now().of(values) is None
 
 
-def test_a_page_map_that_ends_early(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shown", ["/dev/null", "/dev/zero"], ids=["ends_early", "tells_nothing"])
+def test_a_page_map_that_is_of_no_use(file: Path, monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
     original: Any = builtins.open
 
-    def short(name: Any, *rest: Any, **options: Any) -> Any:
-        return original("/dev/null" if name == "/proc/self/pagemap" else name, *rest, **options)
+    def other(name: Any, *rest: Any, **options: Any) -> Any:
+        return original(shown if name == "/proc/self/pagemap" else name, *rest, **options)
 
     values = part(file, 0)
-    monkeypatch.setattr(builtins, "open", short)
-    assert Origins.now().of(values) is None
-
-
-def test_a_page_map_that_tells_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original: Any = builtins.open
-
-    def empty(name: Any, *rest: Any, **options: Any) -> Any:
-        return original("/dev/zero" if name == "/proc/self/pagemap" else name, *rest, **options)
-
-    values = part(file, 0)
-    monkeypatch.setattr(builtins, "open", empty)
+    assert Origins.now().of(values) is not None
+    monkeypatch.setattr(builtins, "open", other)
     assert Origins.now().of(values) is None
 
 
