@@ -54,7 +54,8 @@ def make(folder: Path, config: PretrainedConfig) -> int:
 
 
 def cold(folder: Path) -> None:
-    """Drops the files from the page cache."""
+    """Drops the files from the page cache; nothing of what was written before is still on its way to the disk."""
+    os.sync()
     for path in folder.glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
