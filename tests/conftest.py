@@ -19,12 +19,20 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 
 # What is measured of this machine under a test is not for the user's own cache; child processes share this one.
 _CACHE = tempfile.TemporaryDirectory(prefix="ptm_accel-cache-")
 os.environ["PTM_ACCEL_CACHE"] = _CACHE.name
+
+
+# How long an example takes says nothing on a machine that others use.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

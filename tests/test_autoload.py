@@ -113,4 +113,4 @@ def test_it_needs_nothing_but_the_standard_library() -> None:
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "bad = new - set(sys.stdlib_module_names) - {'ptm_accel'}; assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

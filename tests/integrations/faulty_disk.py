@@ -20,7 +20,7 @@ from ptm_accel.model.gradients import Gradients
 from ptm_accel.optim.chase import Chase
 
 HANGS_S = 2.0
-"""How long a call hangs."""
+"""How long a call hangs, if nothing else is said."""
 
 
 class FaultyDisk:
@@ -35,6 +35,7 @@ class FaultyDisk:
         hangs: the first of each such call blocks for a while.
         on_hang: called when one does.
         answers: ends that early.
+        hangs_s: how long it blocks.
         gave_up: how many have blocked to the end.
     """
 
@@ -45,6 +46,7 @@ class FaultyDisk:
         self.delay_s = delay_s
         self.code = code
         self.hangs = hangs
+        self.hangs_s = HANGS_S
         self.on_hang: Callable[[], object] = lambda: None
         self.answers = threading.Event()
         self.gave_up = 0
@@ -72,7 +74,7 @@ class FaultyDisk:
             self._hung.add(name)
         if self.hangs and first:
             self.on_hang()
-            if not self.answers.wait(HANGS_S):
+            if not self.answers.wait(self.hangs_s):
                 self.gave_up += 1
         time.sleep(self.delay_s)
         if self.code:

@@ -29,12 +29,12 @@ from ptm_accel.memory.diskio import Lanes
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.scratch import Direction
-from tests.integrations.faulty_disk import FaultyDisk, FromStep, call_at, in_backward
+from tests.integrations.faulty_disk import HANGS_S, FaultyDisk, FromStep, call_at, in_backward
 
 STEPS = 6
 CHILD = Path(__file__).with_name("interrupted_child.py")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 
 
 class _Keeps(transformers.TrainerCallback):
@@ -141,6 +141,8 @@ def test_ctrl_c_while_the_disk_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = FaultyDisk(call, hangs=True)
+    # A write is waited for to its end; nobody is kept by a read, however long it takes.
+    disk.hangs_s = HANGS_S if call == "pwritev" else 30.0
     disk.install(monkeypatch)
     disk.on_hang = lambda: os.kill(os.getpid(), signal.SIGINT)
     trainer = build(tiny, Trainer, tmp_path / "run", [call_at(place, disk.armed.set, monkeypatch)], ptm_config=dials)
@@ -338,7 +340,7 @@ def test_ctrl_c_in_the_middle_of_an_update(
 
 def _child(job: dict[str, Any]) -> tuple[int, str]:
     command = [sys.executable, str(CHILD), json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stderr[-4000:]
 
 

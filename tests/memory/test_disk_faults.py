@@ -358,7 +358,7 @@ except DiskError as error:
 @pytest.mark.filterwarnings("ignore:ptm_accel. the disk path")
 def test_a_limit_of_the_system_on_files_is_told_of(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIMITED, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert "cannot grow by 1.00 MiB to 2.00 MiB: File too large" in done.stdout
 
 
@@ -427,19 +427,21 @@ from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.scratch import Io
 
-inside = 0
+inside, takes_s = 0, 0.02
 def slow(fd, views, offset):
     global inside
     inside += 1
-    time.sleep(0.02)
+    time.sleep(takes_s)
     done = os.pwritev(fd, views, offset)
     inside -= 1
     return done
 
 tier = DiskTier([Path(sys.argv[1])], Budget(Tier.DISK, 1 << 30), block_bytes=4096, io=Io(pwritev=slow))
-slot = tier.new(1 << 16, Tag.PARAM, "w")
-transfer = tier.store(slot, 0, torch.ones(1 << 16, dtype=torch.uint8))
-time.sleep(0.03)
+# More calls than this process can be kept waiting for: ten seconds of them.
+slot = tier.new(1 << 22, Tag.PARAM, "w")
+transfer = tier.store(slot, 0, torch.ones(1 << 22, dtype=torch.uint8))
+while not inside:
+    time.sleep(0.001)
 child = os.fork()
 if child == 0:
     seen = [str(inside)]
@@ -452,6 +454,7 @@ if child == 0:
     print("\\n".join(seen), flush=True)
     sys.exit(0)
 still = not transfer.done()
+takes_s = 0.0
 status = os.waitpid(child, 0)[1]
 transfer.wait()
 print("parent", status, still, tier.bytes_written)
@@ -461,10 +464,10 @@ print("parent", status, still, tier.bytes_written)
 @pytest.mark.filterwarnings("ignore:ptm_accel. the disk path")
 def test_a_fork_waits_for_system_calls_and_its_child_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     inside, *refusals, parent = done.stdout.splitlines()
     assert inside == "0"
     assert len(refusals) == 3
     assert all("belongs to process" in text and "use the model only in the process" in text for text in refusals)
-    assert parent == f"parent 0 True {1 << 16}"
+    assert parent == f"parent 0 True {1 << 22}"

@@ -188,11 +188,11 @@ class Setup:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     gc.collect()
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     yield
     # Tracebacks of errors that were met on the way hold frames of functions, and those hold mappings.
     gc.collect()
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -728,7 +728,10 @@ def check_against_bytes(s: Setup, steps: Sequence[tuple[str, int]]) -> None:
         assert torch.equal(s.load(handle), expected)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=_CHECKS)
 @given(steps=st.lists(STEP, min_size=25, max_size=60), pages=st.integers(1, 5), slots=st.integers(0, 6))
 def test_any_use_gives_the_bytes_that_were_stored(steps: list[tuple[str, int]], pages: int, slots: int) -> None:
     s = Setup(pages=pages, slots=slots)
@@ -738,7 +741,7 @@ def test_any_use_gives_the_bytes_that_were_stored(steps: list[tuple[str, int]], 
         s.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=_CHECKS)
 @given(steps=st.lists(STEP, min_size=20, max_size=40), pages=st.integers(1, 5), slots=st.integers(2, 6))
 def test_any_use_over_the_real_disk(tmp_path: Path, steps: list[tuple[str, int]], pages: int, slots: int) -> None:
     budget = Budget(Tier.DISK, slots * PAGE)
