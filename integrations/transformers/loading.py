@@ -25,7 +25,7 @@ from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.heap import Glibc
+from ptm_accel.memory.heap import Trimmer
 from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory
@@ -110,9 +110,6 @@ def from_pretrained(
     return loaded
 
 
-_TRIM_EVERY_BYTES = 16 << 20
-"""After so much has been read the C library gives back what tensors were cast or joined in."""
-
 _MOVE_MISSING = "_move_missing_keys_from_meta_to_device"
 _FINALIZE = "_finalize_model_loading"
 
@@ -154,8 +151,7 @@ class _Reader:
         self._loaded: dict[str, nn.Parameter] = {}
         self._missing: list[Reservation] = []
         self._sized = False
-        self._read_bytes = 0
-        self._heap = Glibc() if Glibc.found() else None
+        self._trimmer = Trimmer()
         self._engine: Engine | None = None
 
     def redirect(self, original: Setter) -> Setter:
@@ -236,11 +232,7 @@ class _Reader:
         return nn.Parameter(data, requires_grad=value.is_floating_point())
 
     def _put(self, name: str, value: torch.Tensor) -> PagedTensor:
-        self._read_bytes += value.nbytes
-        if self._read_bytes > _TRIM_EVERY_BYTES and self._heap is not None:
-            # What tensors were cast or joined in is free again, and the C library may keep it beside the budget.
-            self._read_bytes = 0
-            self._heap.trim()
+        self._trimmer.passed(value.nbytes)
         pages = create_value(name, value, self._pool, small=self._small)
         self._pool.fault(pages, write=True).copy_(value)
         return pages

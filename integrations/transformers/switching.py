@@ -7,6 +7,7 @@ import one another in circles, so all that needs them waits until the first Trai
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from ptm_accel.model.scratch_parameters import ScratchParameters
 from ptm_accel.opening import local_processes
 
 from .first_pages import opening_lightly
+from .forgetting import forget_what_is_read
 
 
 def switch_trainer(module: ModuleType) -> None:
@@ -62,3 +64,4 @@ def switch_models(module: ModuleType) -> None:
     ScratchParameters(files, small_bytes(resolved.page_bytes)).install()
     names = vars(module)
     names["safe_open"] = opening_lightly(names["safe_open"])
+    forget_what_is_read(import_module("transformers.core_model_loading"))

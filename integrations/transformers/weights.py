@@ -29,6 +29,8 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.units import format_bytes
 
+from .forgetting import MATERIALIZE, SET, Forgetting
+
 Setter = Callable[..., None]
 """As `transformers.core_model_loading.set_param_for_module`."""
 
@@ -68,9 +70,13 @@ def redirected(make: Callable[[Setter], Setter]) -> Iterator[None]:
     """While it lasts, transformers hands the tensors it loads to another function, one after the other.
 
     Args:
-        make: makes the function from the original one.
+        make: makes the function from the original one; it copies what it is given.
     """
-    with one_at_a_time, exchanged(core_model_loading, "set_param_for_module", make):
+    forgetting = Forgetting(all_is_copied=True)
+    with one_at_a_time, ExitStack() as stack:
+        stack.enter_context(exchanged(core_model_loading, SET, lambda original: forgetting.set_param(make(original))))
+        if hasattr(core_model_loading, MATERIALIZE):
+            stack.enter_context(exchanged(core_model_loading, MATERIALIZE, forgetting.materialize))
         before = os.environ.get(_SEQUENTIAL)
         os.environ[_SEQUENTIAL] = "1"
         try:

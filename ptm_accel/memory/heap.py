@@ -138,6 +138,29 @@ class Glibc:
         self._libc.mallopt(_M_TRIM_THRESHOLD, trimmed_from)
 
 
+class Trimmer:
+    """Gives back what tensors that were made only to be copied elsewhere leave free, now and then.
+
+    The C library keeps such blocks beside every budget: of a checkpoint that is cast or fused as it is read, up to all.
+
+    Args:
+        heap: the allocator; where it is another than glibc's, nothing is done.
+        every_bytes: of such tensors, after which it is done.
+    """
+
+    def __init__(self, heap: Glibc | None = None, every_bytes: int = _HOLES_BYTES) -> None:
+        self._heap = heap or (Glibc() if Glibc.found() else None)
+        self._every_bytes = every_bytes
+        self._passed_bytes = 0
+
+    def passed(self, nbytes: int) -> None:
+        """So many bytes were copied, and are free or will be before the next are."""
+        self._passed_bytes += nbytes
+        if self._passed_bytes > self._every_bytes and self._heap is not None:
+            self._passed_bytes = 0
+            self._heap.trim()
+
+
 class HeapTide:
     """Takes off a host budget what the heap holds beyond what lives in it.
 

@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,14 +136,24 @@ def scratch_origin(tensor: torch.Tensor) -> Origin | None:
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:
     """Whether a tensor's bytes are mapped from a file, as those of a safetensors checkpoint are that were not cast."""
-    address = tensor.data_ptr()
+    return are_in_files([tensor])[0]
+
+
+def are_in_files(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each tensor, whether its bytes are mapped from a file."""
+    begins: list[int] = []
+    mapped: list[tuple[int, bool]] = []
     with open("/proc/self/maps", encoding="ascii", errors="replace", newline="\n") as lines:
         for line in lines:
             addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
-            begin, end = (int(part, 16) for part in addresses.split("-"))
-            if begin <= address < end:
-                return inode.strip() != "0"
-    return False
+            begin, end = addresses.split("-")
+            begins.append(int(begin, 16))
+            mapped.append((int(end, 16), inode.strip() != "0"))
+    found: list[bool] = []
+    for tensor in tensors:
+        at = bisect_right(begins, tensor.data_ptr()) - 1
+        found.append(at >= 0 and mapped[at][1] and tensor.data_ptr() < mapped[at][0])
+    return found
 
 
 def _free_bytes(folder: Path) -> int:

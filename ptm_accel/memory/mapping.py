@@ -171,6 +171,14 @@ def forget_pages(address: int, nbytes: int) -> None:
     _LIBC.madvise(begin, round_up(address + nbytes - begin, mmap.PAGESIZE), mmap.MADV_DONTNEED)
 
 
+def forget_whole_pages(address: int, nbytes: int) -> None:
+    """As `forget_pages`, of any mapping of a file, where nobody has written to these bytes; pages at the edges stay."""
+    begin = round_up(address, mmap.PAGESIZE)
+    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        _LIBC.madvise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
 @lru_cache(maxsize=4096)
 def _array_type(nbytes: int) -> Any:
     # Kept, since a new ctypes array type costs more than a mapping, and is garbage only the collector finds.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptm_accel.memory.heap import Trimmer
 from ptm_accel.memory.mapped_files import MappedFiles, is_in_a_file
 
 
@@ -28,6 +29,7 @@ class ScratchParameters:
     def __init__(self, files: MappedFiles, least_bytes: int) -> None:
         self._files = files
         self._least_bytes = least_bytes
+        self._trimmer = Trimmer()
 
     def install(self) -> Callable[[], None]:
         """Has every parameter taken that a module registers from now on, in this process.
@@ -60,3 +62,4 @@ class ScratchParameters:
             return
         if param.layout == torch.strided and param.is_contiguous() and not is_in_a_file(param.data):
             param.data = self._files.copy_of(param.data)
+            self._trimmer.passed(param.nbytes)

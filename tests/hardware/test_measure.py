@@ -22,19 +22,20 @@ from ptm_accel.memory.device import check_copy
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.scratch import file_system_of
 from ptm_accel.units import MIB
+from tests.descriptors import open_files
 
 MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
 def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
-    def here() -> tuple[int, int, list[str]]:
+    def here() -> set[object]:
         disk_threads = [thread for thread in threading.enumerate() if thread.name.startswith("ptm-disk-")]
-        return len(os.listdir("/proc/self/fd")), len(disk_threads), sorted(os.listdir(tmp_path))
+        return {*open_files(), *disk_threads, *os.listdir(tmp_path)}
 
     before = here()
     yield
-    assert here() == before
+    assert not here() - before
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from ptm_accel.hardware import store as store_module
 from ptm_accel.hardware.profile import HardwareProfile
 from ptm_accel.hardware.store import ProfileStore, cache_directory
+from tests.descriptors import open_files
 from tests.hardware.machines import DISK, HERE, LINK, PROFILE
 
 EMPTY = HardwareProfile(fingerprint=HERE)
@@ -162,9 +163,9 @@ def test_a_lock_that_cannot_be_had_does_not_stop_anyone(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(store_module, "_PATIENCE_S", 0.1)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files()
     store = ProfileStore(HERE, tmp_path)
     with store.alone():
         store.add(PROFILE)
     assert store.read() == PROFILE
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - descriptors

@@ -21,6 +21,7 @@ from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier
 from ptm_accel.memory.mapping import anonymous_run
 from ptm_accel.memory.scratch import file_system_of
+from tests.descriptors import mapped_from, open_files
 
 MIB = 1 << 20
 BLOCK = 16 * GRAIN_BYTES
@@ -36,8 +37,8 @@ def disk_threads() -> list[threading.Thread]:
 def make(tmp_path: Path) -> Iterator[Make]:
     """Makes tiers, and holds each to its books, its threads and its descriptors at the end."""
     tiers: list[DiskTier] = []
-    descriptors = len(os.listdir("/proc/self/fd"))
-    threads = len(disk_threads())
+    descriptors = open_files()
+    threads = set(disk_threads())
 
     def make_tier(*paths: Path, limit: int = 64 * MIB, **options: object) -> DiskTier:
         options.setdefault("block_bytes", BLOCK)
@@ -52,8 +53,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         tier.close()
         tier.check_integrity()
         assert tier.budget.used_bytes == 0
-    assert len(disk_threads()) == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not set(disk_threads()) - threads
+    assert not open_files() - descriptors
 
 
 def random_bytes(nbytes: int, shift: int = 0) -> torch.Tensor:
@@ -216,22 +217,21 @@ def test_a_snapshot_shows_the_newest_bytes_and_is_private(make: Make, tmp_path: 
 def test_a_snapshot_costs_no_memory_of_ours_and_is_unmapped(make: Make) -> None:
     tier = make()
     slot = stored(tier, random_bytes(32 * MIB))
+    inode = os.fstat(tier.pieces(slot)[0].fd).st_ino
 
     def anonymous_kib() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
-    def mappings() -> int:
-        return len(Path("/proc/self/maps").read_text().splitlines())
-
     tier.snapshot(slot).sum()
-    before, mapped = anonymous_kib(), mappings()
+    before = anonymous_kib()
+    assert mapped_from(inode) == 0
     snapshot = tier.snapshot(slot)
-    assert mappings() > mapped
+    assert mapped_from(inode) > 0
     snapshot.sum()
     assert anonymous_kib() - before < 4096
     del snapshot
-    assert mappings() <= mapped
+    assert mapped_from(inode) == 0
 
 
 def test_bounce_buffers_are_charged(make: Make) -> None:

@@ -21,6 +21,7 @@ from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier
 from ptm_accel.memory.diskio import DiskTransfer, Lanes
 from ptm_accel.memory.mapping import FilePiece, anonymous_run, private_run
 from ptm_accel.memory.scratch import Io
+from tests.descriptors import open_files
 
 MIB = 1 << 20
 BLOCK = 16 * GRAIN_BYTES
@@ -78,7 +79,7 @@ def faults() -> Faults:
 
 @pytest.fixture
 def tier(tmp_path: Path, faults: Faults) -> object:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files()
     tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK, io=faults.io())
     yield tier
     faults.gate.set()
@@ -87,7 +88,7 @@ def tier(tmp_path: Path, faults: Faults) -> object:
     assert tier.budget.used_bytes == 0
     tier.check_integrity()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ptm-disk-")]
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - descriptors
 
 
 @pytest.mark.parametrize("most", [GRAIN_BYTES, GRAIN_BYTES + 1, 3 * GRAIN_BYTES - 1])
@@ -307,11 +308,11 @@ def test_a_thread_that_was_not_woken_is_woken_by_who_waits(tier: DiskTier, monke
 
 
 def test_a_forgotten_tier_closes_itself(tmp_path: Path) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files()
     tier = DiskTier([tmp_path], Budget(Tier.DISK, MIB))
     del tier
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - descriptors
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -27,6 +27,7 @@ from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.memory.transfer import Block, Home, Transfer
+from tests.descriptors import open_files
 
 UNIT = 4096
 PAGE = 4 * UNIT
@@ -188,12 +189,12 @@ class Setup:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     gc.collect()
-    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = set(threading.enumerate()), open_files()
     yield
     # Tracebacks of errors that were met on the way hold frames of functions, and those hold mappings.
     gc.collect()
     assert not set(threading.enumerate()) - threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - descriptors
 
 
 def test_it_is_a_home() -> None:

@@ -18,6 +18,7 @@ from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.frames import Frame, FramePool, default_slab_bytes
 from ptm_accel.memory.mapping import private_run
 from ptm_accel.units import GIB, MIB
+from tests.descriptors import open_files
 
 UNIT = 4096
 FRAME = 4 * UNIT
@@ -65,9 +66,9 @@ class Setup:
 def descriptors() -> Iterator[None]:
     # What earlier tests have left for the garbage collector must not go in between.
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize(

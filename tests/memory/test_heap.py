@@ -13,7 +13,7 @@ import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tag, Tier
-from ptm_accel.memory.heap import Glibc, HeapTide, HeapUse
+from ptm_accel.memory.heap import Glibc, HeapTide, HeapUse, Trimmer
 from tests.tiers import open_memory
 
 MIB = 1 << 20
@@ -274,3 +274,24 @@ def test_one_watch_for_the_process() -> None:
     tide.close()
     assert not HeapTide.watching()
     assert (tide.keeping, heap.calls[-1]) == (False, "give back")
+
+
+class Counted(Glibc):
+    """Counts trims, and does them."""
+
+    trims = 0
+
+    def trim(self) -> None:
+        super().trim()
+        self.trims += 1
+
+
+@pytest.mark.skipif(not Glibc.found(), reason="another C library")
+def test_what_passes_is_given_back_every_so_many_bytes() -> None:
+    heap = Counted()
+    trimmer = Trimmer(heap, 100)
+    counts = []
+    for nbytes in (60, 40, 1, 99, 1, 1, 500, 0):
+        trimmer.passed(nbytes)
+        counts.append(heap.trims)
+    assert counts == [0, 0, 1, 1, 1, 2, 3, 3]
