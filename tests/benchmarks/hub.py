@@ -4,8 +4,10 @@
 
 The script (hub_script.py) is run plain, as large as it is, and with pages switched on in a process whose memory the
 kernel caps at what the documentation promises: the script before its model, host_memory (a quarter of the checkpoint),
-what a pass holds, and 5%. Losses, generated text and saved weights must be the same. Reading is timed from
-a cold page cache, beside a plain loop over the same files. Prints the result as Markdown.
+what a pass holds (the formula), and 5%. Losses, generated text and saved weights must be the same. Reading is timed
+from a cold page cache, beside what transformers itself takes for as many tensors with hardly any bytes, and a plain
+loop over the same files: one that reads them, or, where they are cast or fused, does that too and writes what comes of
+it, under the same cap (hub_loop.py). Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -84,47 +87,76 @@ def digest(folder: Path) -> str:
     return hashlib.md5(b"".join(path.read_bytes() for path in files), usedforsecurity=False).hexdigest()
 
 
+def plainly(script: list[str], *rest: str) -> dict[str, Any]:
+    """What the script says where pages are off."""
+    done = subprocess.run(
+        [sys.executable, *script, *rest], env=environment(), capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"the plain script ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return told(done.stdout)
+
+
+def capped(cap: int, command: list[str], dials: dict[str, str]) -> dict[str, Any]:
+    """What a script says in a process whose memory the kernel caps."""
+    done = capping.run_capped(cap, [sys.executable, *command], env={**environment(), **dials}, timeout_s=3600)
+    if done.returncode != 0:
+        raise SystemExit(f"{command[0]} ended with {done.returncode}, {done.kills} kills:\n{done.stderr[-3000:]}")
+    return told(done.stdout)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
+def hosts_own_s(directory: Path, kind: str, dtype: str, layers: int) -> float:
+    """Seconds until ready of a plain model with as many tensors and hardly any bytes: what is no reading."""
+    small, out = directory / "small", directory / "small_out"
+    make(small, shape(kind, 64, layers))
+    seconds = [plainly([str(HERE / "hub_script.py"), str(small), str(out), dtype, "1"])["ready_s"] for _ in range(3)]
+    shutil.rmtree(small)
+    shutil.rmtree(out)
+    return statistics.median(seconds)
+
+
 def run(directory: Path, kind: str, dtype: str, options: argparse.Namespace) -> str:
     """One row of the table."""
     checkpoint, plain_out, out = (directory / name for name in ("checkpoint", "plain", "paged"))
     config = shape(kind, options.hidden, options.layers)
     nbytes = make(checkpoint, config)
     script = [str(HERE / "hub_script.py"), str(checkpoint)]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(
-        [sys.executable, *script, str(plain_out), dtype, str(STEPS)],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"the plain script ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    plain = told(done.stdout)
+    plain = plainly(script, str(plain_out), dtype, str(STEPS))
     host = nbytes // 4 // MIB * MIB
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     batch = {name: ShapeSpec((2, 128)) for name in ("input_ids", "labels")}
-    passing = estimate(meta, batch).pass_bytes or 0
-    cap = int((plain["base_bytes"] + host + passing) * 1.05)
-    bare = plain_read_s(checkpoint)
-    cold(checkpoint)
+    formula = plain["base_bytes"] + host + (estimate(meta, batch).pass_bytes or 0)
+    cap = int(formula * 1.05)
+    own = hosts_own_s(directory, kind, dtype, options.layers)
+    as_it_is = (kind, dtype) == ("Llama", "float32")
     # As `accelerate launch --use_ptm` starts it; the launcher itself, which takes memory of its own, is left out.
     dials = {"ACCELERATE_USE_PTM": "true", "PTM_HOST_MEMORY": str(host), "PTM_DISK": str(directory)}
-    command = [sys.executable, *script, str(out), dtype, str(STEPS)]
-    done = capping.run_capped(cap, command, env={**env, **dials}, timeout_s=3600)
-    if done.returncode != 0:
-        raise SystemExit(f"the paged script ended with {done.returncode}, {done.kills} kills:\n{done.stderr[-3000:]}")
-    ours = told(done.stdout)
+    pairs: list[tuple[float, float]] = []
+    for steps in [1] * (options.pairs - 1) + [STEPS]:
+        if as_it_is:
+            loop = plain_read_s(checkpoint)
+        else:
+            cold(checkpoint)
+            loop = capped(cap, [str(HERE / "hub_loop.py"), str(checkpoint), str(directory), dtype], {})["loop_s"]
+        cold(checkpoint)
+        ours = capped(cap, [*script, str(out), dtype, str(steps)], dials)
+        pairs.append((loop, ours["ready_s"]))
     same = all(ours[key] == plain[key] for key in ("losses", "eval_loss", "text")) and digest(out) == digest(plain_out)
     AutoModelForCausalLM.from_pretrained(out)
     for folder in (checkpoint, plain_out, out):
         shutil.rmtree(folder)
+    loop, ready = (statistics.median(column) for column in zip(*pairs, strict=True))
+    share = statistics.median((own + loop) / ready for loop, ready in pairs)
     return (
-        f"| {kind}, {dtype} | {nbytes / MIB:.0f} | {host / MIB:.0f} | {cap / MIB:.0f} | {ours['peak_bytes'] / MIB:.0f} "
-        f"| {plain['peak_bytes'] / MIB:.0f} | {'the same' if same else 'DIFFERENT'} | {ours['ready_s']:.2f} s "
-        f"| {plain['ready_s']:.2f} s | {bare:.2f} s | {ours['stepped_s']:.2f} s | {plain['stepped_s']:.2f} s "
-        f"| {ours['save_s']:.2f} s | {ours['end_s']:.1f} s |"
+        f"| {kind}, {dtype} | {nbytes / MIB:.0f} | {host / MIB:.0f} | {formula / MIB:.0f} | {cap / MIB:.0f} "
+        f"| {ours['peak_bytes'] / MIB:.0f} | {plain['peak_bytes'] / MIB:.0f} | {'the same' if same else 'DIFFERENT'} "
+        f"| {ready:.2f} s | {own:.2f} s | {loop:.2f} s | {share:.0%} | {ours['stepped_s']:.2f} s "
+        f"| {plain['stepped_s']:.2f} s | {ours['save_s']:.2f} s | {ours['end_s']:.1f} s |"
     )
 
 
@@ -134,6 +166,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
     reason = capping.available()
     if reason is not None:
@@ -141,15 +174,15 @@ def main() -> None:
     print("# A checkpoint of four times the memory\n")
     print(facts("OMP_WAIT_POLICY=passive python tests/benchmarks/hub.py DIRECTORY"))
     print(
-        f"* {STEPS} steps of batch 2 x 128, evaluation, saving, text; fp32 checkpoints in shards of 200 MB; only the "
-        "paged run reads from a cold disk\n"
+        f"* {STEPS} steps of batch 2 x 128, evaluation, saving, text; fp32 checkpoints in shards of 200 MB; medians of "
+        f"{options.pairs} pairs of a loop and a run, each from a cold disk\n"
     )
     print(
-        "| model, read as | checkpoint, MiB | host_memory, MiB | cap, MiB | peak RSS | plain's peak RSS | losses, text "
-        "and saved weights | read until ready to train | plain | a plain loop over the files | first step done | plain "
-        "| save | all |"
+        "| model, read as | checkpoint, MiB | host_memory, MiB | formula, MiB | cap, MiB | peak RSS | plain's peak RSS "
+        "| losses, text and saved weights | read until ready to train | of that transformers' own | a plain loop "
+        "| both / ours | first step done | plain | save | all |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(f"|{' --- |' * 16}")
     for kind, dtype in CASES:
         print(run(options.directory, kind, dtype, options), flush=True)
 
