@@ -20,6 +20,6 @@ def open_files() -> set[tuple[int, str]]:
 
 
 def mapped_from(inode: int) -> int:
-    """How many mappings there are of the file with this number."""
+    """How many mappings there are of files with this number, on whatever device."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
         return sum(line.split(maxsplit=5)[4] == str(inode) for line in lines)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
-from ptm_accel.memory.mapped_files import are_in_files
-from ptm_accel.memory.mapping import forget_whole_pages
+from ptm_accel.memory.mapping import forget_unwritten
 
 MATERIALIZE = "_materialize_copy"
 """The function of `transformers.core_model_loading` that reads one tensor of a file, and casts it."""
@@ -38,49 +39,62 @@ def forget_what_is_read(module: ModuleType) -> None:
 class Forgetting:
     """Makes the two functions of transformers' loader that see what is read, and what has become of it.
 
-    Nobody but the loader has the tensors between the two, so nobody has written to them: pages of the file are all that
-    is forgotten.
+    What is cast has been copied at once; what is fused, when the result is put into the model.
 
     Args:
-        all_is_copied: whether what goes into the model is never what was read, mapped as it is.
+        all_is_copied: whether what is put into the model is copied as a rule, so that nothing need stay mapped for it.
+            (Forgotten pages that are wanted again are read from the file.)
     """
 
     def __init__(self, *, all_is_copied: bool = False) -> None:
         self._all_is_copied = all_is_copied
-        self._read = _Read()
+        self._waiting = _Waiting()
 
     def materialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Makes the function that reads a tensor."""
 
-        def materialize(found: Any, *args: Any, **kwargs: Any) -> Any:
-            # A tensor is somebody's own, as those of a `state_dict=` are; of a file it is one of its slices.
-            if not isinstance(found, torch.Tensor):
-                found = found[...]
-                self._read.sources.append(found)
-            return original(found, *args, **kwargs)
+        @wraps(original)
+        def materialize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, torch.Tensor):
+                # It is in memory already.
+                return original(tensor, *args, **kwargs)
+            source = tensor[...]
+            value = original(source, *args, **kwargs)
+            if _is_apart(value, source):
+                forget_unwritten(source.data_ptr(), source.nbytes)
+            else:
+                self._waiting.sources.append(source)
+            return value
 
         return materialize
 
     def set_param(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Makes the function that puts into the model what was made of the tensors that were read before it."""
 
-        def set_param(model: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-            sources, self._read.sources = self._read.sources, []
-            result = original(model, name, value, *args, **kwargs)
-            gone = [source for source in sources if self._all_is_copied or not _share_memory(source, value)]
-            for source, mapped in zip(gone, are_in_files(gone) if gone else (), strict=True):
-                if mapped:
-                    forget_whole_pages(source.data_ptr(), source.nbytes)
+        @wraps(original)
+        def set_param(model: Any, target_name: str, param_value: Any, *args: Any, **kwargs: Any) -> Any:
+            sources, self._waiting.sources = self._waiting.sources, []
+            result = original(model, target_name, param_value, *args, **kwargs)
+            for source in sources:
+                if self._all_is_copied or _is_apart(param_value, source):
+                    forget_unwritten(source.data_ptr(), source.nbytes)
             return result
 
         return set_param
 
 
-def _share_memory(source: torch.Tensor, value: Any) -> bool:
-    """Whether what goes into the model is what was read, as it is."""
-    return isinstance(value, torch.Tensor) and source.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+def _is_apart(value: Any, source: torch.Tensor) -> bool:
+    """Whether a value is certainly no view of what was read, nor holds it: other tensors may have it inside."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or source.device.type != "cpu":
+        return False
+    if value.device != source.device:
+        return True
+    here, there = (tensor.untyped_storage().data_ptr() for tensor in (value, source))
+    return bool(here != there)
 
 
-class _Read(threading.local):
+class _Waiting(threading.local):
+    """What this thread has read, and put nowhere yet."""
+
     def __init__(self) -> None:
         self.sources: list[torch.Tensor] = []

@@ -70,7 +70,7 @@ def redirected(make: Callable[[Setter], Setter]) -> Iterator[None]:
     """While it lasts, transformers hands the tensors it loads to another function, one after the other.
 
     Args:
-        make: makes the function from the original one; it copies what it is given.
+        make: makes the function from the original one; it copies most of what it is given.
     """
     forgetting = Forgetting(all_is_copied=True)
     with one_at_a_time, ExitStack() as stack:

@@ -6,7 +6,6 @@ import errno
 import os
 import tempfile
 import weakref
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -136,24 +135,14 @@ def scratch_origin(tensor: torch.Tensor) -> Origin | None:
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:
     """Whether a tensor's bytes are mapped from a file, as those of a safetensors checkpoint are that were not cast."""
-    return are_in_files([tensor])[0]
-
-
-def are_in_files(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Of each tensor, whether its bytes are mapped from a file."""
-    begins: list[int] = []
-    mapped: list[tuple[int, bool]] = []
+    address = tensor.data_ptr()
     with open("/proc/self/maps", encoding="ascii", errors="replace", newline="\n") as lines:
         for line in lines:
             addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
-            begin, end = addresses.split("-")
-            begins.append(int(begin, 16))
-            mapped.append((int(end, 16), inode.strip() != "0"))
-    found: list[bool] = []
-    for tensor in tensors:
-        at = bisect_right(begins, tensor.data_ptr()) - 1
-        found.append(at >= 0 and mapped[at][1] and tensor.data_ptr() < mapped[at][0])
-    return found
+            begin, end = (int(part, 16) for part in addresses.split("-"))
+            if begin <= address < end:
+                return inode.strip() != "0"
+    return False
 
 
 def _free_bytes(folder: Path) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ptm_accel.errors import BudgetError
+from ptm_accel.memory.page_map import page_map
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.units import format_bytes
 
@@ -171,12 +172,19 @@ def forget_pages(address: int, nbytes: int) -> None:
     _LIBC.madvise(begin, round_up(address + nbytes - begin, mmap.PAGESIZE), mmap.MADV_DONTNEED)
 
 
-def forget_whole_pages(address: int, nbytes: int) -> None:
-    """As `forget_pages`, of any mapping of a file, where nobody has written to these bytes; pages at the edges stay."""
+def forget_unwritten(address: int, nbytes: int) -> bool:
+    """As `forget_pages`, of any mapping: the whole pages of these bytes, if they are a file's and none was written to.
+
+    Returns:
+        whether it was done. Where the system does not tell which pages were written to, it never is.
+    """
     begin = round_up(address, mmap.PAGESIZE)
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if begin < end:
-        _LIBC.madvise(begin, end - begin, mmap.MADV_DONTNEED)
+    pages = page_map(begin, end) if begin < end else None
+    if pages is None or pages.written or not bool(pages.of_file.any()):
+        return False
+    done: int = _LIBC.madvise(begin, end - begin, mmap.MADV_DONTNEED)
+    return done == 0
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,6 @@ has not been written to through that mapping.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import stat
 import weakref
@@ -23,15 +22,12 @@ import torch
 
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.mapping import view_at
+from ptm_accel.memory.page_map import page_map
 
 _MANY_LOADS = 8
 """What has been read so often from its file without having been written to is better off in the home, which is read
 beside compute: a file that is not read in aligned pieces is read by whoever waits for it."""
 
-_ENTRY_BYTES = 8
-_SWAPPED, _OF_FILE = 1 << 62, 1 << 61
-"""Bits of an entry of `/proc/self/pagemap`; see the kernel's documentation of it. The highest, of a page that is there,
-is the sign."""
 _COMPARED_BYTES = 64
 """Of the beginning of a tensor, beside the file's number: what tells apart files that have the same one by now."""
 
@@ -262,23 +258,12 @@ def _layered_devices() -> set[str]:
 
 
 def _written(begin: int, end: int) -> bool:
-    """Whether a page of a private mapping may have been written to: it is no page of the file any more then.
+    """Whether a page of a private mapping may have been written to.
 
     The first page was looked at. Where it is not shown as a page of the file, the page map tells nothing.
     """
-    first, last = begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
-    octets = bytearray((last - first + 1) * _ENTRY_BYTES)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            pagemap.seek(first * _ENTRY_BYTES)
-            if pagemap.readinto(octets) != len(octets):
-                return True
-    except OSError:
-        return True
-    entries = torch.frombuffer(octets, dtype=torch.int64)
-    present, of_file = entries < 0, (entries & _OF_FILE) != 0
-    written = (present & ~of_file) | ((entries & _SWAPPED) != 0)
-    return bool(written.any()) or not bool(present[0] & of_file[0])
+    pages = page_map(begin, end)
+    return pages is None or pages.written or not bool(pages.of_file[0])
 
 
 def _begins_alike(file: OriginFile, offset: int, tensor: torch.Tensor) -> bool:

@@ -137,14 +137,27 @@ def run(directory: Path, kind: str, dtype: str, options: argparse.Namespace) -> 
     # As `accelerate launch --use_ptm` starts it; the launcher itself, which takes memory of its own, is left out.
     dials = {"ACCELERATE_USE_PTM": "true", "PTM_HOST_MEMORY": str(host), "PTM_DISK": str(directory)}
     pairs: list[tuple[float, float]] = []
-    for steps in [1] * (options.pairs - 1) + [STEPS]:
+
+    def looped() -> float:
         if as_it_is:
-            loop = plain_read_s(checkpoint)
-        else:
-            cold(checkpoint)
-            loop = capped(cap, [str(HERE / "hub_loop.py"), str(checkpoint), str(directory), dtype], {})["loop_s"]
+            return plain_read_s(checkpoint)
         cold(checkpoint)
-        ours = capped(cap, [*script, str(out), dtype, str(steps)], dials)
+        command = [str(HERE / "hub_loop.py"), str(checkpoint), str(directory), dtype]
+        return float(capped(cap, command, {})["loop_s"])
+
+    def paged(steps: int) -> dict[str, Any]:
+        cold(checkpoint)
+        return capped(cap, [*script, str(out), dtype, str(steps)], dials)
+
+    for number in range(options.pairs):
+        # The one that is first in one pair is second in the next.
+        steps = STEPS if number == options.pairs - 1 else 1
+        if number % 2:
+            ours = paged(steps)
+            loop = looped()
+        else:
+            loop = looped()
+            ours = paged(steps)
         pairs.append((loop, ours["ready_s"]))
     same = all(ours[key] == plain[key] for key in ("losses", "eval_loss", "text")) and digest(out) == digest(plain_out)
     AutoModelForCausalLM.from_pretrained(out)

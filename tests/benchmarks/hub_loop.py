@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from transformers.core_model_loading import dot_natural_key
 
 _EXPERT = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d+)\.(?P<which>w[123])\.weight")
 
@@ -23,7 +24,8 @@ _EXPERT = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d+)\.(?P<which>w[123]
 def joined(names: list[str]) -> list[list[str]]:
     """The names, those together that become one tensor: of a layer's experts `w1` and `w3`, and `w2`."""
     found: dict[str, list[str]] = {}
-    for name in sorted(names):
+    # As the loader does: layer 10 after layer 9, and so the files from their beginnings to their ends.
+    for name in sorted(names, key=dot_natural_key):
         match = _EXPERT.fullmatch(name)
         found.setdefault(f"{match['layer']} {match['which'] == 'w2'}" if match else name, []).append(name)
     return list(found.values())
@@ -49,7 +51,10 @@ def main(checkpoint: str, directory: str, dtype: str) -> None:
     written = []
     for names in joined(list(where)):
         tensors = [where[name].get_tensor(name).to(getattr(torch, dtype)) for name in names]
-        written.append(write(torch.cat(tensors) if len(tensors) > 1 else tensors[0], Path(directory)))
+        values = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        del tensors
+        written.append(write(values, Path(directory)))
+        del values
     seconds = time.perf_counter() - begin
     nbytes = sum(os.fstat(descriptor).st_size for descriptor in written)
     sys.stdout.write(f"HUB {json.dumps({'loop_s': seconds, 'written_bytes': nbytes})}\n")
