@@ -32,6 +32,11 @@ _FOLLOWED = (Tag.PARAM, Tag.GRAD)
 class Beside(Protocol):
     """Work that goes on beside a pass: an optimizer step that is still under way."""
 
+    @property
+    def open_bytes(self) -> int:
+        """What it has pinned of tensors that have accesses of their own in a plan, when they are updated."""
+        ...
+
     def pump(self) -> None:
         """Does what can be done without waiting."""
         ...
@@ -116,17 +121,22 @@ class Following:
         assert recorder is not None
         self._tensors[tensor.name] = tensor
         self._marks.append(self._clock.mark())
-        budget = self._pool.budget
         recorder.record(
             tensor.name,
             tensor.slot_bytes,
             use,
-            held_bytes=budget.used_bytes - self._pool.idle_bytes - self._pool.room.leaving_bytes,
+            held_bytes=self._held_bytes(),
             backward=torch._C._current_graph_task_id() != -1,
         )
         route = self._route
         if route is not None:
             self._follow(route, tensor)
+
+    def _held_bytes(self) -> int:
+        """What can neither leave nor is in the plan: an update that is open now is planned where it is carried out."""
+        pool = self._pool
+        held = pool.budget.used_bytes - pool.idle_bytes - pool.room.leaving_bytes
+        return held - (self.beside.open_bytes if self.beside is not None else 0)
 
     def _follow(self, route: Route, tensor: PagedTensor) -> None:
         """Finds the access in the trace, and starts what the plan has for it and for those that were skipped."""

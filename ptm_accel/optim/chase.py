@@ -194,6 +194,13 @@ class Chase:
             self._advance(self._done)
 
     @property
+    def open_bytes(self) -> int:
+        """See `ptm_accel.model.following.Beside`: of parameters that are updated in parts nothing is planned."""
+        involved = (tensor for unit in self._opened if unit.whole for tensor in unit.involved().values())
+        pinned = (tensor.extent for tensor in involved if tensor.movable and tensor.pins == 1)
+        return sum(extent.reservation.nbytes for extent in pinned if extent is not None)
+
+    @property
     def waiting_bytes(self) -> int:
         """What is held of gradients that are not used up yet."""
         return sum(tensor.slot_bytes for tensor in self._gradients)

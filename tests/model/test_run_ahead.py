@@ -18,7 +18,9 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.route import Route
+from ptm_accel.optim.chase import Chase
 from ptm_accel.schedule.actions import Action, Move
+from ptm_accel.schedule.trace import Trace
 from ptm_accel.schedule.updates import Updates
 from tests.queued import LateDevice
 from tests.tiers import AMPLE, MEMORIES, PAGE, config, jitter, needs, on_pages, open_memory
@@ -170,6 +172,35 @@ def test_part_of_the_state_is_never_moved(tmp_path: Path, monkeypatch: pytest.Mo
         everything = sum(item.nbytes for item in route.trace.items)
         assert engine.pool.stats.loaded_bytes - before <= 2 * everything - kept
         assert engine.pool.stats.faults - faults <= 2
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_what_an_open_update_pins_is_not_held_beside_the_plan(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has accesses of its own there; counted twice it would take room from what is kept and sent for."""
+    pinned: list[int] = []
+    open_bytes = Chase.open_bytes.fget
+    assert open_bytes is not None
+
+    def seen(chase: Chase) -> int:
+        pinned.append(open_bytes(chase))
+        return pinned[-1]
+
+    monkeypatch.setattr(Chase, "open_bytes", property(seen))
+    with tight(kind, tmp_path, monkeypatch, share=0.5) as (model, engine, optimizer):
+        for number in range(3):
+            step(model, optimizer, number)
+        routes = {route.updates: route.recorded for route in engine.run_ahead.routes.values()}
+    assert max(pinned) > 0
+    assert beside_weights(routes[Updates.FORWARD]) == beside_weights(routes[Updates.APART])
+
+
+def beside_weights(trace: Trace) -> dict[str, int]:
+    """What is held beside each weight as the forward comes to it; beside its bias the weight itself would be, too."""
+    forward = [access for access in trace.accesses if not access.backward]
+    names = {trace.items[access.item].name: access.held_bytes for access in forward}
+    return {name: held for name, held in names.items() if name.endswith(".weight")}
 
 
 def test_nothing_is_planned_where_all_fits(tmp_path: Path) -> None:
