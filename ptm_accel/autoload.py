@@ -56,6 +56,8 @@ def install() -> None:
         found |= COMMANDS
     elif os.environ.get(SWITCH, "").strip().lower() not in ("", "0", "false", "no", "off"):
         found |= HOSTS
+        # Now, since a script may import the functions by name before it imports a host.
+        import_module("ptm_accel.clipping").install()
         if OWNER not in os.environ and _runs_the_script(program):
             os.environ[OWNER] = str(os.getpid())
             atexit.register(refuse_unused)

@@ -171,22 +171,32 @@ class TrainedModel(PagedModel):
             yield
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over all parameters with gradients; bit-equal to it.
 
         Returns:
             the norm before clipping, a scalar.
+
+        Raises:
+            RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` was asked for; nothing has been clipped.
         """
         with INTERRUPTS:
-            return self._clip_grad_norm(float(max_norm), float(norm_type))
+            return self._clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
-    def _clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def _clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         assert self.gradients is not None
         self.synchronise()
         if self.optimizer is not None:
             self.optimizer.apply_scale()
         present = self.gradients.arrived()
         norm = total_norm([grad.norm(norm_type) for grad in present], norm_type, self.pool.compute.device)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of {len(present)} gradients is {norm.item()}, so they cannot be "
+                "clipped. Set error_if_nonfinite=False to multiply them by it anyway."
+            )
         if present:
             coefficient = clip_coefficient(norm, max_norm)
             if self.optimizer is not None:

@@ -17,6 +17,8 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
+from ptm_accel import clipping
+from ptm_accel.clipping import clip_grad_norm, clip_grad_value
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed
@@ -130,6 +132,9 @@ class PTMAccelerator(PagedStates):
                 "Set use_cpu=True (Accelerator: cpu=True)."
             )
         self._put_scaler_on_pages()
+        # A script may call torch's own functions as well.
+        clipping.install()
+        clipping.guard_steps()
 
     def _put_scaler_on_pages(self) -> None:
         # Before any optimizer is prepared, since each keeps the scaler that is there then.
@@ -266,7 +271,7 @@ class PTMAccelerator(PagedStates):
         """As `Accelerator.clip_grad_norm_`, over gradients on pages.
 
         Raises:
-            UnsupportedError: only a part of the parameters that have gradients was given.
+            UnsupportedError: as `ptm_accel.clipping.clip_grad_norm`.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         engine = engine_holding(given)
@@ -274,16 +279,7 @@ class PTMAccelerator(PagedStates):
             norm: torch.Tensor | None = super().clip_grad_norm_(given, max_norm, norm_type)
             return norm
         self.unscale_gradients()
-        assert engine.gradients is not None
-        present = engine.gradients.arrived()
-        ids = {id(param) for param in given}
-        left_out = [grad.slot.name for grad in present if id(grad.slot.param) not in ids]
-        if left_out:
-            raise UnsupportedError(
-                f"clip_grad_norm_ was given {len(given)} parameters, but {len(left_out)} of {len(present)} gradients "
-                f"belong to others, such as {left_out[0]}; on pages, a norm is taken over all. Pass model.parameters()."
-            )
-        return engine.clip_grad_norm_(max_norm, norm_type)
+        return clip_grad_norm(engine, given, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`, over gradients on pages."""
@@ -293,18 +289,7 @@ class PTMAccelerator(PagedStates):
             super().clip_grad_value_(given, clip_value)
             return
         self.unscale_gradients()
-        engine.synchronise()
-        if engine.optimizer is not None:
-            engine.optimizer.in_backward.refuse("gradients were clipped by value")
-            engine.optimizer.apply_scale()
-        ids = {id(param) for param in given}
-        assert engine.gradients is not None
-        with torch.no_grad():
-            for grad in engine.gradients.present():
-                if id(grad.slot.param) in ids and grad.value is not None:
-                    with engine.pool.pin(grad.value, write=True) as total:
-                        total.clamp_(-clip_value, clip_value)
-                    grad.changed()
+        clip_grad_value(engine, given, clip_value)
 
     def free_memory(self, *objects: Any) -> Any:
         """As `Accelerator.free_memory`; also ends what an exception has left half done, and drops gradients."""

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
@@ -21,6 +20,7 @@ from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.states import States
+from ptm_accel.optim.step_guard import hooks_of_others
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Entry, ParamState, Work
@@ -190,8 +190,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def expects_backward(self) -> bool:
         """Whether updates can begin during the next backward, if its loop lets them; what they use is made known."""
         # What somebody does right before a step would come too late.
-        hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        if not self._elementwise or hooks:
+        if not self._elementwise or hooks_of_others(self):
             return False
         states = {state.slot.name: state for state in self._states if _can_begin(state)}
         if states:

@@ -8,6 +8,7 @@ from accelerate.utils import set_seed
 
 def main(source: str, out: str) -> None:
     import torch
+    from torch.nn.utils import clip_grad_norm_
     from torch.utils.data import DataLoader
     from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
@@ -28,7 +29,9 @@ def main(source: str, out: str) -> None:
             loss = model(**batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                # Torch's own, as many scripts call it, is as good for gradients that are not scaled.
+                clip = clip_grad_norm_ if number % 4 == 1 else accelerator.clip_grad_norm_
+                clip(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -1,0 +1,145 @@
+"""Torch's own functions that look at gradients, where those are on pages.
+
+`torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` read `p.grad`, which is empty then: they would clip nothing, and
+say nothing. So they are exchanged for functions that know (`install`), as `Accelerator`'s own are; and the step of an
+optimizer that was not prepared is refused (`ptm_accel.optim.step_guard`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ptm_accel.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ptm_accel.engine import Engine
+    from ptm_accel.model.gradients import GradSlot
+
+
+def install() -> None:
+    """Exchanges torch's functions; called again, does nothing. Names imported before keep the stock ones."""
+    module: Any = torch.nn.utils.clip_grad
+    if not hasattr(module.clip_grad_norm_, "knows_pages"):
+        for name, ours in (("clip_grad_norm_", clip_grad_norm), ("clip_grad_value_", clip_grad_value)):
+            setattr(module, name, _knowing(getattr(module, name), ours))
+            setattr(torch.nn.utils, name, getattr(module, name))
+
+
+def guard_steps() -> None:
+    """Has steps refused that would find no gradients; called again, does nothing."""
+    from ptm_accel.optim.optimizer import PagedOptimizer
+    from ptm_accel.optim.step_guard import StepGuard
+
+    if not StepGuard.installed():
+        StepGuard(_waiting, PagedOptimizer).install()
+
+
+def clip_grad_norm(
+    engine: Engine,
+    parameters: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, over gradients on pages; bit-equal to it.
+
+    Args:
+        engine: that has them.
+        parameters: all that have gradients.
+        max_norm: the most that their norm may be.
+        norm_type: the p of the p-norm.
+        error_if_nonfinite: a norm that is infinite or NaN is an error.
+        foreach: has no effect.
+
+    Returns:
+        the norm before clipping, a scalar.
+
+    Raises:
+        UnsupportedError: only a part of the parameters that have gradients was given, or some that are not the model's.
+        RuntimeError: see `error_if_nonfinite`; nothing has been clipped.
+    """
+    assert engine.gradients is not None
+    given = _own(engine, parameters, "clip_grad_norm_")
+    present = engine.gradients.arrived()
+    left_out = [grad.slot.name for grad in present if id(grad.slot.param) not in given]
+    if left_out:
+        raise UnsupportedError(
+            f"clip_grad_norm_ was given {len(given)} parameters, but {len(left_out)} of {len(present)} gradients "
+            f"belong to others, such as {left_out[0]}; on pages, a norm is taken over all. Pass model.parameters()."
+        )
+    return engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def clip_grad_value(
+    engine: Engine, parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    """As `torch.nn.utils.clip_grad_value_`, over gradients on pages.
+
+    Args:
+        engine: that has them.
+        parameters: whose gradients are clipped.
+        clip_value: the most that an element may be, and minus that the least.
+        foreach: has no effect.
+
+    Raises:
+        UnsupportedError: some parameters are not the model's.
+    """
+    assert engine.gradients is not None
+    given = _own(engine, parameters, "clip_grad_value_")
+    engine.synchronise()
+    if engine.optimizer is not None:
+        engine.optimizer.in_backward.refuse("gradients were clipped by value")
+        engine.optimizer.apply_scale()
+    with torch.no_grad():
+        for grad in engine.gradients.present():
+            if id(grad.slot.param) in given and grad.value is not None:
+                with engine.pool.pin(grad.value, write=True) as total:
+                    total.clamp_(-float(clip_value), float(clip_value))
+                grad.changed()
+
+
+def _own(engine: Engine, parameters: Sequence[torch.Tensor], name: str) -> set[int]:
+    """The parameters that are the engine's, by identity; others may have no gradients."""
+    from ptm_accel.engine import engine_holding
+
+    others = [param for param in parameters if engine.slots.of(param) is None]
+    strange = [param for param in others if param.grad is not None or engine_holding([param]) is not None]
+    if strange:
+        raise UnsupportedError(
+            f"{name} was given {len(parameters)} parameters, and {len(strange)} with gradients are not of the model "
+            "that has the others on pages. Clip each model by itself: pass model.parameters()."
+        )
+    return {id(param) for param in parameters} - {id(param) for param in others}
+
+
+def _knowing(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        parameters = given["parameters"]
+        given["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # Nothing is on pages as long as nobody has imported what puts it there.
+        module = sys.modules.get("ptm_accel.engine")
+        engine = None if module is None else module.engine_holding(given["parameters"])
+        return stock(**given) if engine is None else ours(engine, **given)
+
+    vars(clip)["knows_pages"] = True
+    return clip
+
+
+def _waiting(parameters: Iterable[torch.Tensor]) -> list[GradSlot]:
+    """The gradients of parameters that are on pages."""
+    from ptm_accel.engine import living_engines
+
+    ids = {id(param) for param in parameters}
+    gradients = [engine.gradients for engine in living_engines() if engine.gradients is not None]
+    return [grad for each in gradients for grad in each.arrived() if id(grad.slot.param) in ids]
