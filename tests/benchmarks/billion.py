@@ -28,8 +28,6 @@ from random_tokens import Tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
 
 CAP_BYTES = 2 << 30
-MAPPED_SCRIPT_S = 39.0
-"""Step time of a script over memory-mapped weights and state, same model and cap, measured apart on a like machine."""
 
 
 class Clock(TrainerCallback):
@@ -158,8 +156,7 @@ def main() -> None:
     print(f"| losses | {trained['losses']} | {resumed['losses'][options.steps :]} |")
     print(
         f"\nStep time: median {statistics.median(steps):.1f} s over {len(steps)} steps (first two of each process "
-        f"left out), range {min(steps):.1f} to {max(steps):.1f}; a script over memory-mapped files: "
-        f"{MAPPED_SCRIPT_S:.0f} s."
+        f"left out), range {min(steps):.1f} to {max(steps):.1f}."
     )
     print(f"\nLast step: {json.dumps(resumed['logs'])}\n\n{resumed['summary']}")
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is four times the memory, fine-tuned by an unchanged script under a cap of the kernel's.
+"""A checkpoint that is four times `host_memory`, fine-tuned by an unchanged script under a cap of the kernel's.
 
     OMP_WAIT_POLICY=passive python tests/benchmarks/hub.py DIRECTORY_ON_AN_SSD [--hidden 1024] [--layers 16]
 
@@ -186,7 +186,7 @@ def main() -> None:
     reason = capping.available()
     if reason is not None:
         raise SystemExit(f"cannot cap memory: {reason}")
-    print("# A checkpoint of four times the memory\n")
+    print("# A checkpoint of four times host_memory\n")
     print(facts("OMP_WAIT_POLICY=passive python tests/benchmarks/hub.py DIRECTORY"))
     print(
         f"* {STEPS} steps of batch 2 x 128, evaluation, saving, text; fp32 checkpoints in shards of 200 MB; medians of "

@@ -1,11 +1,12 @@
 """Predicted beside measured: a step's time and peak under budgets that nothing was calibrated on.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--steps 9]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--steps 9] [--rounds 3]
 
 One process trains under a budget of 1 GiB, clipped, and from what it recorded there (the trace of a pass, the rate of
-its updates, the disk's rates) says what a step will take under another. Then that is run, in a process of its own; and
-so on, in pairs, since shared machines are faster at one time than at another. Llama, 222M parameters, bf16 with fp32
-masters, batch 4 x 128. Prints the result as Markdown.
+its updates, the disk's rates) says what a step will take under others. Then one of those is run, in a process of its
+own, and then the first again; and so on. Shared machines are faster at one time than at another, so each measured step
+stands beside the mean of what was foretold just before and just after it, and the ratio is the median of the rounds'.
+Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,11 +157,68 @@ def run(options: argparse.Namespace, budget: str, clip: float, foretold: tuple[s
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, Pair]]:
+    """Runs all configurations, each between two calibrations: its name, what was foretold, and what came."""
+    budget, clip = CALIBRATION
+    names = tuple(f"{name}:{norm}" for name, norm in OTHERS)
+    before = run(options, budget, clip, names)
+    for turn in range(options.rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            host_memory, norm = name.split(":")
+            seen = run(options, host_memory, float(norm))
+            after = run(options, budget, clip, names)
+            yield name, Pair(before, after, seen, name)
+            before = after
+
+
+class Pair:
+    """A configuration, measured once, and what was foretold of it before and after."""
+
+    def __init__(self, before: dict[str, Any], after: dict[str, Any], seen: dict[str, Any], name: str) -> None:
+        self.calibration_s = (before["step_s"] + after["step_s"]) / 2
+        self.foretold_s = (before["said"][name]["step_s"] + after["said"][name]["step_s"]) / 2
+        self.foretold_mib = max(before["said"][name]["peak_mib"], after["said"][name]["peak_mib"])
+        self.step_s, self.peak_mib = seen["step_s"], seen["peak_mib"]
+        self.bound = seen["times"].split(" times its")[0].split(", ")[-1] if seen["times"] else "?"
+
+
+def report(options: argparse.Namespace) -> None:
+    """Measures, and prints the result."""
+    command = f"predict.py DIRECTORY --steps {options.steps} --rounds {options.rounds}"
+    print("# Predicted and measured steps\n")
+    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
+    print(
+        "* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128; calibrated under "
+        f"{CALIBRATION[0]}, clipped, before and after each run\n"
+    )
+    pairs: dict[str, list[Pair]] = {}
+    for name, pair in measure(options):
+        pairs.setdefault(name, []).append(pair)
+        print(f"{name} {pair.foretold_s:.2f} s {pair.step_s:.2f} s", file=sys.stderr, flush=True)
+    titles = ("calibration", "predicted step", "measured", "ratio", "rounds' ratios")
+    print(f"| host_memory | clipping | {' | '.join(titles)} | predicted peak | measured | of its bound |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, norm in OTHERS:
+        rounds = pairs[f"{name}:{norm}"]
+        ratios = [pair.foretold_s / pair.step_s for pair in rounds]
+        calibrated, foretold, seen = (
+            statistics.median(getattr(pair, field) for pair in rounds)
+            for field in ("calibration_s", "foretold_s", "step_s")
+        )
+        print(
+            f"| {name} | {norm or 'none'} | {calibrated:.2f} s | {foretold:.2f} s | {seen:.2f} s "
+            f"| {statistics.median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} "
+            f"| {max(pair.foretold_mib for pair in rounds):.0f} MiB | {max(pair.peak_mib for pair in rounds):.0f} MiB "
+            f"| {', '.join(pair.bound for pair in rounds)} |"
+        )
+
+
 def main() -> None:
     """Calibrates, runs the others, and prints the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--foretell", nargs="*", default=[])
@@ -167,25 +226,7 @@ def main() -> None:
     if options.child:
         child(options.directory, options.steps, options.child, options.clip, options.foretell)
         return
-    budget, clip = CALIBRATION
-    print("# Predicted and measured steps\n")
-    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY --steps {options.steps}"))
-    print(
-        f"* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128; calibrated under {budget}, clipped\n"
-    )
-    titles = ("calibration", "predicted step", "measured", "ratio", "predicted peak", "measured", "of its bound")
-    print(f"| host_memory | clipping | {' | '.join(titles)} |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, norm in OTHERS:
-        known = run(options, budget, clip, (f"{name}:{norm}",))
-        said, seen = known["said"][f"{name}:{norm}"], run(options, name, norm)
-        bound = seen["times"].split(" times its")[0].split(", ")[-1] if seen["times"] else "?"
-        print(
-            f"| {name} | {norm or 'none'} | {known['step_s']:.2f} s | {said['step_s']:.2f} s | {seen['step_s']:.2f} s "
-            f"| {said['step_s'] / seen['step_s']:.2f} | {said['peak_mib']:.0f} MiB | {seen['peak_mib']:.0f} MiB "
-            f"| {bound} |",
-            flush=True,
-        )
+    report(options)
 
 
 if __name__ == "__main__":
