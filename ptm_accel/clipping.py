@@ -140,6 +140,7 @@ def _waiting(parameters: Iterable[torch.Tensor]) -> list[GradSlot]:
     """The gradients of parameters that are on pages."""
     from ptm_accel.engine import living_engines
 
-    ids = {id(param) for param in parameters}
-    gradients = [engine.gradients for engine in living_engines() if engine.gradients is not None]
-    return [grad for each in gradients for grad in each.arrived() if id(grad.slot.param) in ids]
+    engines = [engine for engine in living_engines() if engine.gradients is not None]
+    ids = {id(param) for param in parameters if any(engine.slots.of(param) is not None for engine in engines)}
+    gradients = [engine.gradients.arrived() for engine in engines if ids and engine.gradients is not None]
+    return [grad for each in gradients for grad in each if id(grad.slot.param) in ids]

@@ -36,7 +36,7 @@ SIGNATURES = {
 METHODS = {
     "attach": "model, config=, memory=!, device=!, evaluates=!",
     "bind_optimizer": "self, optimizer",
-    "clip_grad_norm_": "self, max_norm, norm_type=",
+    "clip_grad_norm_": "self, max_norm, norm_type=, error_if_nonfinite=!",
     "zero_grad": "self",
     "detach": "self, check=!",
     "close": "self",
