@@ -187,7 +187,8 @@ def main() -> None:
     if reason is not None:
         raise SystemExit(f"cannot cap memory: {reason}")
     print("# A checkpoint of four times host_memory\n")
-    print(facts("OMP_WAIT_POLICY=passive python tests/benchmarks/hub.py DIRECTORY"))
+    command = f"hub.py DIRECTORY --pairs {options.pairs}"
+    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
     print(
         f"* {STEPS} steps of batch 2 x 128, evaluation, saving, text; fp32 checkpoints in shards of 200 MB; medians of "
         f"{options.pairs} pairs of a loop and a run, each from a cold disk\n"
