@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +30,19 @@ def _load(name: str) -> ModuleType:
 def tiny() -> ModuleType:
     sys.modules.setdefault("tiny", _load("tiny"))
     return sys.modules["tiny"]
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[Callable[[], None]]:
+    """accelerate keeps its state for the whole process: what forgets it, as is done at the end."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    def forget() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    yield forget
+    forget()
 
 
 @pytest.fixture(scope="module", autouse=True)

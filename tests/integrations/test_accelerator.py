@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
 from ptm_accel.integrations.accelerate import PagedGradScaler, PTMAccelerator
 from ptm_accel.integrations.accelerate import accelerator as accelerator_module
@@ -21,14 +19,7 @@ from torch import nn
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """accelerate keeps its state for the whole process."""
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture(params=["roomy", "tight"])

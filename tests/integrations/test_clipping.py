@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from ptm_accel.integrations.accelerate import PTMAccelerator
 from torch import nn
 
@@ -18,14 +17,7 @@ from ptm_accel import clipping
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """accelerate keeps its state for the whole process."""
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def backward(accelerator: Accelerator, model: nn.Module, row: dict[str, torch.Tensor], factor: float = 1.0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 from ptm_accel.integrations.accelerate import PTMAccelerator
 from safetensors.torch import load_file
@@ -22,16 +21,8 @@ from ptm_accel.errors import CheckpointError, ConfigError, DiskError
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[Callable[[], None]]:
-    """accelerate keeps its state for the whole process."""
-
-    def reset() -> None:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        PartialState._reset_state()
-
-    yield reset
-    reset()
+def fresh(fresh_accelerate: Callable[[], None]) -> Callable[[], None]:
+    return fresh_accelerate
 
 
 class Loop:
