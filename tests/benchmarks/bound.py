@@ -3,9 +3,9 @@
     OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY_ON_AN_SSD [--rounds 2] [--steps 14]
 
 Llama, 222M parameters, bf16 with fp32 masters (16 bytes a parameter with its gradient), batch 4 x 128; clipped, not
-clipped (updates begin during backward, unless a callback looks at the step), and with 8 micro-batches a step. Each run
-is a process of its own. The bound of a step is its arithmetic, or its bytes over the disk's measured rates, whichever
-is longer. Prints the result as Markdown.
+clipped (updates begin during backward, unless a callback looks at the step), with 8 micro-batches a step, and with so
+few tokens that there is next to nothing but the disk to wait for. Each run is a process of its own. The bound of a step
+is its arithmetic, or its bytes over the disk's measured rates, whichever is longer. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,34 @@ from machine_facts import facts
 from random_tokens import Tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
 
-KINDS = {"clipped": (1.0, 1), "not clipped": (0.0, 1), "not clipped, looked at": (0.0, 1), "8 micro-batches": (1.0, 8)}
-"""Greatest norm and micro-batches of each. Where a callback looks at the step before its update, no update begins in
-backward.
-"""
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained.
+
+    Attributes:
+        clip: the greatest norm; 0 for no clipping.
+        micro: micro-batches a step.
+        rows: of a micro-batch.
+        length: of a row, in tokens.
+        looked_at: a callback looks at the step before its update, so that no update begins in backward.
+    """
+
+    clip: float = 1.0
+    micro: int = 1
+    rows: int = 4
+    length: int = 128
+    looked_at: bool = False
+
+
+KINDS = {
+    "clipped": Kind(),
+    "not clipped": Kind(clip=0.0),
+    "not clipped, looked at": Kind(clip=0.0, looked_at=True),
+    "8 micro-batches": Kind(micro=8),
+    "32 tokens, clipped": Kind(rows=1, length=32),
+    "32 tokens, not clipped": Kind(clip=0.0, rows=1, length=32),
+}
 
 WARM_UP = 6
 """Memory has been touched, and the second plan has been made."""
@@ -79,7 +104,7 @@ def child(kind: str, directory: Path, steps: int) -> None:
 
     import ptm_accel
 
-    clip, micro = KINDS[kind]
+    what = KINDS[kind]
     shape = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
@@ -94,9 +119,9 @@ def child(kind: str, directory: Path, steps: int) -> None:
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=steps,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=micro,
-        max_grad_norm=clip,
+        per_device_train_batch_size=what.rows,
+        gradient_accumulation_steps=what.micro,
+        max_grad_norm=what.clip,
         save_strategy="no",
         logging_steps=1,
         report_to=[],
@@ -107,10 +132,9 @@ def child(kind: str, directory: Path, steps: int) -> None:
         lr_scheduler_type="constant",
     )
     watch = Watch()
-    callbacks = [watch, *([Looks()] if "looked at" in kind else [])]
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=Tokens(512, 128, 8192), callbacks=callbacks, ptm_config=dials
-    )
+    callbacks = [watch, *([Looks()] if what.looked_at else [])]
+    tokens = Tokens(512, what.length, 8192)
+    trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=callbacks, ptm_config=dials)
     trainer.train()
     engine = ptm_accel.engine_of(model)
     assert engine is not None
@@ -130,7 +154,7 @@ def child(kind: str, directory: Path, steps: int) -> None:
 def run(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """One process."""
     # A step of several micro-batches is long, and its passes are warm after few steps.
-    steps = options.steps if KINDS[kind][1] == 1 else max(WARM_UP + 2, options.steps // 2)
+    steps = options.steps if KINDS[kind].micro == 1 else max(WARM_UP + 2, options.steps // 2)
     command = [sys.executable, __file__, str(options.directory), "--child", kind, "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -144,20 +168,24 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--only", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--child", choices=KINDS)
     options = parser.parse_args()
     if options.child:
         child(options.child, options.directory, options.steps)
         return
-    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.only}
     for _ in range(options.rounds):
-        for kind in KINDS:
+        for kind in options.only:
             results[kind].append(run(kind, options))
+            print(kind, statistics.median(results[kind][-1]["steps_s"]), file=sys.stderr, flush=True)
     print("# A step beside its lower bound\n")
-    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY --rounds {options.rounds}"))
+    chosen = "" if options.only == list(KINDS) else " --only " + " ".join(f"'{kind}'" for kind in options.only)
+    command = f"bound.py DIRECTORY --rounds {options.rounds}{chosen}"
+    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
     print(
-        f"* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128, host_memory {HOST_MEMORY} (a quarter "
-        f"of parameters, gradients, masters and moments); the first {WARM_UP} steps left out\n"
+        "* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128 if nothing else is said, host_memory "
+        f"{HOST_MEMORY} (a quarter of parameters, gradients, masters and moments); the first {WARM_UP} steps left out\n"
     )
     print("| | step | bound | step / bound | of each step | waiting | read | written | disk busy | its rate then |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")

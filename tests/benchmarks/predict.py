@@ -184,6 +184,10 @@ class Pair:
 
 def report(options: argparse.Namespace) -> None:
     """Measures, and prints the result."""
+    pairs: dict[str, list[Pair]] = {}
+    for name, pair in measure(options):
+        pairs.setdefault(name, []).append(pair)
+        print(f"{name} {pair.foretold_s:.2f} s {pair.step_s:.2f} s", file=sys.stderr, flush=True)
     command = f"predict.py DIRECTORY --steps {options.steps} --rounds {options.rounds}"
     print("# Predicted and measured steps\n")
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
@@ -191,10 +195,6 @@ def report(options: argparse.Namespace) -> None:
         "* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128; calibrated under "
         f"{CALIBRATION[0]}, clipped, before and after each run\n"
     )
-    pairs: dict[str, list[Pair]] = {}
-    for name, pair in measure(options):
-        pairs.setdefault(name, []).append(pair)
-        print(f"{name} {pair.foretold_s:.2f} s {pair.step_s:.2f} s", file=sys.stderr, flush=True)
     titles = ("calibration", "predicted step", "measured", "ratio", "rounds' ratios")
     print(f"| host_memory | clipping | {' | '.join(titles)} | predicted peak | measured | of its bound |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
