@@ -19,6 +19,7 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import clip_coefficient, total_norm
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.states import slot_of
 from ptm_accel.optim.support import appetite_of
 from ptm_accel.paged_model import PagedModel
 
@@ -61,11 +62,15 @@ class TrainedModel(PagedModel):
         """Puts an optimizer's state on pages; another one that was bound before loses its state.
 
         Raises:
-            UnsupportedError: the optimizer cannot run on pages.
+            UnsupportedError: the optimizer cannot run on pages, or holds a parameter that the model does not have.
             BudgetError: it updates whole tensors, and the budget is below what that needs.
         """
         if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
             return self.optimizer
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                # Before the one that there is gives up its state.
+                slot_of(self.slots, param)
         self._meet_trainable()
         floor = self._floor(appetite_of(optimizer))
         evaluated, self.evaluates = self.evaluates, False
@@ -117,6 +122,13 @@ class TrainedModel(PagedModel):
             self._meet_region(region)
         if self.optimizer is not None:
             self.optimizer.follow(self.gradients)
+
+    def _meet_newcomers(self) -> None:
+        """Takes over the gradients of parameters that have become trainable in the middle of training (unfreezing)."""
+        if self.gradients is not None and self.gradients.admit(self.slots):
+            self._hold_norms()
+            for region in self.residency.regions.running():
+                self._meet_region(region)
 
     def resize(self, capacities: Mapping[Tier, int]) -> None:
         """See `PagedModel.resize`.
@@ -224,6 +236,7 @@ class TrainedModel(PagedModel):
     def synchronise(self) -> None:
         """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
         self.share_again()
+        self._meet_newcomers()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:

@@ -163,6 +163,7 @@ class Gradients:
     Attributes:
         norms: takes their norms.
         arrivals: how many have been taken.
+        arriving: called before a gradient is added to a sum, or is the first of one.
         taken: called with each sum that a gradient was added to.
     """
 
@@ -174,6 +175,7 @@ class Gradients:
         self._landing: Reservation | None = None
         self._hooks = [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
         self.arrivals = 0
+        self.arriving: Callable[[], object] | None = None
         self.taken: Callable[[GradSlot], None] | None = None
 
     def hold_landing(self) -> None:
@@ -195,8 +197,34 @@ class Gradients:
         return self._by_param[id(slot.param)]
 
     def known(self, slot: ParamSlot) -> GradSlot | None:
-        """The gradient of a parameter; None if it is not trainable, or has not been since the last forward."""
-        return self._by_param.get(id(slot.param)) if slot.param.requires_grad else None
+        """The gradient of a parameter; None if it has not been trainable.
+
+        One that was frozen after its backward has still a gradient, which is used up or forgotten as in torch.
+        """
+        return self._by_param.get(id(slot.param))
+
+    def admit(self, slots: Iterable[ParamSlot]) -> bool:
+        """Takes the gradients of those too that have become trainable; what has arrived for them is taken over.
+
+        Args:
+            slots: all parameters of the model, in its order.
+
+        Returns:
+            whether there were any.
+        """
+        every = list(slots)
+        new = [slot for slot in every if slot.param.requires_grad and id(slot.param) not in self._by_param]
+        if not new:
+            return False
+        self._by_param |= {id(slot.param): GradSlot(slot, self._pool, self.norms) for slot in new}
+        # Norms are put together in the order of the model's parameters.
+        place = {id(slot.param): number for number, slot in enumerate(every)}
+        self._by_param = dict(sorted(self._by_param.items(), key=lambda known: place[known[0]]))
+        self._hooks += [slot.param.register_post_accumulate_grad_hook(self._taker()) for slot in new]
+        self.expect_together(max(slot.value.nbytes for slot in new))
+        for slot in new:
+            self.take(slot.param)
+        return True
 
     def covers(self, slots: list[ParamSlot]) -> bool:
         """Whether these are exactly the parameters whose gradients are taken."""
@@ -250,6 +278,8 @@ class Gradients:
     def multiply(self, coefficient: torch.Tensor, gradients: Iterable[GradSlot] | None = None) -> None:
         """Multiplies `gradients` (by default all), one at a time."""
         for grad in self.present() if gradients is None else gradients:
+            # As the update would multiply it, so that no number depends on who has looked at gradients before.
+            grad.widen()
             assert grad.value is not None
             with self._pool.pin(grad.value, write=True) as total:
                 total.mul_(coefficient)
@@ -299,6 +329,8 @@ class Gradients:
                 f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was "
                 "not like those before it. Set update='blocking', and resume from the last checkpoint."
             )
+        if self.arriving is not None:
+            self.arriving()
         self.arrivals += 1
         apart = self._pool.copies_in and self._pool.room.available_bytes() >= gradient.nbytes
         if grad.value is None and self._landing is not None and not apart:

@@ -87,7 +87,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         on_host = run_ahead.updates_on_host
         self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, run_ahead.spent_on_host)
         self.in_backward = InBackward(self._sweep, run_ahead, self._entry_of, self._begin_in_backward)
-        gradients.taken = self.in_backward.take
+        self._closed = False
+        self._take_from(gradients)
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -96,11 +97,17 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Updates every parameter that has a gradient; the gradients are used up.
 
         Raises:
-            UnsupportedError: a closure was given.
+            UnsupportedError: a closure was given; its state was given up.
             DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
         """
         if closure is not None:
             raise UnsupportedError("optimizer.step(closure) is not possible on pages; call backward first, then step()")
+        if self._closed:
+            raise UnsupportedError(
+                f"the state of this optimizer ({type(self.inner).__name__}) was given up: another one was prepared for "
+                "the same model, or the model was taken off its pages. A model on pages has one optimizer at a time; "
+                "where you need several, give one optimizer a parameter group for each."
+            )
         self._run_ahead.end_step()
         if self.in_backward.chase is None:
             self.settle()
@@ -306,7 +313,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Takes its gradients from `gradients` from now on: other parameters than before are trainable."""
         self._gradients = gradients
         self._scale = None
+        self._take_from(gradients)
+
+    def _take_from(self, gradients: Gradients) -> None:
         gradients.taken = self.in_backward.take
+        # What was to be multiplied is what there was; what is added to it now was not meant.
+        gradients.arriving = self.apply_scale
 
     # ---- parameters and their state --------------------------------------------------------------------------
 
@@ -374,7 +386,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def close(self) -> None:
-        """Ends the life of all state on pages; what is left of a step is not done any more."""
+        """Ends the life of all state on pages; what is left of a step is not done any more, nor are others."""
+        self._closed = True
         self.in_backward.end()
         if self._chase is not None:
             self._chase.give_up()

@@ -61,18 +61,8 @@ class States:
         return [[self.slot(param) for param in group["params"]] for group in self._inner.param_groups]
 
     def slot(self, param: nn.Parameter) -> ParamSlot:
-        """Where a parameter of the optimizer lives.
-
-        Raises:
-            UnsupportedError: it is not the model's.
-        """
-        slot = self._slots.of(param)
-        if slot is None:
-            raise UnsupportedError(
-                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's. "
-                "Make the optimizer from model.parameters() after the model is complete."
-            )
-        return slot
+        """See `slot_of`."""
+        return slot_of(self._slots, param)
 
     def met(self, slot: ParamSlot) -> ParamState | None:
         """The state of a parameter that the optimizer has met."""
@@ -219,3 +209,18 @@ class States:
             state = self.of(self.slot(param))
             for key, value in self.entries(state):
                 yield state.slot.name, key, value
+
+
+def slot_of(slots: SlotTable, param: nn.Parameter) -> ParamSlot:
+    """Where a parameter of an optimizer lives.
+
+    Raises:
+        UnsupportedError: it is not the model's.
+    """
+    slot = slots.of(param)
+    if slot is None:
+        raise UnsupportedError(
+            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's. "
+            "Make the optimizer from model.parameters() after the model is complete."
+        )
+    return slot

@@ -1,0 +1,157 @@
+"""What loops of one's own do between a backward and its step comes out as in torch, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.engine import Engine
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.optim.optimizer import PagedOptimizer
+from tests.plain_loop import same_bits
+from tests.stacks import adamw, backward, stack, step
+from tests.tiers import needs, on_pages
+
+WIDTH, LAYERS = 48, 4
+LEAST = 0.01
+"""A norm that every gradient exceeds."""
+
+Clip = Callable[[float], torch.Tensor]
+Loop = Callable[[nn.Sequential, Any, Clip], list[float]]
+
+
+def net() -> nn.Sequential:
+    return stack(WIDTH, LAYERS, torch.float32)
+
+
+@contextmanager
+def paged(directory: Path, model: nn.Sequential) -> Iterator[tuple[Engine, PagedOptimizer]]:
+    floor, need = needs(net(), directory, "host+disk", optimizer=adamw)
+    with on_pages(model, "host+disk", floor + (need - floor) // 3, directory) as engine:
+        yield engine, engine.bind_optimizer(adamw(model))
+
+
+def assert_as_in_torch(loop: Loop, directory: Path, model: nn.Sequential | None = None) -> None:
+    """The same loop, on pages and without: norms and losses, then weights and state, bit for bit."""
+    expected = net()
+    for ours, theirs in zip([] if model is None else model.parameters(), expected.parameters(), strict=False):
+        theirs.requires_grad_(ours.requires_grad)
+    model = net() if model is None else model
+    other = adamw(expected)
+    said = loop(expected, other, lambda norm: nn.utils.clip_grad_norm_(expected.parameters(), norm))
+    with paged(directory, model) as (engine, optimizer):
+        assert loop(model, optimizer, engine.clip_grad_norm_) == said
+        values, states = model.state_dict(), optimizer.state_dict()["state"]
+        for name, value in expected.state_dict().items():
+            assert same_bits(values[name].clone(), value), name
+        kept = other.state_dict()["state"]
+        assert states.keys() == kept.keys()
+        for number, state in kept.items():
+            for key, value in state.items():
+                assert same_bits(states[number][key].clone(), value), (number, key)
+
+
+def test_a_norm_that_is_clipped_before_every_backward(tmp_path: Path) -> None:
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(3):
+            for part in range(3):
+                said.append(float(backward(model, 3 * number + part)))
+                said.append(float(clip(LEAST)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    assert_as_in_torch(loop, tmp_path)
+
+
+def test_a_backward_after_the_norm_was_clipped(tmp_path: Path) -> None:
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(3):
+            backward(model, 2 * number)
+            said.append(float(clip(LEAST)))
+            backward(model, 2 * number + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    assert_as_in_torch(loop, tmp_path)
+
+
+def test_what_is_frozen_after_its_backward_is_updated_and_forgotten(tmp_path: Path) -> None:
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(4):
+            said.append(float(backward(model, number)))
+            model[1].weight.requires_grad_(number % 2 == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    assert_as_in_torch(loop, tmp_path)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_layers_that_are_unfrozen_on_the_way(micro: int, tmp_path: Path) -> None:
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(6):
+            for part in range(micro):
+                if number == 3 and part == micro - 1:
+                    # In the middle of a step, where there are several backwards.
+                    model[0].requires_grad_(True)
+                said.append(float(backward(model, micro * number + part)))
+            said.append(float(clip(LEAST)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    model = net()
+    model[0].requires_grad_(False)
+    assert_as_in_torch(loop, tmp_path, model)
+
+
+def test_the_gradient_of_what_was_unfrozen_is_on_pages(tmp_path: Path) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    with paged(tmp_path, model) as (engine, optimizer):
+        step(model, optimizer, 0)
+        model[0].requires_grad_(True)
+        step(model, optimizer, 1)
+        backward(model, 2)
+        assert all(param.grad is None for param in model.parameters())
+        assert engine.gradients is not None
+        assert len(engine.gradients.present()) == len(list(model.parameters()))
+
+
+def test_an_optimizer_that_gave_up_its_state_makes_no_step(tmp_path: Path) -> None:
+    model = net()
+    with paged(tmp_path, model) as (engine, first):
+        step(model, first, 0)
+        second = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        backward(model, 1)
+        with pytest.raises(UnsupportedError, match="another one was prepared.*one optimizer a parameter group"):
+            first.step()
+        for name, value in model.state_dict().items():
+            assert same_bits(value.clone(), before[name]), name
+        second.step()
+
+
+def test_an_optimizer_that_is_refused_leaves_the_one_that_there_is(tmp_path: Path) -> None:
+    model = net()
+    with paged(tmp_path, model) as (engine, optimizer):
+        step(model, optimizer, 0)
+        foreign = nn.Parameter(torch.zeros(3, 5))
+        with pytest.raises(UnsupportedError, match=r"shape \(3, 5\).*not one of the model's"):
+            engine.bind_optimizer(torch.optim.AdamW([*model.parameters(), foreign]))
+        assert engine.optimizer is optimizer
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+        step(model, optimizer, 1)
