@@ -213,10 +213,11 @@ class Chase:
             UnsupportedError: the step has not been asked for yet.
         """
         self.refuse_open("the model or its optimizer was looked at as a whole")
-        if self._owed and not self._working:
-            self._advance(len(self._cursor.work) - 1)
-        if self._on_host is not None and not self._working:
-            while self._on_host.busy:
+        # What the CPU cannot take after all comes back, and is owed here then.
+        while not self._working and (self._owed or (self._on_host is not None and self._on_host.busy)):
+            if self._owed:
+                self._advance(len(self._cursor.work) - 1)
+            else:
                 self._wait_for_host()
 
     def refuse_open(self, what: str) -> None:
@@ -289,10 +290,12 @@ class Chase:
                 "begun: this pass was not like those before it. Set update='blocking', and resume from the last "
                 "checkpoint."
             )
-        if tensor in self._owed:
-            self._advance(self._owed[tensor])
-        while self.elsewhere(tensor):
-            self._wait_for_host()
+        # What the CPU cannot take after all comes back, and is owed here then.
+        while tensor in self._owed or self.elsewhere(tensor):
+            if tensor in self._owed:
+                self._advance(self._owed[tensor])
+            else:
+                self._wait_for_host()
 
     def _advance(self, index: int) -> None:
         """Carries out updates until that of parameter `index` is done. Ctrl-C ends it between two batches."""

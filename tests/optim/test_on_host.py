@@ -24,6 +24,7 @@ from ptm_accel.model.floor import FUSED_ADAMW
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.host_updates import HostUpdates
+from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.units import Unit
 from ptm_accel.optim.worker import Job, Worker
@@ -406,6 +407,39 @@ def test_a_host_that_has_no_room_any_more_gives_updates_back(
         assert train(model, paged, range(6), None, 1) == expected
         assert_same_training(model, paged, plain, optimizer)
     assert 0 < len(refused) < len(taken)
+
+
+def test_what_the_host_gives_back_is_done_before_anybody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = net()
+    optimizer = adamw(plain)
+    train(plain, optimizer, range(4), None, 1)
+    refused: list[str] = []
+    refuse = HostUpdates._refuse
+
+    def noted(self: HostUpdates, entry: Any) -> None:
+        refused.append(entry[1].slot.name)
+        refuse(self, entry)
+
+    def full(self: FrameHome, *args: Any) -> HeldRun:
+        raise BudgetError("no frame can be freed")
+
+    monkeypatch.setattr(HostUpdates, "_refuse", noted)
+    # The first window of a parameter may be refused, and no other.
+    monkeypatch.setattr(HostUpdates, "_can_be_held", lambda self, tensor: tensor.numel <= 4096)
+    # Few windows at a time, so that most of them are still to be opened when the step returns.
+    monkeypatch.setattr(OnHost, "most_bytes", 5 * DIALS["page_size"])
+    with on_host(tmp_path) as (model, engine, paged):
+        train(model, paged, range(3), None, 1)
+        engine.settle()
+        backward(model, 3)
+        paged.step()
+        assert engine.pool.owed is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(FrameHome, "hold", full)
+            engine.settle()
+        assert refused
+        assert engine.pool.owed is None
+        assert_same_training(model, paged, plain, optimizer)
 
 
 def test_replicas_choose_nothing_by_their_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
