@@ -7,6 +7,7 @@ plain `optimizer.bin` is read as well (`ptm-accel export` makes one).
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -19,11 +20,15 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
-from ptm_accel.checkpoint.directory import added, staged
+from ptm_accel.checkpoint.directory import added, remove_incomplete, staged
 from ptm_accel.checkpoint.plain_state import load_plain_state
 from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
 from ptm_accel.errors import CheckpointError, ConfigError
 from ptm_accel.optim.optimizer import PagedOptimizer
+
+logger = logging.getLogger(__name__)
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 class PagedStates(Accelerator):  # type: ignore[misc]
@@ -34,7 +39,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Accelerator.save_state`; a directory that does not exist yet appears complete or not at all.
 
-        Files of others in a directory that exists are left as they are.
+        Files of others in a directory that exists are left as they are. Of directories that are named automatically,
+        the oldest beyond `total_limit` are removed once the new one has its name.
 
         Raises:
             ConfigError: no directory is given, and none is named automatically.
@@ -59,6 +65,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                     folder = _state_folder(staging, number)
                     folder.mkdir(exist_ok=True)
                     save_optimizer_state(_paged(optimizer), folder)
+        if naming:
+            self._remove_surplus(final)
         return final if naming else output_dir
 
     @property
@@ -67,13 +75,13 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         return bool(self.is_local_main_process if each else self.is_main_process)
 
     def _next_directory(self) -> Path:
-        """As accelerate names checkpoints, and removes the oldest of too many.
+        """As accelerate names checkpoints; what killed saves have left beside them is removed.
 
         Raises:
             ValueError: there is one of that name, as in accelerate.
+            DiskError: what a killed save has left cannot be removed.
         """
-        project = self.project_configuration
-        base = Path(self.project_dir) / "checkpoints"
+        base = self._checkpoints
         final = base / f"checkpoint_{self.save_iteration}"
         if final.exists():
             raise ValueError(
@@ -81,12 +89,31 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                 "`self.save_iteration` with what iteration to start with."
             )
         self.wait_for_everyone()
-        found = [path for path in base.iterdir() if re.search(r"_\d+$", path.name)] if base.is_dir() else []
-        if project.total_limit is not None and self.is_main_process:
-            found.sort(key=lambda path: int(path.name.rpartition("_")[2]))
-            for path in found[: max(len(found) + 1 - project.total_limit, 0)]:
-                shutil.rmtree(path)
+        if self.is_main_process:
+            for path in remove_incomplete(base):
+                logger.warning("%s was left by a save that did not end, and was tidied up.", path)
         return final
+
+    def _remove_surplus(self, newest: Path) -> None:
+        """Removes the oldest checkpoints beyond `total_limit`, one process for all.
+
+        Args:
+            newest: the one that was just published, on every process; it counts, and stays whatever its number is.
+        """
+        limit = self.project_configuration.total_limit
+        if limit is None:
+            return
+        if self.is_main_process:
+            older = [path for path in _numbered(self._checkpoints) if path != newest]
+            for path in older[: max(len(older) + 1 - limit, 0)]:
+                shutil.rmtree(path)
+        # No process may take one for the newest that is about to go.
+        self.wait_for_everyone()
+
+    @property
+    def _checkpoints(self) -> Path:
+        """Where the directories lie that are named automatically."""
+        return Path(self.project_dir) / "checkpoints"
 
     @contextmanager
     def _shared_staging(self, final: Path) -> Iterator[Path]:
@@ -126,11 +153,21 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                 load_plain_state(paged, source / _plain_name(number))
 
     def _latest(self) -> Path | None:
-        """The newest of the directories that were named automatically."""
-        if not self.project_configuration.automatic_checkpoint_naming:
+        """The newest of the directories that were named automatically; None where accelerate says that there is none.
+
+        Raises:
+            CheckpointError: there is none among what lies where they belong.
+        """
+        if not self.project_configuration.automatic_checkpoint_naming or not self._checkpoints.is_dir():
             return None
-        found = (Path(self.project_dir) / "checkpoints").glob("*_[0-9]*")
-        return max(found, key=lambda path: int(path.name.rpartition("_")[2]), default=None)
+        found = _numbered(self._checkpoints)
+        if not found:
+            # accelerate would take anything that lies there, also what a killed save has left.
+            raise CheckpointError(
+                f"cannot load the newest state: {self._checkpoints} has 0 directories checkpoint_<number>. Set "
+                "project_dir to where there are some, or give input_dir."
+            )
+        return found[-1]
 
     def _check_states(self, source: Path) -> None:
         for number in range(len(self._optimizers)):
@@ -149,6 +186,13 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             yield optimizers
         finally:
             self._optimizers = optimizers
+
+
+def _numbered(base: Path) -> list[Path]:
+    """The checkpoints in `base` that were named automatically, oldest first; what else lies there is not ours."""
+    paths = base.iterdir() if base.is_dir() else ()
+    numbers = {path: int(match[1]) for path in paths if (match := _NUMBERED.fullmatch(path.name)) and path.is_dir()}
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 def _paged(optimizer: AcceleratedOptimizer) -> PagedOptimizer:

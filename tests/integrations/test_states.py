@@ -112,6 +112,57 @@ def test_names_and_rotation_as_in_accelerate(tiny: ModuleType, tmp_path: Path, f
         loop.accelerator.save_state()
 
 
+def test_what_a_killed_save_left_is_never_loaded_and_goes(
+    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    loop = Loop(tiny, tmp_path / "run", tiny.budget("tight", tmp_path), automatic_checkpoint_naming=True)
+    # No process has this number: it is above what the kernel gives out.
+    leftover = folder / f".incomplete-checkpoint_1-{2**22 + 1}"
+    leftover.mkdir(parents=True)
+    (folder / "copy_of_7").mkdir()
+    with pytest.raises(CheckpointError, match="has 0 directories checkpoint_<number>. Set project_dir"):
+        loop.accelerator.load_state()
+    leftover.rename(tmp_path / "aside")
+    loop.accelerator.save_state()
+    (tmp_path / "aside").rename(leftover)
+    before = loop.end()
+    loop.run(0, 1)
+    loop.accelerator.load_state()
+    assert tiny.same(loop.end(), before)
+    assert leftover.exists(), "loading removes nothing"
+    loop.accelerator.save_state()
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1", "copy_of_7"]
+    assert f"{leftover} was left by a save that did not end" in caplog.text
+
+
+def test_the_oldest_goes_only_when_the_newest_is_there(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    loop = Loop(tiny, tmp_path / "run", tiny.budget("tight", tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    loop.accelerator.save_state()
+    before = loop.end()
+    loop.run(0, 1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("ptm_accel.checkpoint.training_state.save_file", full)
+    with pytest.raises(DiskError, match="No space left on device"):
+        loop.accelerator.save_state()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_0"]
+    loop.accelerator.load_state()
+    assert tiny.same(loop.end(), before)
+    monkeypatch.undo()
+    loop.accelerator.project_configuration.iteration = 5
+    loop.accelerator.save_state()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_5"]
+    loop.accelerator.project_configuration.iteration = 2
+    loop.accelerator.save_state()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_2"], "the new one stays, whatever its number is"
+
+
 def test_files_of_others_stay(tiny: ModuleType, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
