@@ -1,6 +1,7 @@
 """Moves pages before they are needed: follows each pass by its trace, and starts what the plan says at each access.
 
-The first pass of a kind (mode, shapes) is demand paged and written down; from then on a plan for it is carried out.
+The first pass of a kind (mode, shapes) is demand paged and written down; when such a pass comes again, a plan is made,
+and carried out from then on.
 A plan is a hint: whatever the model really reads is what it gets, and an access that the trace does not know is demand
 paged. Where the model departs from its trace (routing, a last short batch) the next places are searched for a place to
 join it again; where it departs too often the pass is written down anew.
@@ -31,6 +32,11 @@ from ptm_accel.schedule.watch import LinkUse, rates_as_seen
 _DEPARTURES = 0.05
 """The share of accesses that may differ from the trace before it is written down anew."""
 
+_MOST_KINDS = 64
+"""So many kinds of passes are remembered, the last ones that were seen: where rows are padded to the longest of their
+batch, or a text is generated, nearly each pass is of another kind, and some of them never come again.
+"""
+
 _CAPACITY_GRAIN = 64
 """A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
 
@@ -46,7 +52,7 @@ class RunAhead(Following):
         sums: tells what the gradients of the next pass will meet.
         in_backward: tells whether updates may begin during the next backward, and makes known what they use
             (`follow_updates`).
-        routes: what is known, by kind of pass.
+        routes: what is known, by kind of pass; the kind that was seen last comes last.
         rates: of the link between the compute tier and the home; None where they are not known.
         link_use: gives that link's totals; None where they are not known.
         host_s: seconds that an update on the CPU, beside a device, takes for each byte of its gradient; None where
@@ -94,8 +100,10 @@ class RunAhead(Following):
         route = self.routes.get(key)
         if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
             watch = route.watch
-            route = self.routes[key] = self._planned(route.recorded, updates=updates)
+            route = self._planned(route.recorded, updates=updates)
             route.watch = watch
+        if route is not None:
+            self._remember(key, route)
         if route is not None and route.watch.calm:
             self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
         if route is not None and updates is not Updates.APART and route.trains:
@@ -142,11 +150,21 @@ class RunAhead(Following):
         if not len(recorder) or not known or (route is not None and not self._is_off(route, took_s, ended.strays)):
             return
         trace = recorder.finish([moment.compute_s for moment in moments])
-        if route is not None:
-            self._look_at_link()
-        newer = self.routes[recorder.key] = self._planned(trace, updates=ended.updates)
-        if route is not None:
-            newer.watch = route.watch
+        if route is None:
+            # A plan takes a while to make, and is made when such a pass comes again.
+            self._remember(recorder.key, Route(trace, None, 0, trace, ended.updates))
+            return
+        self._look_at_link()
+        newer = self._planned(trace, updates=ended.updates)
+        newer.watch = route.watch
+        self._remember(recorder.key, newer)
+
+    def _remember(self, key: Hashable, route: Route) -> None:
+        """Keeps what is known of a kind of pass that has just been seen, and forgets what was seen longest ago."""
+        self.routes.pop(key, None)
+        self.routes[key] = route
+        while len(self.routes) > _MOST_KINDS:
+            del self.routes[next(iter(self.routes))]
 
     def _is_off(self, route: Route, took_s: float, strays: int) -> bool:
         """Whether the pass that has ended calls for a new plan: it was another one, or took another time."""

@@ -49,8 +49,9 @@ class _Residents:
 
     def last_wanted(self) -> int:
         """The item that is wanted last; it leaves."""
-        item = self._order[-1][1]
-        self.remove(item)
+        _, item = self._order.pop()
+        del self._next[item]
+        self.used_bytes -= self._sizes[item]
         return item
 
     def remove(self, item: int) -> None:

@@ -18,6 +18,7 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.route import Route
+from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.chase import Chase
 from ptm_accel.schedule.actions import Action, Move
 from ptm_accel.schedule.trace import Trace
@@ -217,16 +218,52 @@ def test_nothing_is_planned_where_all_fits(tmp_path: Path) -> None:
 
 def test_another_budget_is_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
-        for number in range(3):
+        for number in range(4):
             step(model, optimizer, number)
         before = beside_updates(engine)
         engine.pool.budget.capacity_bytes += 4096
-        step(model, optimizer, 3)
+        step(model, optimizer, 4)
         engine.settle()
         after = beside_updates(engine)
         assert after.recorded is before.recorded
         assert after.watch is before.watch, "how often it was planned anew is not forgotten"
         assert after.capacity_bytes == before.capacity_bytes + 4096
+
+
+def test_a_pass_is_planned_when_its_kind_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    original = RunAhead._planned
+
+    def noted(self: RunAhead, recorded: Trace, *, updates: Updates) -> Route:
+        planned.append(recorded.key)
+        return original(self, recorded, updates=updates)
+
+    monkeypatch.setattr(RunAhead, "_planned", noted)
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for rows in (4, 5, 6, 7):
+            model(batch(0, rows)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not planned, "none of them has come again"
+        for _ in range(2):
+            model(batch(0, 7)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(set(planned)) == 1
+        route = next(route for route in reversed(engine.run_ahead.routes.values()) if route.trains)
+        assert route.plan is not None
+
+
+def test_the_kinds_that_were_seen_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptm_accel.model.run_ahead._MOST_KINDS", 3)
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, _), torch.no_grad():
+        for rows in (1, 2, 3, 1, 4):
+            model(batch(0, rows))
+        engine.run_ahead.end()
+        shapes = [str(key) for key in engine.run_ahead.routes]
+        assert len(shapes) == 3
+        for shape, rows in zip(shapes, (3, 1, 4), strict=True):
+            assert f"({rows}, " in shape, shapes
 
 
 @pytest.mark.parametrize("end", ["in a pass", "with an update owed"])
@@ -255,11 +292,11 @@ def test_passes_that_take_another_time_than_foretold_are_planned_anew(
         ahead = engine.run_ahead
         # So slow that no busy machine's passes take that long.
         ahead.rates = wrong = LinkRates(1e3, 1e3, 1e3)
-        for number in range(3):
+        for number in range(4):
             step(model, optimizer, number)
         before = beside_updates(engine)
         assert before.simulated is not None
-        for number in range(3, 9):
+        for number in range(4, 10):
             step(model, optimizer, number)
         after = beside_updates(engine)
         assert after is not before
