@@ -13,12 +13,14 @@ Recomputation inside backward (activation checkpointing) calls modules again and
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
 _BORROWED_AT_ONCE = 8
 """How many parameters code outside is taken to work on at a time."""
+
+_CALL = nn.Module._call_impl.__code__
+"""What runs for as long as a module is being called."""
 
 
 @dataclass(slots=True)
@@ -68,6 +73,17 @@ class _Frame:
 def shapes_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of the tensors among a forward's arguments."""
     return tuple(tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+
+
+def _being_called() -> list[nn.Module]:
+    """The modules whose calls are under way in this thread, the innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
 
 
 class _Frames(threading.local):
@@ -163,6 +179,9 @@ class Residency:
         def enter(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_dynamo_compiling():
                 refuse(module)
+            stack = self._frames.stack
+            if stack and stack[0].module is module:
+                self._end_torn_down(module)
             self.enter(module)
 
         return Hook(enter)
@@ -173,6 +192,8 @@ class Residency:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():
                 refuse(module)
+            if self._frames.stack:
+                self._end_torn_down(module)
             if not self._frames.stack and torch._C._current_graph_task_id() == -1:
                 self.run_ahead.begin((module.training, torch.is_grad_enabled(), shapes_of(args, kwargs)))
             self.enter(module)
@@ -185,6 +206,21 @@ class Residency:
                 self.leave(module, output)
 
         return Hook(leave)
+
+    def _end_torn_down(self, module: nn.Module) -> None:
+        """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.
+
+        torch calls the hooks at a forward's end after an `Exception`, and not after a `KeyboardInterrupt`. A loop whose
+        owner knows nothing of `abort` goes on with another forward. One within a forward is told from that by the calls
+        on Python's stack, where a model that calls itself is found a second time.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            # Recomputation: a forward that a backward calls.
+            return
+        calls = _being_called()
+        # Without the call that begins here, how modules are called is not what we know: nothing can be said.
+        if calls and calls[0] is module and not any(f.module is call for f in self._frames.stack for call in calls[1:]):
+            self.abort()
 
     # ---- reads -----------------------------------------------------------------------------------------------
 

@@ -259,6 +259,87 @@ def test_forwards_cut_off_without_their_hooks_are_ended_by_abort(tmp_path: Path)
         assert same(step_of(paged), step_of(plain))
 
 
+def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_goes_on_after_ctrl_c_in_a_forward(compiled: bool, tmp_path: Path) -> None:
+    """In a loop of one's own, as in a notebook, nobody calls `abort`; nor does torch call the hooks at the end."""
+    plain, paged = twins(lambda: nn.Sequential(Mixer(), nn.Sequential(linear(), linear()), Mixer()))
+    pressed = [2]
+
+    def press(module: nn.Module, args: Any) -> None:
+        if step in pressed:
+            pressed.remove(step)
+            raise KeyboardInterrupt
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        found = step_of(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    with at_floor(paged, tmp_path) if not compiled else on_pages(paged, "host+disk", 8 << 20, tmp_path) as engine:
+        paged[1][1].register_forward_pre_hook(press)
+        ours, theirs = engine.bind_optimizer(adamw_of(paged)), adamw_of(plain)
+        called = torch.compile(paged, backend="eager") if compiled else paged
+        passes = []
+        for step in range(6):
+            if step in pressed:
+                with pytest.raises(KeyboardInterrupt):
+                    train(called, ours)
+                assert engine.pool.pinned()
+            assert same(train(called, ours), train(plain, theirs)), step
+            assert not engine.pool.pinned()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            passes.append(engine.run_ahead.tally.passes)
+        engine.check_integrity()
+        # A model that is one compiled region is not followed.
+        assert passes == [0 if compiled else number for number in range(1, 7)]
+        assert same({n: p.clone() for n, p in paged.state_dict().items()}, plain.state_dict())
+
+
+class Again(nn.Module):
+    """Calls itself from within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        scale = self.scale
+        x = self.inner(x)
+        return (self(x, depth - 1) if depth else x) * scale
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_model_that_calls_itself_is_not_taken_for_one_that_was_torn_down(
+    reentrant: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, paged = twins(Again)
+    depths: list[int] = []
+    with at_floor(paged, tmp_path) as engine:
+        residency = engine.residency
+        monkeypatch.setattr(residency, "abort", lambda: depths.append(len(residency._frames.stack)))
+        paged.inner.register_forward_pre_hook(lambda *_: depths.append(len(residency._frames.stack)))
+
+        def run(model: nn.Module) -> dict[str, torch.Tensor]:
+            x = inputs().requires_grad_()
+            out = (
+                model(x) if reentrant is None else torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+            )
+            out.square().mean().backward()
+            return {"out": out.detach()}
+
+        assert same(run(paged), run(plain))
+        # A user's hook comes after ours: below the model's own forwards there is the inner one's. `abort` saw none.
+        assert depths == [2, 3, 4] * (1 if reentrant is None else 2)
+        assert same(paged_grads(engine), grads_of(plain))
+        monkeypatch.undo()
+
+
 def test_two_forwards_before_one_backward(tmp_path: Path) -> None:
     plain, paged = twins(Several)
 
