@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ComputeTier, Home
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +67,28 @@ class Memory:
     device: DeviceTier | None = None
 
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self.pool.close()
-            for part in self.parts:
-                part.close()
-            if self.when_closed is not None:
-                self.when_closed()
+        """Gives everything back. Idempotent.
+
+        Raises:
+            BaseException: the first error of a part; the others have been closed all the same, and their errors logged.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        steps = [self.pool.close, *(part.close for part in self.parts)]
+        if self.when_closed is not None:
+            steps.append(self.when_closed)
+        errors: list[BaseException] = []
+        for step in steps:
+            # Threads, files and memory of the others would stay for good: nobody can close a second time.
+            try:
+                step()
+            except BaseException as error:
+                errors.append(error)
+        for later in errors[1:]:
+            logger.error("closing memory failed a further time", exc_info=later)
+        if errors:
+            raise errors[0]
 
     def resize(self, capacities: Mapping[Tier, int]) -> None:
         """Gives tiers other capacities; what is in use beyond one is moved to the tier below.
