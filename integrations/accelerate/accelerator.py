@@ -84,7 +84,8 @@ class PagedGradScaler(torch.amp.GradScaler):
 class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An `AcceleratedOptimizer` after whose step no gradient is left, whether the step was made or skipped.
 
-    `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here.
+    `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here. And the step is
+    counted, for the figures per step.
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -92,6 +93,9 @@ class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().step(closure)
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad()
+            engine = engine_holding(self.param_groups[0]["params"][:1])
+            if engine is not None:
+                engine.metrics.step_ended()
 
 
 class PTMAccelerator(PagedStates):

@@ -1,4 +1,4 @@
-"""What goes along with training on pages: counting steps, the summary at the end, giving back what is not needed."""
+"""What goes along with training on pages: the summary at the end, giving back what is not needed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ class PTMCallback(TrainerCallback):
     """Added by the Trainer on pages by itself; does nothing for a model that is not on pages."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Counts the step, for the figures per step; and drops what is left of the gradients.
+        """Drops what is left of the gradients.
 
         The Trainer has just called `model.zero_grad()`, which looks at `p.grad`, and that is empty.
         """
         engine = _engine(kwargs.get("model"))
         if engine is not None:
-            engine.metrics.step_ended()
             engine.zero_grad()
 
     def on_train_begin(

@@ -61,6 +61,23 @@ def test_a_loop_gives_the_same_numbers(
     assert tiny.same(ours[2], plain[2])
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_steps_of_a_loop_are_counted(accumulation: int, tiny: ModuleType, dials: dict[str, Any]) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=dials, gradient_accumulation_steps=accumulation)
+    model = tiny.model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for row in tiny.data(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    engine = engine_of(model)
+    assert engine is not None
+    steps = 6 // accumulation
+    assert engine.metrics.steps == steps
+    assert engine.metrics.summary().startswith(f"{steps} steps; ")
+
+
 def _scaled(scaler: Any, accelerator: Accelerator, tiny: ModuleType, fused: bool) -> Any:
     """Six steps under loss scaling; the third loss is infinite."""
     accelerator.scaler = scaler
