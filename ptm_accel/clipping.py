@@ -1,8 +1,8 @@
 """Torch's own functions that look at gradients, where those are on pages.
 
-`torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` read `p.grad`, which is empty then: they would clip nothing, and
-say nothing. So they are exchanged for functions that know (`install`), as `Accelerator`'s own are; and the step of an
-optimizer that was not prepared is refused (`ptm_accel.optim.step_guard`).
+`torch.nn.utils.clip_grad_norm_` and its like, and `Module.zero_grad`, read `p.grad`, which is empty then: they would
+clip or drop nothing, and say nothing. So they are exchanged for functions that know (`install`), as `Accelerator`'s own
+are; and the step of an optimizer that was not prepared is refused (`ptm_accel.optim.step_guard`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 
@@ -25,10 +26,17 @@ if TYPE_CHECKING:
 def install() -> None:
     """Exchanges torch's functions; called again, does nothing. Names imported before keep the stock ones."""
     module: Any = torch.nn.utils.clip_grad
-    if not hasattr(module.clip_grad_norm_, "knows_pages"):
-        for name, ours in (("clip_grad_norm_", clip_grad_norm), ("clip_grad_value_", clip_grad_value)):
-            setattr(module, name, _knowing(getattr(module, name), ours))
-            setattr(torch.nn.utils, name, getattr(module, name))
+    if hasattr(module.clip_grad_norm_, "knows_pages"):
+        return
+    for name, ours in (("clip_grad_norm_", clip_grad_norm), ("clip_grad_value_", clip_grad_value)):
+        setattr(module, name, _knowing(getattr(module, name), ours))
+        setattr(torch.nn.utils, name, getattr(module, name))
+    # Not as `clip_grad` names them: torch's own clipping calls those, also for other models that have no gradients.
+    utils: Any = torch.nn.utils
+    utils.clip_grads_with_norm_ = _knowing(utils.clip_grads_with_norm_, clip_grads_with_norm)
+    utils.get_total_norm = _refusing_nothing(utils.get_total_norm)
+    zero_grad: Any = _dropping(nn.Module.zero_grad)
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def guard_steps() -> None:
@@ -65,16 +73,44 @@ def clip_grad_norm(
         UnsupportedError: only a part of the parameters that have gradients was given, or some that are not the model's.
         RuntimeError: see `error_if_nonfinite`; nothing has been clipped.
     """
-    assert engine.gradients is not None
-    given = _own(engine, parameters, "clip_grad_norm_")
-    present = engine.gradients.arrived()
-    left_out = [grad.slot.name for grad in present if id(grad.slot.param) not in given]
-    if left_out:
-        raise UnsupportedError(
-            f"clip_grad_norm_ was given {len(given)} parameters, but {len(left_out)} of {len(present)} gradients "
-            f"belong to others, such as {left_out[0]}; on pages, a norm is taken over all. Pass model.parameters()."
-        )
+    _refuse_part(engine, parameters, "clip_grad_norm_")
     return engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+@torch.no_grad()
+def clip_grads_with_norm(
+    engine: Engine,
+    parameters: Sequence[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """As `torch.nn.utils.clip_grads_with_norm_`, over gradients on pages; bit-equal to it.
+
+    Args:
+        engine: that has them.
+        parameters: all that have gradients.
+        max_norm: the most that their norm may be.
+        total_norm: what it is taken to be.
+        foreach: has no effect.
+
+    Raises:
+        UnsupportedError: as `clip_grad_norm`.
+    """
+    from ptm_accel.memory.interrupts import INTERRUPTS
+    from ptm_accel.model.norms import clip_coefficient
+
+    assert engine.gradients is not None
+    _refuse_part(engine, parameters, "clip_grads_with_norm_")
+    with INTERRUPTS:
+        engine.synchronise()
+        if not engine.gradients.arrived():
+            return
+        coefficient = clip_coefficient(total_norm, float(max_norm)).to(engine.pool.compute.device)
+        if engine.optimizer is not None:
+            engine.optimizer.scale_gradients(coefficient)
+        else:
+            engine.gradients.multiply(coefficient)
 
 
 def clip_grad_value(
@@ -103,6 +139,51 @@ def clip_grad_value(
                 with engine.pool.pin(grad.value, write=True) as total:
                     total.clamp_(-float(clip_value), float(clip_value))
                 grad.changed()
+
+
+def drop_gradients(module: nn.Module) -> None:
+    """Forgets the gradients on pages of a module's parameters, as `module.zero_grad()` forgets `p.grad`.
+
+    Those that a step still uses beside the next forward are not among them: it has taken them over.
+
+    Args:
+        module: a model, a part of one, or what wraps one.
+
+    Raises:
+        UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
+            the gradients.
+    """
+    from ptm_accel.engine import living_engines
+    from ptm_accel.memory.interrupts import INTERRUPTS
+
+    for engine in living_engines():
+        if engine.gradients is None:
+            continue
+        slots = [slot for param in module.parameters() if (slot := engine.slots.of(param)) is not None]
+        gradients = [grad for slot in slots if (grad := engine.gradients.known(slot)) is not None]
+        if gradients and engine.optimizer is not None:
+            engine.optimizer.in_backward.refuse("gradients were dropped")
+        shown = [grad.slot.name for grad in gradients if grad.value is not None and grad.value.pins]
+        if shown:
+            raise UnsupportedError(
+                f"zero_grad() was called within ptm_accel.gathered(model, grads=True), which shows {len(shown)} of its "
+                f"gradients, such as that of {shown[0]}. Call it after that."
+            )
+        with INTERRUPTS:
+            for grad in gradients:
+                grad.forget()
+
+
+def _refuse_part(engine: Engine, parameters: Sequence[torch.Tensor], name: str) -> None:
+    assert engine.gradients is not None
+    given = _own(engine, parameters, name)
+    present = engine.gradients.arrived()
+    left_out = [grad.slot.name for grad in present if id(grad.slot.param) not in given]
+    if left_out:
+        raise UnsupportedError(
+            f"{name} was given {len(given)} parameters, but {len(left_out)} of {len(present)} gradients "
+            f"belong to others, such as {left_out[0]}; on pages, a norm is taken over all. Pass model.parameters()."
+        )
 
 
 def _own(engine: Engine, parameters: Sequence[torch.Tensor], name: str) -> set[int]:
@@ -134,6 +215,43 @@ def _knowing(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
     vars(clip)["knows_pages"] = True
     return clip
+
+
+def _refusing_nothing(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def total_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        tensors = given["tensors"]
+        given["tensors"] = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not given["tensors"]:
+            _refuse_no_gradients()
+        return stock(**given)
+
+    return total_norm
+
+
+def _refuse_no_gradients() -> None:
+    module = sys.modules.get("ptm_accel.engine")
+    engines = [] if module is None else module.living_engines()
+    on_pages = sum(len(engine.gradients.arrived()) for engine in engines if engine.gradients is not None)
+    if on_pages:
+        raise UnsupportedError(
+            f"get_total_norm was given no tensors, and {on_pages} gradients are on pages, where p.grad is None. Call "
+            "clip_grad_norm_(model.parameters(), max_norm) instead, of torch.nn.utils or of the Accelerator, which "
+            "returns the norm; with max_norm=float('inf') it changes no gradient as long as the norm is finite."
+        )
+
+
+def _dropping(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        stock(self, set_to_none)
+        if "ptm_accel.engine" in sys.modules:
+            drop_gradients(self)
+
+    return zero_grad
 
 
 def _waiting(parameters: Iterable[torch.Tensor]) -> list[GradSlot]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +14,9 @@ from accelerate import Accelerator
 from ptm_accel.integrations.accelerate import PTMAccelerator
 from torch import nn
 
-from ptm_accel import clipping
-from ptm_accel.engine import engine_of
+from ptm_accel import clipping, gathered
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -39,6 +41,13 @@ def loop(accelerator: Accelerator, tiny: ModuleType, clip: Callable[[Any], Any])
     return norms, tiny.weights(accelerator.unwrap_model(model))
 
 
+def clip_in_two(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The norm first, and what is made of it afterwards."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf"))
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm=0.5, total_norm=norm, foreach=False)
+    return norm
+
+
 @pytest.mark.parametrize("room", ["roomy", "tight"])
 @pytest.mark.parametrize(
     "clip",
@@ -47,8 +56,10 @@ def loop(accelerator: Accelerator, tiny: ModuleType, clip: Callable[[Any], Any])
         lambda parameters: torch.nn.utils.clip_grad_norm_(list(parameters), max_norm=0.5, norm_type=1, foreach=False),
         lambda parameters: torch.nn.utils.clip_grad.clip_grad_norm_(parameters, 0.5, error_if_nonfinite=True),
         lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1e-3),
+        lambda parameters: torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, torch.tensor(7.0)),
+        lambda parameters: clip_in_two(list(parameters)),
     ],
-    ids=["norm", "p-norm", "finite", "value"],
+    ids=["norm", "p-norm", "finite", "value", "with-norm", "in-two"],
 )
 def test_torchs_own_clipping_gives_the_same_numbers(
     clip: Callable[[Any], Any], room: str, tiny: ModuleType, tmp_path: Path
@@ -59,6 +70,25 @@ def test_torchs_own_clipping_gives_the_same_numbers(
     assert ours[0] == plain[0]
     assert tiny.same(ours[1], plain[1])
     assert not tiny.same(unclipped[1], plain[1]), "otherwise nothing was clipped"
+
+
+@pytest.mark.parametrize("total", [0.0, 7.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("bound", [False, True])
+def test_gradients_are_multiplied_by_what_is_made_of_the_norm(bound: bool, total: float, tiny: ModuleType) -> None:
+    accelerator, model, row = prepared(tiny)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) if bound else None
+    plain = tiny.model()
+    plain(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
+    backward(accelerator, model, row)
+    assert optimizer is None or engine_of(model).optimizer is optimizer.optimizer  # type: ignore[union-attr]
+    for each in (plain, model):
+        torch.nn.utils.clip_grads_with_norm_(each.parameters(), 0.5, torch.tensor(total))
+    assert tiny.same(gradients(model), {name: param.grad for name, param in plain.named_parameters()})
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    with gathered(model, grads=True):
+        return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
 def prepared(tiny: ModuleType) -> tuple[PTMAccelerator, nn.Module, dict[str, torch.Tensor]]:
@@ -73,10 +103,12 @@ def test_a_norm_that_is_not_finite_is_an_error_on_request(tiny: ModuleType) -> N
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"])
 def test_gradients_of_others_are_refused_beside_those_on_pages(name: str, tiny: ModuleType) -> None:
     accelerator, model, row = prepared(tiny)
     clip = getattr(torch.nn.utils, name)
+    if name == "clip_grads_with_norm_":
+        clip = partial(clip, total_norm=torch.tensor(2.0))
     backward(accelerator, model, row)
     foreign = nn.Parameter(torch.zeros(2))
     foreign.grad = torch.ones(2)
@@ -92,6 +124,134 @@ def test_a_norm_over_a_part_is_refused(tiny: ModuleType) -> None:
     backward(accelerator, model, row)
     with pytest.raises(UnsupportedError, match=r"was given 1 parameters, but 29 of 30 gradients belong to others"):
         torch.nn.utils.clip_grad_norm_(model.lm_head.weight, 1.0)
+    with pytest.raises(UnsupportedError, match=r"clip_grads_with_norm_ was given 1 parameters, but 29 of 30 gradients"):
+        torch.nn.utils.clip_grads_with_norm_(model.lm_head.weight, 1.0, torch.tensor(2.0))
+
+
+def test_a_norm_over_no_gradients_is_refused_while_there_are_some_on_pages(tiny: ModuleType) -> None:
+    accelerator, model, row = prepared(tiny)
+    assert torch.nn.utils.get_total_norm([]) == 0.0
+    backward(accelerator, model, row)
+    with pytest.raises(UnsupportedError, match=r"given no tensors, and 30 gradients are on pages, .* max_norm=float"):
+        torch.nn.utils.get_total_norm(param.grad for param in model.parameters() if param.grad is not None)
+    # What the message advises.
+    before = gradients(model)
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")) > 0
+    assert tiny.same(gradients(model), before)
+    assert torch.nn.utils.get_total_norm(iter([torch.tensor([3.0, 4.0])]), 2.0) == 5.0
+    assert torch.nn.utils.get_total_norm(torch.tensor([3.0, 4.0]), norm_type=1) == 7.0
+    # Another model without gradients is clipped as ever.
+    assert torch.nn.utils.clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0) == 0.0
+    model.zero_grad()
+    assert torch.nn.utils.get_total_norm([]) == 0.0
+
+
+def dropping(accelerator: Accelerator, tiny: ModuleType, drop: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    """A script that drops some gradients between two backwards, and clips before that."""
+    model = tiny.model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    rows = tiny.data(6)
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        backward(accelerator, model, first)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        drop(model)
+        backward(accelerator, model, second)
+        optimizer.step()
+        model.zero_grad()
+    weights: dict[str, torch.Tensor] = tiny.weights(accelerator.unwrap_model(model))
+    return weights
+
+
+@pytest.mark.parametrize("room", ["roomy", "tight"])
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda model: model.zero_grad(),
+        lambda model: model.model.layers[1].zero_grad(set_to_none=True),
+        lambda model: nn.ModuleList([model, nn.Linear(2, 2)]).zero_grad(),
+    ],
+    ids=["model", "part", "wrapper"],
+)
+def test_zero_grad_of_a_model_drops_what_is_on_pages(
+    drop: Callable[[Any], Any], room: str, tiny: ModuleType, tmp_path: Path
+) -> None:
+    plain = dropping(Accelerator(cpu=True), tiny, drop)
+    assert tiny.same(dropping(PTMAccelerator(cpu=True, ptm_config=tiny.budget(room, tmp_path)), tiny, drop), plain)
+    kept = dropping(PTMAccelerator(cpu=True, ptm_config=tiny.budget(room, tmp_path)), tiny, lambda model: None)
+    assert not tiny.same(kept, plain), "otherwise it makes no difference"
+
+
+def test_zero_grad_leaves_other_models_and_other_parts_alone(tiny: ModuleType) -> None:
+    accelerator, model, row = prepared(tiny)
+    other = accelerator.prepare(tiny.model())
+    for each in (model, other):
+        backward(accelerator, each, row)
+    before = gradients(other)
+    other.lm_head.zero_grad()
+    del before["lm_head.weight"]
+    model.zero_grad()
+    assert not gradients(model)
+    assert tiny.same(gradients(other), before)
+    foreign = nn.Linear(2, 2)
+    foreign(torch.ones(2)).sum().backward()
+    foreign.zero_grad(set_to_none=False)
+    assert foreign.weight.grad is not None
+    assert foreign.weight.grad.count_nonzero() == 0
+
+
+def test_zero_grad_is_refused_while_somebody_looks_at_gradients(tiny: ModuleType) -> None:
+    accelerator, model, row = prepared(tiny)
+    backward(accelerator, model, row)
+    before = gradients(model)
+    with (
+        gathered(model, grads=True),
+        pytest.raises(
+            UnsupportedError, match=r"within ptm_accel\.gathered\(model, grads=True\), which shows 30 of its"
+        ),
+    ):
+        model.zero_grad()
+    assert tiny.same(gradients(model), before)
+
+
+def test_zero_grad_leaves_a_step_its_gradients_that_runs_beside_the_next_forward(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    def weights(drop: Callable[[Any], Any]) -> tuple[dict[str, torch.Tensor], int]:
+        engine = Engine.attach(tiny.model(), PTMConfig(**tiny.budget("tight", tmp_path)))
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(engine.model.parameters(), lr=1e-3))
+        running = 0
+        for row in tiny.data(4):
+            engine.model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
+            optimizer.step()
+            running += optimizer._chase is not None
+            drop(engine)
+        after: dict[str, torch.Tensor] = tiny.weights(engine.model)
+        engine.close()
+        return after, running
+
+    clipping.install()
+    ours, running = weights(lambda engine: engine.model.zero_grad())
+    assert running
+    assert tiny.same(ours, weights(lambda engine: engine.zero_grad())[0])
+
+
+def test_zero_grad_is_refused_between_a_backward_with_updates_and_its_step(tiny: ModuleType, tmp_path: Path) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=tiny.budget("tight", tmp_path))
+    model = tiny.model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.optimizer is not None
+    engine.updates_in_backward = lambda: True
+    for row in tiny.data(5):
+        backward(accelerator, model, row)
+        if engine.optimizer.in_backward.chase is not None:
+            break
+        optimizer.step()
+        model.zero_grad()
+    with pytest.raises(UnsupportedError, match=r"gradients were dropped between backward and optimizer\.step\(\)"):
+        model.zero_grad()
+    optimizer.step()
 
 
 def test_parameters_that_are_not_on_pages_are_clipped_as_ever() -> None:
