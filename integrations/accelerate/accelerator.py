@@ -84,8 +84,8 @@ class PagedGradScaler(torch.amp.GradScaler):
 class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An `AcceleratedOptimizer` after whose step no gradient is left, whether the step was made or skipped.
 
-    `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here. And the step is
-    counted, for the figures per step.
+    Torch's own `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here. And
+    the step is counted, for the figures per step.
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> None:

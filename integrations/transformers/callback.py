@@ -19,7 +19,7 @@ class PTMCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Drops what is left of the gradients.
 
-        The Trainer has just called `model.zero_grad()`, which looks at `p.grad`, and that is empty.
+        Torch's own `model.zero_grad()`, which the Trainer has just called, looks at `p.grad`, and that is empty.
         """
         engine = _engine(kwargs.get("model"))
         if engine is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.outside import gathered
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, stack, step
 from tests.tiers import needs, on_pages
@@ -155,3 +156,26 @@ def test_an_optimizer_that_is_refused_leaves_the_one_that_there_is(tmp_path: Pat
         assert engine.optimizer is optimizer
         assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
         step(model, optimizer, 1)
+
+
+def test_looking_at_clipped_gradients_changes_no_number(tmp_path: Path) -> None:
+    found = []
+    for look in (False, True):
+        model = net().bfloat16()
+        floor, need = needs(net().bfloat16(), tmp_path, "host+disk", optimizer=adamw, master_weights="fp32")
+        with on_pages(model, "host+disk", (floor + need) // 2, tmp_path, master_weights="fp32") as engine:
+            optimizer = engine.bind_optimizer(adamw(model))
+            for number in range(3):
+                backward(model, number)
+                engine.clip_grad_norm_(LEAST)
+                if look:
+                    with gathered(model, grads=True):
+                        assert all(param.grad is not None for param in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+            states = optimizer.state_dict()["state"]
+            found.append({(n, key): value.clone() for n, state in states.items() for key, value in state.items()})
+    blind, looked = found
+    assert blind.keys() == looked.keys()
+    for entry, value in blind.items():
+        assert same_bits(looked[entry], value), entry
