@@ -1,25 +1,22 @@
 """Predicted beside measured: a step's time and peak under budgets that nothing was calibrated on.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--steps 9] [--rounds 3]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--rounds 2]
 
-One process trains under a budget of 1 GiB, clipped, and from what it recorded there (the trace of a pass, the rate of
-its updates, the disk's rates) says what a step will take under others. Then one of those is run, in a process of its
-own, and then the first again; and so on. Shared machines are faster at one time than at another, so each measured step
-stands beside the mean of what was foretold just before and just after it, and the ratio is the median of the rounds'.
-Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints the result as Markdown.
+One training, whose budget is changed on the way. A few steps under 1 GiB, clipped, are the calibration: from what is
+seen there (the trace of a pass, the rate of its updates, that of the disk) it is foretold what a step takes under
+others. Then come a few steps under one of those, and a few under 1 GiB again; and so on. Shared machines are faster at
+one time than at another, so what was measured stands beside the mean of what was foretold just before and just after
+it, and the ratio is the median of the rounds'. Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints
+the result as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,42 +24,165 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from machine_facts import facts
+from ptm_accel.integrations.transformers import Trainer
 from random_tokens import Tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
 
-CALIBRATION = ("1024MiB", 1.0)
-OTHERS = (("640MiB", 1.0), ("768MiB", 1.0), ("896MiB", 1.0), ("1280MiB", 1.0), ("1536MiB", 1.0), ("896MiB", 0.0))
-WARM_UP = 4
+import ptm_accel
+from ptm_accel.engine import Engine
+from ptm_accel.memory.budget import Tier
+from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.tally import Tally
+from ptm_accel.schedule.updates import Updates
+from ptm_accel.schedule.watch import LinkUse, rates_as_seen
+from ptm_accel.units import parse_bytes
+
 MIB = 1 << 20
 
 
-class Clock(TrainerCallback):
-    """Times from the end of one step to the end of the next."""
+@dataclass(frozen=True)
+class Configuration:
+    """What a step is foretold for.
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.last: float | None = None
-        self.warm: Any = None
+    Attributes:
+        host_memory: the budget.
+        clip: the greatest norm; 0 for no clipping.
+    """
+
+    host_memory: str
+    clip: float = 1.0
+
+
+CALIBRATION = Configuration("1024MiB")
+OTHERS = (
+    Configuration("640MiB"),
+    Configuration("768MiB"),
+    Configuration("896MiB"),
+    Configuration("1280MiB"),
+    Configuration("1536MiB"),
+    Configuration("896MiB", clip=0.0),
+)
+WARM_UP = 7
+"""Steps after which memory has been touched, the second plan has been made, and holes in the heap are known."""
+SETTLE = 2
+"""Steps left out after each change of the budget."""
+MEASURED = 5
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What a step comes to: seconds, and MiB of pages at its peak; holes in the heap come on top, within the budget."""
+
+    step_s: float
+    peak_mib: float
+
+
+@dataclass
+class Turn:
+    """Steps under one configuration.
+
+    Attributes:
+        configuration: which one.
+        settle: steps that are left out.
+        times: of the others, in seconds.
+        peak_mib: the most that pages took in them.
+        foretold: what steps under the other configurations should take by these, where this is the calibration.
+    """
+
+    configuration: Configuration
+    settle: int
+    times: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+    foretold: dict[Configuration, Foretold] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        """The median of its steps."""
+        return statistics.median(self.times)
+
+
+class Turns(TrainerCallback):
+    """Times steps, from the end of one to the end of the next, and changes the budget between them.
+
+    Args:
+        turns: in order; filled in.
+    """
+
+    def __init__(self, turns: list[Turn]) -> None:
+        self._left = turns[::-1]
+        self._turn = self._left.pop()
+        self._steps = 0
+        self._ended_s = 0.0
+        self._before: tuple[Tally, LinkUse] | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        import ptm_accel
-
         now = time.perf_counter()
-        if self.last is not None:
-            self.times.append(now - self.last)
-        self.last = now
-        if state.global_step == WARM_UP + 1:
-            engine = ptm_accel.engine_of(kwargs["model"])
-            assert engine is not None
-            self.warm = replace(engine.run_ahead.tally)
+        engine = ptm_accel.engine_of(kwargs["model"])
+        assert engine is not None
+        turn, budget = self._turn, engine.memory.budgets[Tier.HOST]
+        self._steps += 1
+        if self._steps > turn.settle:
+            turn.times.append(now - self._ended_s)
+        elif self._steps == turn.settle:
+            budget.peak_bytes = budget.used_bytes
+            self._before = replace(engine.run_ahead.tally), link_use(engine)
+        self._ended_s = now
+        if len(turn.times) == MEASURED:
+            turn.peak_mib = budget.peak_bytes / MIB
+            if turn.configuration == CALIBRATION:
+                assert self._before is not None
+                turn.foretold = {other: foretell(engine, other, turn.step_s, *self._before) for other in OTHERS}
+            if self._left:
+                self._change(engine, args)
+
+    def _change(self, engine: Engine, args: Any) -> None:
+        self._turn, self._steps = self._left.pop(), 0
+        args.max_grad_norm = self._turn.configuration.clip
+        engine.resize({Tier.HOST: parse_bytes(self._turn.configuration.host_memory)})
 
 
-def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: list[str]) -> None:
-    """Trains under one budget, and foretells others."""
-    from ptm_accel.integrations.transformers import Trainer
+def link_use(engine: Engine) -> LinkUse:
+    """What the disk has moved so far."""
+    assert engine.run_ahead.link_use is not None
+    return engine.run_ahead.link_use()
 
-    import ptm_accel
 
+def foretell(engine: Engine, other: Configuration, step_s: float, warm: Tally, moved: LinkUse) -> Foretold:
+    """What a step takes under another budget, by what was seen under this one.
+
+    Args:
+        engine: it was seen in.
+        other: the other budget.
+        step_s: what a step takes under this one.
+        warm: what passes had taken before the steps that are gone by.
+        moved: what the disk had moved then.
+    """
+    run_ahead, pool = engine.run_ahead, engine.pool
+    (route,) = (route for route in run_ahead.routes.values() if route.updates is Updates.FORWARD)
+    assert run_ahead.rates is not None
+    tally = run_ahead.tally
+    pass_s = (tally.foretold_took_s - warm.foretold_took_s) / (tally.foretold - warm.foretold)
+    # What lies between two passes, and in holes of the heap, is the same under each budget.
+    outside_s = max(step_s - pass_s, 0.0)
+    # The pass that was recorded is one of many; its arithmetic is what all of them took.
+    excess_s = route.recorded.compute_s - (tally.compute_s - warm.compute_s) / (tally.passes - warm.passes)
+    holes_bytes = pool.room.limit_bytes - pool.budget.capacity_bytes
+    choice = choose_plan(
+        route.recorded,
+        capacity_bytes=parse_bytes(other.host_memory) - holes_bytes,
+        updates=run_ahead.updates,
+        overwritten=run_ahead.overwritten,
+        in_backward=not other.clip,
+        repeats=True,
+        rates=rates_as_seen(run_ahead.rates, moved, link_use(engine)),
+        update_s=tally.update_s_per_byte(warm),
+    )
+    assert choice.simulated is not None, f"no plan for {other}"
+    return Foretold(choice.simulated.seconds - excess_s + outside_s, choice.simulated.peak_bytes / MIB)
+
+
+def train(directory: Path, turns: list[Turn]) -> None:
+    """One training, through all the turns."""
     shape = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
@@ -71,162 +191,72 @@ def child(directory: Path, steps: int, host_memory: str, clip: float, foretold: 
         vocab_size=8192,
         use_cache=False,
     )
-    dials = {"host_memory": host_memory, "disk": str(directory), "master_weights": "fp32"}
+    dials = {"host_memory": CALIBRATION.host_memory, "disk": str(directory), "master_weights": "fp32"}
     torch.manual_seed(0)
     model = ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=torch.bfloat16)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
-        max_steps=steps,
+        max_steps=sum(turn.settle + MEASURED for turn in turns),
         per_device_train_batch_size=4,
         save_strategy="no",
-        logging_steps=1,
+        logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
         learning_rate=1e-4,
-        max_grad_norm=clip,
+        max_grad_norm=CALIBRATION.clip,
     )
-    clock = Clock()
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=Tokens(256, 128, 8192), callbacks=[clock], ptm_config=dials
-    )
-    trainer.train()
-    step_s = statistics.median(clock.times[WARM_UP:])
-    engine = ptm_accel.engine_of(model)
-    assert engine is not None
-    (tier,) = (tier for tier in engine.metrics.peaks() if tier.value == "host")
-    said = foretell(engine, foretold, step_s, clock.warm) if foretold else {}
-    print(
-        json.dumps(
-            {
-                "step_s": step_s,
-                "peak_mib": engine.metrics.peaks()[tier] / MIB,
-                "stall_s": trainer.state.log_history[-2]["ptm_stall_s"],
-                "times": engine.metrics.times(),
-                "said": said,
-            }
-        ),
-        flush=True,
-    )
+    tokens = Tokens(256, 128, 8192)
+    Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[Turns(turns)], ptm_config=dials).train()
 
 
-def foretell(engine: Any, others: list[str], step_s: float, warm: Any) -> dict[str, dict[str, float]]:
-    """What a step takes under other budgets, by the trace that was recorded under this one."""
-    from ptm_accel.schedule.choice import choose_plan
-    from ptm_accel.schedule.updates import Updates
-    from ptm_accel.units import parse_bytes
-
-    run_ahead, pool = engine.run_ahead, engine.pool
-    (route,) = (route for route in run_ahead.routes.values() if route.updates is Updates.FORWARD)
-    tally = run_ahead.tally
-    update_s = tally.update_s_per_byte(warm)
-    # What lies between two passes, and in holes of the heap, is the same under each budget.
-    pass_s = (tally.foretold_took_s - warm.foretold_took_s) / (tally.foretold - warm.foretold)
-    outside_s = max(step_s - pass_s, 0.0)
-    # The pass that was recorded is one of many; its arithmetic is what all of them took.
-    excess_s = route.recorded.compute_s - (tally.compute_s - warm.compute_s) / (tally.passes - warm.passes)
-
-    said: dict[str, dict[str, float]] = {}
-    for other in others:
-        budget, clip = other.split(":")
-        capacity = parse_bytes(budget) - (pool.room.limit_bytes - pool.budget.capacity_bytes)
-        choice = choose_plan(
-            route.recorded,
-            capacity_bytes=capacity,
-            updates=run_ahead.updates,
-            overwritten=run_ahead.overwritten,
-            in_backward=not float(clip),
-            repeats=True,
-            rates=run_ahead.rates,
-            update_s=update_s,
-        )
-        assert choice.simulated is not None, f"no plan for {budget}"
-        peak = choice.simulated.peak_bytes + parse_bytes(budget) - capacity
-        said[other] = {"step_s": choice.simulated.seconds - excess_s + outside_s, "peak_mib": peak / MIB}
-    return said
+def order(rounds: int) -> list[Turn]:
+    """Each configuration once a round, between two calibrations; each round begins with another."""
+    turns = [Turn(CALIBRATION, WARM_UP)]
+    for number in range(rounds):
+        first = number % len(OTHERS)
+        for other in OTHERS[first:] + OTHERS[:first]:
+            turns += [Turn(other, SETTLE), Turn(CALIBRATION, SETTLE)]
+    return turns
 
 
-def run(options: argparse.Namespace, budget: str, clip: float, foretold: tuple[str, ...] = ()) -> dict[str, Any]:
-    """One process."""
-    command = [sys.executable, __file__, str(options.directory), "--child", budget, "--clip", str(clip)]
-    command += ["--steps", str(options.steps), "--foretell", *foretold]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{budget} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def measure(options: argparse.Namespace) -> Iterator[tuple[str, Pair]]:
-    """Runs all configurations, each between two calibrations: its name, what was foretold, and what came."""
-    budget, clip = CALIBRATION
-    names = tuple(f"{name}:{norm}" for name, norm in OTHERS)
-    before = run(options, budget, clip, names)
-    for turn in range(options.rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            host_memory, norm = name.split(":")
-            seen = run(options, host_memory, float(norm))
-            after = run(options, budget, clip, names)
-            yield name, Pair(before, after, seen, name)
-            before = after
-
-
-class Pair:
-    """A configuration, measured once, and what was foretold of it before and after."""
-
-    def __init__(self, before: dict[str, Any], after: dict[str, Any], seen: dict[str, Any], name: str) -> None:
-        self.calibration_s = (before["step_s"] + after["step_s"]) / 2
-        self.foretold_s = (before["said"][name]["step_s"] + after["said"][name]["step_s"]) / 2
-        self.foretold_mib = max(before["said"][name]["peak_mib"], after["said"][name]["peak_mib"])
-        self.step_s, self.peak_mib = seen["step_s"], seen["peak_mib"]
-        self.bound = seen["times"].split(" times its")[0].split(", ")[-1] if seen["times"] else "?"
-
-
-def report(options: argparse.Namespace) -> None:
-    """Measures, and prints the result."""
-    pairs: dict[str, list[Pair]] = {}
-    for name, pair in measure(options):
-        pairs.setdefault(name, []).append(pair)
-        print(f"{name} {pair.foretold_s:.2f} s {pair.step_s:.2f} s", file=sys.stderr, flush=True)
-    command = f"predict.py DIRECTORY --steps {options.steps} --rounds {options.rounds}"
+def report(options: argparse.Namespace, turns: list[Turn]) -> None:
+    """Prints the result."""
     print("# Predicted and measured steps\n")
+    command = f"predict.py DIRECTORY --rounds {options.rounds}"
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
     print(
         "* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128; calibrated under "
-        f"{CALIBRATION[0]}, clipped, before and after each run\n"
+        f"{CALIBRATION.host_memory}, clipped, before and after each turn of {MEASURED} steps, {SETTLE} left out\n"
     )
-    titles = ("calibration", "predicted step", "measured", "ratio", "rounds' ratios")
-    print(f"| host_memory | clipping | {' | '.join(titles)} | predicted peak | measured | of its bound |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, norm in OTHERS:
-        rounds = pairs[f"{name}:{norm}"]
-        ratios = [pair.foretold_s / pair.step_s for pair in rounds]
-        calibrated, foretold, seen = (
-            statistics.median(getattr(pair, field) for pair in rounds)
-            for field in ("calibration_s", "foretold_s", "step_s")
-        )
+    titles = ("calibration", "predicted step", "measured", "ratio", "rounds' ratios", "predicted peak", "measured")
+    print(f"| host_memory | clipping | {' | '.join(titles)} |\n{'| --- ' * 9}|")
+    for other in OTHERS:
+        places = [place for place, turn in enumerate(turns) if turn.configuration == other]
+        seen = [turns[place] for place in places]
+        around = [(turns[place - 1], turns[place + 1]) for place in places]
+        foretold = [statistics.mean(turn.foretold[other].step_s for turn in pair) for pair in around]
+        ratios = [said / turn.step_s for said, turn in zip(foretold, seen, strict=True)]
+        peak = max(turn.foretold[other].peak_mib for pair in around for turn in pair)
         print(
-            f"| {name} | {norm or 'none'} | {calibrated:.2f} s | {foretold:.2f} s | {seen:.2f} s "
+            f"| {other.host_memory} | {other.clip or 'none'} "
+            f"| {statistics.median(turn.step_s for pair in around for turn in pair):.2f} s "
+            f"| {statistics.median(foretold):.2f} s | {statistics.median(turn.step_s for turn in seen):.2f} s "
             f"| {statistics.median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} "
-            f"| {max(pair.foretold_mib for pair in rounds):.0f} MiB | {max(pair.peak_mib for pair in rounds):.0f} MiB "
-            f"| {', '.join(pair.bound for pair in rounds)} |"
+            f"| {peak:.0f} MiB | {max(turn.peak_mib for turn in seen):.0f} MiB |"
         )
 
 
 def main() -> None:
-    """Calibrates, runs the others, and prints the result."""
+    """Trains, and prints the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--child")
-    parser.add_argument("--clip", type=float, default=1.0)
-    parser.add_argument("--foretell", nargs="*", default=[])
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    if options.child:
-        child(options.directory, options.steps, options.child, options.clip, options.foretell)
-        return
-    report(options)
+    turns = order(options.rounds)
+    train(options.directory, turns)
+    report(options, turns)
 
 
 if __name__ == "__main__":
