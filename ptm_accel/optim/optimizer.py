@@ -97,7 +97,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Updates every parameter that has a gradient; the gradients are used up.
 
         Raises:
-            UnsupportedError: a closure was given; its state was given up.
+            UnsupportedError: a closure was given, or the state of this optimizer has been given up (`close`).
             DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
         """
         if closure is not None:
@@ -386,7 +386,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def close(self) -> None:
-        """Ends the life of all state on pages; what is left of a step is not done any more, nor are others."""
+        """Ends the life of all state on pages; what is left of a step is not done any more, and no other step is made."""
         self._closed = True
         self.in_backward.end()
         if self._chase is not None:
