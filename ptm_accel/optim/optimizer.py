@@ -386,7 +386,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def close(self) -> None:
-        """Ends the life of all state on pages; what is left of a step is not done any more, and no other step is made."""
+        """Ends the life of all state on pages; what is left of a step is not done, nor any other step."""
         self._closed = True
         self.in_backward.end()
         if self._chase is not None:
