@@ -59,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of all collections to come.
+
+    The hosts collect at the start of each training; over all that they import, that is a quarter of a second each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says how many GPU tests did not run, so that nobody takes their silence for a pass."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
