@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -229,7 +229,13 @@ class ResolvedConfig:
         return [f"{dial}: {value} ({self.origins[dial]})" for dial, value in values.items()]
 
 
-def resolve(config: PTMConfig, *, device_total_bytes: int | None, processes: int = 1) -> ResolvedConfig:
+def resolve(
+    config: PTMConfig,
+    *,
+    device_total_bytes: int | None,
+    processes: int = 1,
+    scratch_bytes: Callable[[int], int] = lambda device: 0,
+) -> ResolvedConfig:
     """Turns the dials into bytes on this machine, and checks the disk paths.
 
     Args:
@@ -237,6 +243,7 @@ def resolve(config: PTMConfig, *, device_total_bytes: int | None, processes: int
         device_total_bytes: memory of the accelerator; None on a machine without one, where `device_memory` is
             ignored, since one file of dials may serve several machines.
         processes: how many on this machine train alike; each gets its part of a share, and sizes are for each.
+        scratch_bytes: what this process has on a file system, by its `st_dev`, for models on pages already.
 
     Raises:
         BudgetError: more is asked than the machine or its control group has.
@@ -245,7 +252,7 @@ def resolve(config: PTMConfig, *, device_total_bytes: int | None, processes: int
     page_bytes = _check_page_size(config.page_size)
     host_bytes, host_origin = _resolve_host(config.host_memory, page_bytes, processes)
     device_bytes, device_origin = _resolve_device(config.device_memory, device_total_bytes, page_bytes)
-    disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes)
+    disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes, scratch_bytes)
     default_page = page_bytes == parse_bytes(DEFAULT_PAGE_SIZE)
     return ResolvedConfig(
         page_bytes=page_bytes,
@@ -327,7 +334,9 @@ def _resolve_device(asked: str | int | None, total_bytes: int | None, page_bytes
     return nbytes, origin
 
 
-def _resolve_disk(config: PTMConfig, processes: int) -> tuple[tuple[Path, ...], int | None, str]:
+def _resolve_disk(
+    config: PTMConfig, processes: int, scratch_bytes: Callable[[int], int]
+) -> tuple[tuple[Path, ...], int | None, str]:
     if config.disk is None:
         return (), None, "off: no path given"
     disk = DiskConfig.load(config.disk)
@@ -337,6 +346,8 @@ def _resolve_disk(config: PTMConfig, processes: int) -> tuple[tuple[Path, ...], 
     # Paths on one file system share its free space, so each file system counts once.
     file_systems = {path.stat().st_dev: path for path in paths}
     free_bytes = sum(psutil.disk_usage(str(path)).free for path in file_systems.values()) // processes
+    # The limit is one for all models of this process, and what the others have on disk already is part of it.
+    free_bytes += sum(scratch_bytes(device) for device in file_systems)
     asked = DISK_SHARE if disk.limit is None else disk.limit
     nbytes = _check_size("disk.limit", asked, total_bytes=free_bytes)
     if nbytes > free_bytes:

@@ -240,9 +240,11 @@ class Engine(TrainedModel):
         if self.optimizer is not None:
             self.optimizer.in_backward.end()
         self._finaliser.detach()
-        self.memory.close()
-        if self.optimizer is not None:
-            self.optimizer.on_host.close()
+        try:
+            self.memory.close()
+        finally:
+            if self.optimizer is not None:
+                self.optimizer.on_host.close()
         if self.party is not None and (heirs := self.party.others()):
             heir = heirs[0]
             assert heir.claim is not None

@@ -11,6 +11,7 @@ import torch
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
 from ptm_accel.hardware.rates import disk_rates
+from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def open_memory(
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    resolved = resolve(config, device_total_bytes=total, processes=local_processes())
+    resolved = resolve(config, device_total_bytes=total, processes=local_processes(), scratch_bytes=scratch_bytes)
     if memory is None:
         capacities = Capacities(
             page_bytes=resolved.page_bytes,

@@ -15,6 +15,7 @@ from torch import nn
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
+from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
@@ -286,6 +287,10 @@ class PagedModel:
             values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
         slot.take_off(values)
         self.pool.forget(slot.value)
+        if isinstance(compute := self.pool.compute, HostArena):
+            # Nothing more comes onto pages: kept for that, they would lie beside the copies.
+            self.pool.room.collect()
+            compute.reclaim(compute.kept_bytes)
 
     @property
     def window_bytes(self) -> int:

@@ -73,15 +73,18 @@ def refuse_oversized_model(memory: Memory, slots: Iterable[ParamSlot]) -> None:
         BudgetError: with the figures.
     """
     pool = memory.pool
+    slots = list(slots)
+    # What is resident is copied, one after another, before its pages are given back.
     asked = sum(slot.value.nbytes for slot in slots if not slot.value.place.resident)
+    asked += max((slot.value.nbytes for slot in slots if slot.value.place.resident), default=0)
     if pool.budget.tier is Tier.DEVICE:
         free = torch.cuda.mem_get_info(pool.compute.device)[0] if torch.cuda.is_available() else asked
     else:
         free = available_bytes()
     if asked > free:
         raise BudgetError(
-            f"the model cannot be taken off its pages: {format_bytes(asked)} of parameters are away and "
-            f"{format_bytes(free)} of memory are free. Save it with model.save_pretrained(...) instead."
+            f"the model cannot be taken off its pages: {format_bytes(asked)} more of memory are needed for it and "
+            f"{format_bytes(free)} are free. Save it with model.save_pretrained(...) instead."
         )
 
 

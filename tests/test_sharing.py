@@ -8,7 +8,9 @@ import gc
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.heap import Glibc, HeapTide
+from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.model.floor import NO_OPTIMIZER
@@ -325,6 +328,22 @@ def test_the_disk_is_for_those_who_need_it_and_for_all_together(tmp_path: Path, 
         second.bind_optimizer(torch.optim.AdamW(second.model.parameters(), fused=True))
     assert second.evaluates
     step(first)
+
+
+def test_what_the_first_has_on_disk_is_not_missing_for_the_second(
+    tmp_path: Path, attached: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, before = tmp_path.stat().st_dev, scratch_bytes(tmp_path.stat().st_dev)
+    free = 64 << 20
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=free - scratch_bytes(device) + before))
+    config = PTMConfig(
+        host_memory=2 * needs(model(), tmp_path, "host+disk")[0],
+        page_size=4096,
+        disk={"paths": [str(tmp_path)], "limit": free},
+    )
+    step(trained(attached, config))
+    assert scratch_bytes(device) > before
+    attach(attached, model(1), config, evaluates=True)
 
 
 def test_without_a_disk_it_counts_what_is_known(tmp_path: Path, attached: list[Engine]) -> None:

@@ -197,9 +197,15 @@ class Budget:
     def refusal(self, nbytes: int, name: str) -> BudgetError:
         """The error that says why `nbytes` cannot be charged."""
         used = ", ".join(f"{tag.value} {format_bytes(n)}" for tag, n in self.used_by_tag().items()) or "nothing"
+        capacity, others = self.capacity_bytes, 0
+        if self._common is not None and self._common.free_bytes < capacity - self.used_bytes:
+            # What other models of the process have of it, not this one's part, is what leaves no room.
+            capacity = self._common.capacity_bytes
+            others = capacity - self._common.free_bytes - self.used_bytes
+            used += f"; other models that have the same dials {format_bytes(others)}"
         text = (
             f"{self.tier.value} budget: cannot place {format_bytes(nbytes)} for {name}: "
-            f"{format_bytes(self.used_bytes)} of {format_bytes(self.capacity_bytes)} are in use ({used}) "
+            f"{format_bytes(self.used_bytes + others)} of {format_bytes(capacity)} are in use ({used}) "
             f"and none of it can be moved away now; set {_DIAL[self.tier]} higher"
         )
         if self.tier is Tier.DEVICE:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -213,14 +214,18 @@ class Lanes:
             for lane in self._lanes
             for _ in range(threads_per_file)
         ]
-        self._threads = [
-            threading.Thread(target=self._work, args=args, name=f"ptm-disk-{index}", daemon=True)
-            for index, args in enumerate(work)
-        ]
-        self._present = len(self._threads)
+        self._threads: list[threading.Thread] = []
+        self._present = len(work)
         _FORK_GATE.lanes.add(self)
-        for thread in self._threads:
-            thread.start()
+        for index, args in enumerate(work):
+            thread = threading.Thread(target=self._work, args=args, name=f"ptm-disk-{index}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._present -= len(work) - index
+                self.close()
+                raise _unstarted(len(work), index, self._lanes[0].file.folder, error) from error
+            self._threads.append(thread)
 
     @property
     def busy_s(self) -> float:
@@ -428,6 +433,14 @@ class ForkGate:
 # Python has no way to take this back, so it is done once and not for each tier.
 _FORK_GATE = ForkGate()
 os.register_at_fork(before=_FORK_GATE.close, after_in_parent=_FORK_GATE.open, after_in_child=_FORK_GATE.open)
+
+
+def _unstarted(wanted: int, started: int, folder: Path, error: RuntimeError) -> DiskError:
+    text = (
+        f"the disk tier in {folder} needs {wanted} threads, and the system let it start {started}: {error}; "
+        "raise the limit of processes and threads (ulimit -u, or pids.max of the container), or leave disk out."
+    )
+    return DiskError(errno.EAGAIN, text, str(folder))
 
 
 def _failure_of(file: ScratchFile, piece: Piece, error: BaseException) -> Failure:

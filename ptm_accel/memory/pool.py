@@ -11,14 +11,16 @@ What is moved on demand is moved while the caller waits. Somebody who knows what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag
+from ptm_accel.memory.closing import close_all
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.mapped_files import is_scratch
@@ -421,15 +423,15 @@ class Pool:
             return self.snapshots.take(tensor)
 
     def close(self) -> None:
-        """Drops every tensor and gives all memory back. Idempotent; pins must have ended."""
+        """Drops every tensor and gives all memory back. Idempotent; pins must have ended.
+
+        Raises:
+            BaseException: the first error; all else has been dropped all the same.
+        """
         with self.lock:
-            if self.owed is not None:
-                self.owed.give_up()
-            for tensor in list(self._tensors.values()):
-                self.drop(tensor)
-            self._tensors.clear()
-            self.room.settle()
-            self.room.close()
+            steps: list[Callable[[], object]] = [] if self.owed is None else [self.owed.give_up]
+            steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
+            close_all([*steps, self._tensors.clear, self.room.settle, self.room.close], "a pool")
 
     def tensors(self) -> Iterator[PagedTensor]:
         """All living paged tensors."""

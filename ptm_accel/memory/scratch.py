@@ -7,8 +7,10 @@ import enum
 import errno
 import fcntl
 import os
+import re
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,10 @@ from ptm_accel.units import format_bytes
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _STALLS_ALLOWED = 3
+_BLOCK_BYTES = 512
+"""The unit of `st_blocks`, whatever the file system's own blocks are."""
+_MOUNTS = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -50,6 +56,19 @@ class Io:
         self.fallocate = fallocate
 
 
+_open: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
+
+
+def scratch_bytes(device: int) -> int:
+    """What the scratch files of this process take of a file system.
+
+    Args:
+        device: its number (`st_dev`).
+    """
+    states = [os.fstat(file.fd) for file in list(_open) if file.fd >= 0]
+    return sum(state.st_blocks * _BLOCK_BYTES for state in states if state.st_dev == device)
+
+
 class ScratchFile:
     """An unlinked file of mode 0600 in a folder; nothing is left of it after a crash.
 
@@ -78,6 +97,7 @@ class ScratchFile:
         except BaseException:
             self.close()
             raise
+        _open.add(self)
 
     def grow(self, least: int, wish: int) -> int:
         """Makes the file longer by `wish` bytes, or by `least` where that is all there is; returns by how much.
@@ -222,12 +242,13 @@ def file_system_of(path: Path) -> str:
     real = os.path.realpath(path)
     best, found = "", "an unknown file system"
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = os.fsdecode(_MOUNTS.read_bytes()).splitlines()
     except OSError:
         return found
     for line in lines:
         left, _, right = line.partition(" - ")
-        mount = left.split()[4].encode().decode("unicode_escape")
+        # Blanks and backslashes are written as their octal numbers; all else is as it is.
+        mount = _OCTAL.sub(lambda found: chr(int(found[1], 8)), left.split(" ")[4])
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, found = mount, right.split()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +10,13 @@ import torch
 
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tier
+from ptm_accel.memory.closing import close_all
 from ptm_accel.memory.device import CudaTier, DeviceTier, host_pin
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ComputeTier, Home
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,17 +76,7 @@ class Memory:
         steps = [self.pool.close, *(part.close for part in self.parts)]
         if self.when_closed is not None:
             steps.append(self.when_closed)
-        errors: list[BaseException] = []
-        for step in steps:
-            # Threads, files and memory of the others would stay for good: nobody can close a second time.
-            try:
-                step()
-            except BaseException as error:
-                errors.append(error)
-        for later in errors[1:]:
-            logger.error("closing memory failed a further time", exc_info=later)
-        if errors:
-            raise errors[0]
+        close_all(steps, "memory")
 
     def resize(self, capacities: Mapping[Tier, int]) -> None:
         """Gives tiers other capacities; what is in use beyond one is moved to the tier below.

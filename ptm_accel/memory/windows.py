@@ -100,10 +100,15 @@ class Windows:
             typed = block.buffer[:nbytes].view(tensor.dtype)
             window = Window(tensor, start, stop, typed)
             window.block, window.reservation = block, reservation
-            if tensor.place is Place.AWAY:
-                window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed)
-            else:
+            if tensor.place is not Place.AWAY:
                 typed.fill_(tensor.fill)
+                return window
+            try:
+                window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed)
+            except BaseException:
+                # Whose bytes have been lost; nobody would close a window that was never given out.
+                pool.room.leave(block.buffer, block, reservation, None)
+                raise
             return window
 
     def ready(self, window: Window) -> torch.Tensor:

@@ -405,6 +405,43 @@ def test_a_file_system_without_direct_transfers_is_warned_of(tmp_path: Path, mon
         DiskTier([tmp_path], Budget(Tier.DISK, MIB))
 
 
+@pytest.mark.parametrize("folder", ["plain", "with blank", "back\\slash", "Übung", "研究"])
+def test_mount_points_of_any_name_are_known(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    escaped = folder.replace("\\", "\\134").replace(" ", "\\040")
+    mounts.write_text(
+        f"22 1 8:1 / / rw - ext4 /dev/a rw\n23 22 8:2 / {tmp_path}/{escaped} rw,noatime shared:1 - somefs /dev/b rw\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(scratch, "_MOUNTS", mounts)
+    assert scratch.file_system_of(tmp_path / folder / "below") == "somefs"
+    assert scratch.file_system_of(tmp_path / "elsewhere") == "ext4"
+
+
+@pytest.mark.parametrize("started", [0, 1, 3])
+def test_threads_that_cannot_be_started_end_the_others(
+    started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, descriptors = set(threading.enumerate()), open_files()
+    budget, plain_start = Budget(Tier.HOST, 64 * MIB), threading.Thread.start
+    calls: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        calls.append(thread)
+        if len(calls) > started:
+            raise RuntimeError("can't start new thread")
+        plain_start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    text = rf"the disk tier in {tmp_path} needs 4 threads, and the system let it start {started}: can't .*ulimit -u"
+    with pytest.raises(DiskError, match=text) as caught:
+        DiskTier([tmp_path], Budget(Tier.DISK, MIB), io_threads_per_path=4, staging=budget)
+    assert caught.value.errno == errno.EAGAIN
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
+    assert not open_files() - descriptors
+    assert budget.used_bytes == 0
+
+
 def raise_error(number: int) -> int:
     raise OSError(number, os.strerror(number))
 

@@ -382,6 +382,43 @@ def test_a_window_whose_load_fails_gives_its_room_back(tmp_path: Path, monkeypat
         assert pool.budget.used_by_tag() == {Tag.STAGING: pool.budget.used_bytes}
 
 
+def test_a_window_whose_load_cannot_begin_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(4, tmp_path) as pool:
+        tensor = made(pool, "a")
+        pool.fault(tensor, write=True).fill_(4.0)
+        pool.evict(tensor)
+        pool.room.settle()
+        before = pool.budget.used_by_tag()
+
+        def refuse(*args: object) -> None:
+            raise DiskError(errno.EIO, "lost")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pool.home, "load", refuse)
+            with pytest.raises(DiskError, match="lost"):
+                pool.windows.open(tensor, 0, 1024)
+        pool.room.collect()
+        assert pool.budget.used_by_tag() == before
+        window = pool.windows.open(tensor, 0, 1024)
+        assert pool.windows.ready(window).unique().tolist() == [4.0]
+        pool.windows.close(window, wrote=False)
+
+
+def test_closing_drops_what_comes_after_a_pin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = open_memory("host+disk", 1 << 20, tmp_path)
+    pool = memory.pool
+    tensors = [made(pool, name) for name in "abcd"]
+    for tensor in tensors:
+        pool.fault(tensor, write=True)
+    pins = [pool.pin(tensors[1]), pool.pin(tensors[2])]
+    with pytest.raises(AssertionError, match="'b', .* is pinned"):
+        memory.close()
+    assert "'c'" in caplog.text
+    assert [tensor.place for tensor in (tensors[0], tensors[3])] == [Place.BLANK] * 2
+    for pin in pins:
+        pin.release()
+
+
 def test_what_could_be_had(tmp_path: Path) -> None:
     with pool_of(4, tmp_path) as pool:
         a, b = made(pool, "a"), made(pool, "b")

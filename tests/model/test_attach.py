@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import Place
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
-from tests.tiers import PAGE, at_floor, config
+from tests.tiers import PAGE, at_floor, config, on_pages
 from tests.tiers import open_memory as tiers
 
 
@@ -115,6 +117,32 @@ def test_a_model_that_cannot_be_taken_over_gives_the_memory_back(tmp_path: Path)
     assert memory.closed
 
 
+def test_what_is_resident_is_copied_when_it_is_taken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
+        # At first they lie in the memory that the model brought along.
+        for slot in engine.slots:
+            engine.pool.evict(slot.value)
+            engine.pool.fault(slot.value)
+        largest = 64 * 64 * 4
+        monkeypatch.setattr("ptm_accel.sizing.available_bytes", lambda: largest - 1)
+        with pytest.raises(BudgetError, match="16384 B more of memory are needed for it and 16383 B are"):
+            engine.detach()
+        monkeypatch.setattr("ptm_accel.sizing.available_bytes", lambda: largest)
+        arena = engine.pool.compute
+        held: list[int] = []
+        take_off = ParamSlot.take_off
+
+        def watched(slot: ParamSlot, values: torch.Tensor) -> None:
+            held.append(arena.live_bytes + arena.kept_bytes)
+            take_off(slot, values)
+
+        monkeypatch.setattr(ParamSlot, "take_off", watched)
+        engine.detach()
+    assert len(held) == 16
+    assert all(later < earlier for earlier, later in itertools.pairwise(held)), held
+
+
 def test_a_model_that_memory_cannot_hold_stays_on_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
@@ -123,7 +151,7 @@ def test_a_model_that_memory_cannot_hold_stays_on_its_pages(tmp_path: Path, monk
         monkeypatch.setattr("ptm_accel.sizing.available_bytes", lambda: 1000)
         with pytest.raises(
             BudgetError,
-            match=r"cannot be taken off its pages: .* are away and 1000 B of memory are free\. Save it with",
+            match=r"cannot be taken off its pages: .* more of memory are needed for it and 1000 B are free\. Save it",
         ):
             engine.detach()
         for name, value in model.state_dict().items():
