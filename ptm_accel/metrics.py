@@ -19,7 +19,7 @@ _GIB = float(1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Running totals at one moment; differences of two readings describe what lies between."""
+    """Running totals of training at one moment; differences of two readings describe what lies between."""
 
     steps: int
     faults: int
@@ -36,6 +36,11 @@ class Reading:
 _DAY_S = 24 * 60 * 60
 _WARM_UP = 3
 """Steps before plans are carried out and memory has been touched; they are no part of the summary's times."""
+_MOVES = (
+    *("faults", "hits", "evictions", "loaded_bytes", "stored_bytes", "disk_read_bytes", "disk_written_bytes"),
+    "stall_s",
+)
+"""The totals of a `Reading` that evaluations add to as well; their passes are not in the tally."""
 
 
 class Metrics:
@@ -59,6 +64,9 @@ class Metrics:
         self.steps = 0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
+        # What evaluations have moved, and the totals when the one began that is under way.
+        self._left_out: dict[str, float] = dict.fromkeys(_MOVES, 0)
+        self._evaluation: Reading | None = None
         self._last = self.read()
         self._warm: Reading | None = None
 
@@ -77,8 +85,27 @@ class Metrics:
         """Training pauses: what comes until the next step is no part of it."""
         self._ended_s = None
 
+    def leave_out(self, evaluates: bool) -> None:
+        """From here on what is moved is for an evaluation, and no part of any figure but the peaks; or not any more.
+
+        Args:
+            evaluates: which of the two; to be told what is known already changes nothing.
+        """
+        if evaluates:
+            self._evaluation = self._evaluation or self._totals()
+        elif self._evaluation is not None:
+            before, now = self._evaluation, self._totals()
+            for name in _MOVES:
+                self._left_out[name] += getattr(now, name) - getattr(before, name)
+            self._evaluation = None
+
     def read(self) -> Reading:
-        """The totals now."""
+        """The totals now, without those of evaluations."""
+        now = self._totals()
+        seen = self._evaluation or now
+        return replace(now, **{name: getattr(seen, name) - self._left_out[name] for name in _MOVES})
+
+    def _totals(self) -> Reading:
         pool, disk = self._memory.pool, self._memory.disk
         stats, timeline = pool.stats, pool.timeline
         return Reading(

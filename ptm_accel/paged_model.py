@@ -90,6 +90,7 @@ class PagedModel:
         self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
         self.gradients: Gradients | None = None
         self.metrics = Metrics(memory, self.run_ahead.tally)
+        self.run_ahead.evaluation = self.metrics.leave_out
         self.evaluates = False
         self.party = party_of(memory, asked)
         self._together_bytes = 0

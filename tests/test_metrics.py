@@ -16,7 +16,7 @@ from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.timeline import Span
 from ptm_accel.metrics import Metrics
 from ptm_accel.schedule.tally import Tally
-from tests.model.test_run_ahead import Net, step
+from tests.model.test_run_ahead import Net, batch, step
 from tests.queued import LateDevice
 from tests.tiers import AMPLE, PAGE, needs, on_pages
 
@@ -83,6 +83,69 @@ def test_what_is_between_two_trainings_is_no_step(monkeypatch: pytest.MonkeyPatc
         clock[0] += 2.0
         metrics.step_ended()
         assert metrics._steps_s == [2.0, 2.0, 2.0]
+
+
+def evaluate(engine: Engine, passes: int) -> None:
+    """As often as that, and each leaves its parameters to be loaded by the next."""
+    engine.model.eval()
+    with torch.no_grad():
+        for number in range(passes):
+            engine.model(batch(number))
+            for slot in engine.slots:
+                if slot.value in engine.pool.shelf:
+                    engine.pool.evict(slot.value)
+    engine.model.train()
+
+
+def train(engine: Engine, steps: range) -> None:
+    assert engine.optimizer is not None
+    for number in steps:
+        step(engine.model, engine.optimizer, number)  # type: ignore[arg-type]
+        engine.metrics.step_ended()
+
+
+def test_an_evaluation_is_no_part_of_training(tmp_path: Path) -> None:
+    with trained(tmp_path, 5) as engine:
+        stats, tally = engine.pool.stats, engine.run_ahead.tally
+        engine.settle()
+        engine.run_ahead.end()
+        engine.metrics.since_last()
+        before, loaded, faults = engine.metrics.read(), stats.loaded_bytes, stats.faults + stats.hits
+        evaluate(engine, 20)
+        evaluated = stats.loaded_bytes
+        assert evaluated > loaded
+        assert stats.faults + stats.hits > faults
+        assert engine.metrics.read() == before, "while it may go on, too"
+        train(engine, range(5, 7))
+        engine.settle()
+        engine.run_ahead.end()
+        assert tally.passes == 7
+        assert tally.foretold_took_s <= tally.passes_s
+        after = engine.metrics.read()
+        seen = engine.metrics.since_last()
+        assert after.loaded_bytes - before.loaded_bytes == stats.loaded_bytes - evaluated
+        stored_bytes = after.stored_bytes - before.stored_bytes
+        link_s = SLOW.seconds((stats.loaded_bytes - evaluated) / 2, stored_bytes / 2)
+        work_s = (after.tally.compute_s + after.tally.update_s - before.tally.compute_s - before.tally.update_s) / 2
+        assert seen["ptm_bound_s"] == pytest.approx(max(link_s, work_s), abs=1e-4)
+        evaluate(engine, 3)
+        assert engine.metrics.read() == after
+        assert engine.run_ahead._passes_a_step == 1
+
+
+def test_updates_that_are_carried_out_beside_an_evaluation_are_those_of_training(tmp_path: Path) -> None:
+    with trained(tmp_path, 5) as engine:
+        assert engine.run_ahead.beside is not None
+        before = engine.metrics.read()
+        evaluate(engine, 1)
+        engine.settle()
+        engine.run_ahead.end()
+        between = engine.metrics.read()
+        assert between.tally.update_s > before.tally.update_s
+        assert between.tally.passes == 5
+        assert between.stored_bytes > before.stored_bytes
+        evaluate(engine, 1)
+        assert engine.metrics.read() == between
 
 
 FAST = LinkRates(3e6, 3e6, 3e6)

@@ -317,7 +317,7 @@ class _Notes(RunAhead):
     def __len__(self) -> int:
         return len(self._beside)
 
-    def begin(self, kind: Hashable) -> None:
+    def begin(self, kind: Hashable, *, evaluates: bool = False) -> None:
         """See `RunAhead`."""
         if self._notebook is None:
             self._notebook = Recorder((kind, self.sums(), Updates.APART))

@@ -195,7 +195,9 @@ class Residency:
             if self._frames.stack:
                 self._end_torn_down(module)
             if not self._frames.stack and torch._C._current_graph_task_id() == -1:
-                self.run_ahead.begin((module.training, torch.is_grad_enabled(), shapes_of(args, kwargs)))
+                grad = torch.is_grad_enabled()
+                kind = module.training, grad, shapes_of(args, kwargs)
+                self.run_ahead.begin(kind, evaluates=not module.training and not grad)
             self.enter(module)
 
         return Hook(enter)

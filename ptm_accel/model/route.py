@@ -115,6 +115,7 @@ class Ended:
         updates: when the updates that concern it were carried out.
         strays: accesses that were not where the trace had them.
         marks: when it began, each access, and when it ended.
+        evaluates: whether it is no part of training.
     """
 
     recorder: Recorder
@@ -122,3 +123,4 @@ class Ended:
     updates: Updates
     strays: int
     marks: list[Mark]
+    evaluates: bool

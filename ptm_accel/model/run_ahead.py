@@ -59,7 +59,8 @@ class RunAhead(Following):
             there is no device, or that is not known.
         on_host_possible: tells whether the optimizer can be run there.
         rated_update_s: seconds of an update for each byte of gradient, as long as none has been seen; 0 if not known.
-        tally: what passes and updates have taken.
+        tally: what passes and updates of training have taken.
+        evaluation: is told whether what is moved from now on is for an evaluation.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -73,6 +74,7 @@ class RunAhead(Following):
         self.on_host_possible: Callable[[], bool] = lambda: False
         self.rated_update_s = 0.0
         self.tally = Tally()
+        self.evaluation: Callable[[bool], None] = lambda evaluates: None
         super().__init__(pool, clock_of(pool, self.tally))
         self._updates: dict[str, list[Item]] = {}
         self._overwritten: Collection[str] = ()
@@ -80,16 +82,21 @@ class RunAhead(Following):
         self._ended: deque[Ended] = deque()
         self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
         self._passes_a_step = self._passes = 0
+        self._evaluates = False
 
     # ---- passes ----------------------------------------------------------------------------------------------
 
-    def begin(self, kind: Hashable) -> None:
+    def begin(self, kind: Hashable, *, evaluates: bool = False) -> None:
         """A forward begins; what was under way has ended.
 
         Args:
             kind: what its accesses depend on: mode and shapes.
+            evaluates: it is no part of training.
         """
         self.end()
+        self._evaluates = evaluates
+        # Updates that are still under way belong to the step before, beside whatever pass they are carried out.
+        self.evaluation(evaluates and self.beside is None)
         if not self.enabled:
             return
         # Gradients that are there already are added to, and are not made; and updates may be under way.
@@ -132,9 +139,9 @@ class RunAhead(Following):
         count = len(route.trace.accesses) if route is not None else 0
         coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count or self._awaits(tensor))
         if recorder is not None:
-            self._passes += 1
+            self._passes += not self._evaluates
             marks = [*self._marks, self._clock.end()]
-            self._ended.append(Ended(recorder, route, self._updates_when, self._strays, marks))
+            self._ended.append(Ended(recorder, route, self._updates_when, self._strays, marks, self._evaluates))
             self._recorder = None
         self.give_up()
         self._coming = coming
@@ -144,7 +151,9 @@ class RunAhead(Following):
     def _learn(self, ended: Ended, moments: Sequence[Moment]) -> None:
         """The times of a pass are known: it is counted, and planned anew where that is called for."""
         recorder, route = ended.recorder, ended.route
-        took_s = self._count(route, moments[0], moments[-1])
+        took_s = moments[-1].total_s - moments[0].total_s
+        if not ended.evaluates:
+            self._count(route, took_s, moments[-1].compute_s - moments[0].compute_s)
         # Another plan may have been made since it ended.
         known = self.routes.get(recorder.key) is route
         if not len(recorder) or not known or (route is not None and not self._is_off(route, took_s, ended.strays)):
@@ -180,21 +189,22 @@ class RunAhead(Following):
     def end_step(self) -> None:
         """The passes of a step have ended: its update begins."""
         self.end()
+        self._evaluates = False
+        self.evaluation(False)
         self._passes_a_step, self._passes = self._passes, 0
         if self.enabled:
             self._clock.begin_update()
 
-    def _count(self, route: Route | None, began: Moment, ended: Moment) -> float:
-        """Adds a pass to the tally; returns the seconds it took."""
-        tally, took_s = self.tally, ended.total_s - began.total_s
+    def _count(self, route: Route | None, took_s: float, compute_s: float) -> None:
+        """Adds a pass to the tally."""
+        tally = self.tally
         tally.passes += 1
         tally.passes_s += took_s
-        tally.compute_s += ended.compute_s - began.compute_s
+        tally.compute_s += compute_s
         if route is not None and route.simulated is not None:
             tally.foretold += 1
             tally.foretold_s += route.simulated.seconds
             tally.foretold_took_s += took_s
-        return took_s
 
     def give_up(self) -> None:
         """The pass was torn down by an exception: what was seen of it says nothing."""
@@ -248,6 +258,7 @@ class RunAhead(Following):
             on_host: the parameters that the CPU has updated beside a device.
         """
         self.beside = None
+        self.evaluation(self._evaluates)
         here = (items for name, items in self._updates.items() if name not in on_host)
         self.tally.updated_bytes += sum(items[-1].nbytes for items in here)
 

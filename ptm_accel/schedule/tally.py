@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tally:
-    """Totals since the beginning; differences of two of them describe what lies between.
+    """Totals of training since the beginning; differences of two of them describe what lies between.
+
+    What an evaluation takes is no part of them.
 
     Attributes:
-        passes: forwards, each with the backward that followed it.
+        passes: forwards, each with the backward that followed it, if there was one.
         passes_s: from their begin to their end, waiting and updates beside them included.
         compute_s: of that, their own arithmetic.
         update_s: the arithmetic of updates, beside a pass or between two.

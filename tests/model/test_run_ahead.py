@@ -410,7 +410,6 @@ def test_on_a_device_a_pass_that_was_planned_meanwhile_is_only_counted(tmp_path:
     with queued(tmp_path) as (model, engine, _, device):
         ahead = engine.run_ahead
         device.silent = True
-        model.eval()
         with torch.no_grad():
             for number in range(3):
                 model(batch(number))
