@@ -22,7 +22,7 @@ class Route:
     Attributes:
         trace: how it went.
         plan: what to start when; None where none can be made.
-        capacity_bytes: the budget that the plan was made for.
+        capacity_bytes: the budget that the plan was made for; 0 as long as nothing has been planned.
         recorded: the trace as it was recorded, without updates.
         updates: which updates are carried out beside it.
         simulated: what the plan should come to; None where the link has not been measured.

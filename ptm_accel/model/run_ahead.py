@@ -4,7 +4,7 @@ The first pass of a kind (mode, shapes) is demand paged and written down; when s
 and carried out from then on.
 A plan is a hint: whatever the model really reads is what it gets, and an access that the trace does not know is demand
 paged. Where the model departs from its trace (routing, a last short batch) the next places are searched for a place to
-join it again; where it departs too often the pass is written down anew.
+join it again; where it departs too often the pass is written down anew, and ever rarer where that is of no use.
 
 What is done at each access is in `ptm_accel.model.following`.
 """
@@ -105,7 +105,7 @@ class RunAhead(Following):
         key = (kind, sums, updates)
         capacity = self._pool.budget.capacity_bytes
         route = self.routes.get(key)
-        if route is not None and abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN:
+        if route is not None and self._needs_plan(route, capacity):
             watch = route.watch
             route = self._planned(route.recorded, updates=updates)
             route.watch = watch
@@ -120,6 +120,12 @@ class RunAhead(Following):
         self._recorder = Recorder(key)
         self._route, self._position, self._strays = route, 0, 0
         self._pool.adviser = self
+
+    def _needs_plan(self, route: Route, capacity_bytes: int) -> bool:
+        """Whether there is no plan for this budget, or one that is too far from it for too long."""
+        if not route.capacity_bytes:
+            return True
+        return route.watch.budget.calls(abs(route.capacity_bytes - capacity_bytes) > capacity_bytes // _CAPACITY_GRAIN)
 
     def _when_updated(self, kind: Hashable, sums: Sums) -> Updates:
         """When the updates that concern the next pass are carried out, if it is one of this kind."""
@@ -179,7 +185,8 @@ class RunAhead(Following):
         """Whether the pass that has ended calls for a new plan: it was another one, or took another time."""
         foretold = route.simulated
         late = foretold is not None and route.watch.departs(foretold.seconds, took_s)
-        return late or strays > _DEPARTURES * route.rank[-1]
+        strayed = route.watch.accesses.calls(strays > _DEPARTURES * route.rank[-1])
+        return late or strayed
 
     def _look_at_link(self) -> None:
         before = self._before[1]

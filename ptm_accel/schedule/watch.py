@@ -1,4 +1,5 @@
-"""Whether passes take what was foretold of them, and what the link turned out to be worth.
+"""Whether passes are what was foretold of them, when new plans are worth making, and what the link turned out to be
+worth.
 
 A plan is chosen by a simulation, from the compute times of one pass and from rates that were measured once. Both can be
 wrong: the pass was the first of its kind, in cold memory; a neighbour used the disk while it was measured.
@@ -6,7 +7,7 @@ wrong: the pass was the first of its kind, in cold memory; a neighbour used the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ptm_accel.hardware.profile import LinkRates
 
@@ -20,6 +21,42 @@ _MOST = 16.0
 """Rates are taken to be off by at most this factor, either way: what seems more is a moment with little to move."""
 
 
+_LONGEST_WAIT = 256
+"""So many passes that depart call for a new plan, however often that was of no use: something may have changed."""
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Says when a departure calls for a new plan: at once, and ever rarer where new plans depart as well.
+
+    Attributes:
+        wait: how many passes must depart before the next new plan. It doubles with each plan, and is one again when as
+            many in a row have not departed.
+    """
+
+    wait: int = 1
+    _departed: int = 0
+    _kept: int = 0
+
+    def calls(self, departs: bool) -> bool:
+        """Notes one pass; returns whether it is time for a new plan.
+
+        Args:
+            departs: whether it departs from the plan there is.
+        """
+        if not departs:
+            self._kept += 1
+            if self._kept >= self.wait:
+                self.wait, self._departed = 1, 0
+            return False
+        self._kept = 0
+        self._departed += 1
+        if self._departed < self.wait:
+            return False
+        self.wait, self._departed = min(2 * self.wait, _LONGEST_WAIT), 0
+        return True
+
+
 @dataclass(slots=True)
 class Watch:
     """Compares the passes of one kind with what was foretold of them.
@@ -29,9 +66,13 @@ class Watch:
     Attributes:
         patience: how many passes in a row must be off before a new plan is worth making. It doubles with each but the
             second, so that noise does not lead to planning without end.
+        accesses: for passes whose accesses are others than those of the trace.
+        budget: for passes that meet another budget than the plan was made for.
     """
 
     patience: int = _PATIENCE
+    accesses: Backoff = field(default_factory=Backoff)
+    budget: Backoff = field(default_factory=Backoff)
     _count: int = 0
     _warm: bool = False
 

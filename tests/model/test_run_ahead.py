@@ -230,7 +230,8 @@ def test_another_budget_is_another_plan(tmp_path: Path, monkeypatch: pytest.Monk
         assert after.capacity_bytes == before.capacity_bytes + 4096
 
 
-def test_a_pass_is_planned_when_its_kind_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The kinds of the passes that are planned from here on, in order."""
     planned: list[object] = []
     original = RunAhead._planned
 
@@ -239,6 +240,44 @@ def test_a_pass_is_planned_when_its_kind_comes_again(tmp_path: Path, monkeypatch
         return original(self, recorded, updates=updates)
 
     monkeypatch.setattr(RunAhead, "_planned", noted)
+    return planned
+
+
+def test_a_model_that_never_goes_the_same_way_is_planned_ever_rarer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is planned for another time than was foretold.
+    monkeypatch.setattr("ptm_accel.schedule.watch._TOLERANCE", 1e9)
+    planned = note_plans(monkeypatch)
+    weights = {}
+    for kind in (False, True):
+        with tight("host+disk", tmp_path, monkeypatch, planned=kind) as (model, engine, optimizer):
+            for number in range(24):
+                model.order = torch.randperm(LAYERS, generator=torch.Generator().manual_seed(number)).tolist()
+                step(model, optimizer, number)
+            engine.settle()
+            assert bool(engine.run_ahead.departures) == kind
+            weights[kind] = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(torch.equal(value, weights[True][name]) for name, value in weights[False].items())
+    # The first passes of two kinds, then after 1, 3, 7 and 15 that depart, and for the patience with times.
+    assert len(planned) <= 9, planned
+
+
+def test_a_budget_that_goes_up_and_down_is_planned_for_ever_rarer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ptm_accel.schedule.watch._TOLERANCE", 1e9)
+    planned = note_plans(monkeypatch)
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for number in range(24):
+            step(model, optimizer, number)
+            engine.settle()
+            engine.pool.budget.capacity_bytes += 4096 if number % 2 else -4096
+    assert len(planned) <= 9, planned
+
+
+def test_a_pass_is_planned_when_its_kind_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = note_plans(monkeypatch)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
         for rows in (4, 5, 6, 7):
             model(batch(0, rows)).square().mean().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
+from ptm_accel.schedule.watch import Backoff, LinkUse, Watch, rates_as_seen
 
 RATES = LinkRates(4e9, 8e9, 5e9)
 START = LinkUse(7, 11, 13.0)
@@ -40,6 +40,28 @@ def test_a_pass_that_came_true_in_between_is_noise() -> None:
     assert not any(watch.departs(1.0, took) for took in (2.0, 2.0, 1.0) * 10)
     watch.departs(1.0, 2.0)
     assert not watch.calm
+
+
+def test_what_goes_on_departing_calls_for_new_plans_ever_rarer() -> None:
+    backoff = Backoff()
+    calls = [number for number in range(1, 2000) if backoff.calls(True)]
+    assert calls[:6] == [1, 3, 7, 15, 31, 63]
+    assert calls[-1] - calls[-2] == 256, "and never stops: something may have changed"
+
+
+def test_a_plan_that_holds_makes_the_next_departure_count_at_once() -> None:
+    backoff = Backoff()
+    assert [backoff.calls(True) for _ in range(3)] == [True, False, True]
+    assert not any(backoff.calls(False) for _ in range(3))
+    assert not backoff.calls(True), "it has not held for as long as is waited for"
+    assert not any(backoff.calls(False) for _ in range(4))
+    assert backoff.calls(True)
+
+
+def test_one_pass_in_two_that_departs_is_planned_for_ever_rarer() -> None:
+    backoff = Backoff()
+    calls = [number for number in range(1000) if backoff.calls(bool(number % 2))]
+    assert len(calls) <= 9
 
 
 @pytest.mark.parametrize("moved", [(8_000_000_000, 0), (0, 8_000_000_000), (3_000_000_000, 5_000_000_000)])
