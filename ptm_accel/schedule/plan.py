@@ -8,7 +8,8 @@ takes in gradients while the stores that make room for them are still under way.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
+from heapq import heappop, heappush
 
 from ptm_accel.errors import ScheduleError
 from ptm_accel.schedule.actions import Action, Move, Plan
@@ -18,6 +19,9 @@ from ptm_accel.units import format_bytes
 
 _ROUNDS = 4
 """How often a pass is gone through, at most, for it to begin with what the one before leaves there."""
+
+_NOW = -1
+"""When what is being used is wanted next: sooner than all else."""
 
 
 class _Residents:
@@ -29,6 +33,7 @@ class _Residents:
         self._sizes = [item.nbytes for item in trace.items]
         self._kept = kept
         self._next: dict[int, int] = {}
+        # The one that is wanted last comes first, of several the highest. What is not what `_next` says is out of date.
         self._order: list[tuple[int, int]] = []
         self.used_bytes = 0
         for item in sorted(there):
@@ -37,32 +42,31 @@ class _Residents:
     def __contains__(self, item: int) -> bool:
         return item in self._next
 
+    def use(self, item: int) -> None:
+        """The item is there, and is used now: it cannot be the one to leave."""
+        if item not in self._next:
+            self.used_bytes += self._sizes[item]
+        self._next[item] = _NOW
+
     def put(self, item: int, wanted: int) -> None:
         """The item is there, or has been used, and is wanted next at `wanted`."""
-        if item in self._next:
-            self._take_out(item)
-        else:
-            self.used_bytes += self._sizes[item]
+        self.use(item)
         self._next[item] = wanted
         if item not in self._kept:
-            insort(self._order, (wanted, item))
+            heappush(self._order, (-wanted, -item))
 
     def last_wanted(self) -> int:
         """The item that is wanted last; it leaves."""
-        _, item = self._order.pop()
-        del self._next[item]
-        self.used_bytes -= self._sizes[item]
-        return item
+        while True:
+            wanted, item = heappop(self._order)
+            if self._next.get(-item) == -wanted:
+                self.remove(-item)
+                return -item
 
     def remove(self, item: int) -> None:
         """The item is there no longer."""
-        self._take_out(item)
         del self._next[item]
         self.used_bytes -= self._sizes[item]
-
-    def _take_out(self, item: int) -> None:
-        if item not in self._kept:
-            self._order.remove((self._next[item], item))
 
     def items(self) -> frozenset[int]:
         """All that are there."""
@@ -156,8 +160,7 @@ def _go_through(
         size = trace.items[access.item].nbytes
         if access.item not in residents and access.use is not Use.CREATE:
             loading.append((index, access.item))
-        # What is accessed is never the one to leave.
-        residents.put(access.item, -1)
+        residents.use(access.item)
         least = kept_bytes + (0 if access.item in kept else size)
         room = max(capacity_bytes - ahead_bytes - access.held_bytes, least)
         while residents.used_bytes > room:
@@ -195,22 +198,27 @@ def _brought_forward(
     for index, item in loading:
         # Not before it has left, and not before the load that is needed sooner.
         left = [at + 1 for at in left_at.get(item, ()) if at < index]
-        begin = shelf.put(item, index, index, max([earliest, *left]))
+        begin = shelf.put(item, index, max([earliest, *left]))
         begins.append(begin)
         earliest = begin if begin < index else earliest
     # What the next pass begins with comes after all that this one still needs.
-    earliest -= count
     for place, (index, item) in enumerate(loading):
         if begins[place] > 0 or item not in absent:
             break
-        left = [at - count + 1 for at in left_at.get(item, ()) if at >= index]
-        begin = begins[place] = shelf.put(item, 0, index, max([earliest, index - count + 1, *left]))
-        earliest = begin if begin < index else earliest
+        left = [at + 1 for at in left_at.get(item, ()) if at >= index]
+        begin = shelf.put(item, count, max([earliest, index + 1, *left]))
+        begins[place] = begin - count
+        earliest = begin if begins[place] < index else earliest
     return [(begin, index, item) for begin, (index, item) in zip(begins, loading, strict=True) if begin < index]
 
 
 class _Shelf:
-    """The part of the budget for what is not used yet, over the accesses of a pass that repeats.
+    """The part of the budget for what is not used yet, over the accesses of a pass.
+
+    Items take it one after the other, each from no earlier and up to no earlier than the one before. So an item takes
+    room at all accesses that are still of interest, up to its end, and none beyond. Instead of what is free at an
+    access, which changes with each item, what was free there is remembered, with what all items together had taken
+    before the first of them came so far: that stays as it is.
 
     Args:
         trace: the pass.
@@ -223,22 +231,33 @@ class _Shelf:
         self._sizes = [item.nbytes for item in trace.items]
         pairs = zip(trace.accesses, used, strict=True)
         self._free = [min(capacity_bytes - access.held_bytes - taken, ahead_bytes) for access, taken in pairs]
+        self._taken = self._end = 0
+        # The accesses so far that have less room than all behind them, with what is remembered of them: both ascend.
+        self._least: list[int] = []
+        self._least_free: list[int] = []
 
-    def put(self, item: int, end: int, index: int, bound: int) -> int:
+    def put(self, item: int, end: int, bound: int) -> int:
         """Takes room for an item from as early as there is any, up to `end`.
 
         Args:
             item: which one.
-            end: where room for it is needed no more, or is taken already.
-            index: its access.
-            bound: the earliest; below zero for accesses of the pass before.
+            end: where room for it is needed no more, or is taken already; not before that of the last item.
+            bound: the earliest; not before where an item has begun.
 
         Returns:
             where it begins; `end` if there is no room right before that.
         """
-        size, begin = self._sizes[item], end
-        while begin > max(bound, index - len(self._free)) and self._free[begin - 1] >= size:
-            begin -= 1
-        for at in range(begin, end):
-            self._free[at] -= size
+        for at in range(self._end, end):
+            free = self._free[at] + self._taken
+            while self._least_free and self._least_free[-1] >= free:
+                self._least.pop()
+                self._least_free.pop()
+            self._least.append(at)
+            self._least_free.append(free)
+        self._end = end
+        # The last access where there is less room than the item takes: what follows has more, so it is one of these.
+        full = bisect_left(self._least_free, self._sizes[item] + self._taken)
+        begin = min(max(bound, self._least[full - 1] + 1 if full else 0), end)
+        if begin < end:
+            self._taken += self._sizes[item]
         return begin

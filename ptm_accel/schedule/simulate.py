@@ -136,6 +136,7 @@ class _Run:
         self._updated = False
         # Updates that follow their gradients; the last is being gathered as long as it has no gradient.
         self._waiting: deque[_Waiting] = deque()
+        self._piled_bytes = 0
         self._going: list[int] = []
         self._lag_bytes = plan.capacity_bytes // LAG
         first = {access.item: access.use for access in reversed(trace.accesses)}
@@ -198,6 +199,7 @@ class _Run:
         self._waiting[-1].items.add(access.item)
         if access.use is Use.CONSUME:
             self._waiting[-1].gradient = access.item
+            self._piled_bytes += self._trace.items[access.item].nbytes
 
     def _awaited(self) -> set[int]:
         return set().union(*(update.items for update in self._waiting))
@@ -219,8 +221,7 @@ class _Run:
         sizes = self._trace.items
         while self._waiting and self._waiting[0].gradient >= 0:
             update = self._waiting[0]
-            piled = sum(sizes[each.gradient].nbytes for each in self._waiting if each.gradient >= 0)
-            must = piled > max(self._lag_bytes, 2 * sizes[update.gradient].nbytes)
+            must = self._piled_bytes > max(self._lag_bytes, 2 * sizes[update.gradient].nbytes)
             must = must or self._room(held_bytes) < needed_bytes
             for item in update.items - self._arrival.keys():
                 if must:
@@ -239,6 +240,7 @@ class _Run:
             self._send_away()
 
     def _carry_out(self, update: _Waiting, held_bytes: int) -> None:
+        self._piled_bytes -= self._trace.items[update.gradient].nbytes
         if update.made is not None:
             if update.made not in self._arrival:
                 self._take(update.made, self._now)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +13,9 @@ from hypothesis import strategies as st
 
 from ptm_accel.errors import ScheduleError
 from ptm_accel.schedule.actions import Move, Plan
-from ptm_accel.schedule.plan import plan_pass
+from ptm_accel.schedule.plan import _Shelf, plan_pass
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
+from tests.schedule.plain_plan import PlainResidents, PlainShelf
 
 
 def layers(count: int, size: int = 10, *, held: int = 0) -> Trace:
@@ -132,6 +136,41 @@ def test_what_is_kept_never_leaves(given_: tuple[Trace, int, int], number: int) 
         assert not any(action.item in kept for actions in plan.starts for action in actions)
 
 
+def planned_plainly(trace: Trace, **given_: Any) -> Plan:
+    """The plan, made in the plain and slow way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ptm_accel.schedule.plan._Residents", PlainResidents)
+        patch.setattr("ptm_accel.schedule.plan._Shelf", PlainShelf)
+        return plan_pass(trace, **given_)
+
+
+@settings(max_examples=300, deadline=None)
+@given(traces(), st.integers(0, 5))
+def test_plans_are_those_of_the_plain_way(given_: tuple[Trace, int, int], number: int) -> None:
+    trace, capacity, ahead = given_
+    changed = {access.item for access in trace.accesses if access.use is not Use.READ}
+    kept = frozenset({number} - changed) & {access.item for access in trace.accesses}
+    capacity += sum(trace.items[item].nbytes for item in kept)
+    for repeats in (False, True):
+        dials = {"capacity_bytes": capacity, "ahead_bytes": ahead, "repeats": repeats, "kept": kept}
+        assert plan_pass(trace, **dials) == planned_plainly(trace, **dials)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.2, 0.6, 1.2])
+def test_plans_of_layers_of_many_sizes_are_those_of_the_plain_way(seed: int, share: float) -> None:
+    rng = random.Random(seed)
+    trace = layers(60)
+    items = tuple(replace(item, nbytes=rng.choice([1, 4, 9, 25])) for item in trace.items)
+    accesses = tuple(replace(access, held_bytes=rng.randrange(20)) for access in trace.accesses)
+    trace = replace(trace, items=items, accesses=accesses)
+    capacity = 50 + int(trace.item_bytes * share)
+    dials = {"capacity_bytes": capacity, "ahead_bytes": capacity // 3, "repeats": True}
+    plan = plan_pass(trace, **dials)
+    assert plan == planned_plainly(trace, **dials)
+    assert any(plan.starts)
+
+
 def test_more_kept_than_leaves_room_is_refused() -> None:
     trace = layers(4)
     plan_pass(trace, capacity_bytes=40, kept=frozenset({0, 1, 2}))
@@ -228,3 +267,11 @@ def test_a_large_pass_is_planned() -> None:
     trace = layers(4000)
     plan = plan_pass(trace, capacity_bytes=8000, ahead_bytes=400)
     assert Walk(trace, plan).least_free >= 0
+
+
+def test_room_for_what_comes_early_is_found_without_a_look_at_every_access() -> None:
+    """Each of a hundred thousand begins tens of thousands of accesses early: not done in a test's time otherwise."""
+    count, early = 100_000, 40_000
+    trace = Trace(None, (Item("w", 1),), (Access(0, Use.READ),) * count)
+    shelf = _Shelf(trace, [0] * count, 2 * count, early)
+    assert [shelf.put(0, end, 0 if end < early else end - early) for end in range(count)][-1] == count - 1 - early
