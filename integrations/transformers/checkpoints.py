@@ -87,6 +87,10 @@ class PagedCheckpoints(_Host):
             self.accelerator.wait_for_everyone()
             if not self.args.should_save:
                 self._name_best_checkpoint(final, before, None)
+        except BaseException:
+            # What was written is gone; it cannot be the best one.
+            self.state.best_model_checkpoint = before
+            raise
         finally:
             self._staging = None
             pushes, self._pushes_when_done = self._pushes_when_done, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ptm_accel.checkpoint.plain_state import write_plain_state
 from ptm_accel.engine import engine_of
-from ptm_accel.errors import CheckpointError
+from ptm_accel.errors import CheckpointError, DiskError
 
 CHILD = Path(__file__).with_name("trainer_child.py")
 SIZES = {"attention_dropout": 0.1}
@@ -149,6 +150,28 @@ def test_a_save_that_fails_leaves_the_one_before(tiny: ModuleType, tight: dict[s
     trainer.save_model(str(tmp_path / "run" / "whole"))
     assert (tmp_path / "run" / "whole" / "model.safetensors").is_file()
     assert trainer._get_output_dir(None) == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("fails_in", ["_save_rng_state", "_name_best_checkpoint"])
+def test_a_save_that_fails_is_not_the_best_one(
+    fails_in: str, tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    every_two = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = _build(tiny, Trainer, run, tight, **every_two, load_best_model_at_end=True)
+    original = getattr(Trainer, fails_in)
+
+    def full(*args: Any) -> None:
+        original(*args)
+        if trainer.state.global_step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Trainer, fails_in, full)
+    with pytest.raises(DiskError):
+        trainer.train()
+    assert trainer.state.best_global_step == 4, "the second evaluation was the better one"
+    assert os.listdir(run) == ["checkpoint-2"]
+    assert trainer.state.best_model_checkpoint == str(run / "checkpoint-2")
 
 
 def test_best_model_rotation_and_state_as_in_the_plain_trainer(
