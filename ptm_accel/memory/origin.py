@@ -111,9 +111,10 @@ class OriginFile(Source):
         if done < len(into) or self._version != (found.st_size, found.st_mtime_ns):
             raise DiskError(
                 errno.ESTALE,
-                f"{self.path} was changed ({self._version[0]} bytes when it was loaded, {found.st_size} now) before "
-                "all of its values had been used. Do not write to a checkpoint that a run has been started from until "
-                "its first step is done; put it back, or save to another folder.",
+                f"{self.path} was changed ({self._version[0]} bytes when it was loaded, {found.st_size} now), and "
+                "values are still read from it. Do not write to a checkpoint that a run has been started from until "
+                "each of its parameters has been updated, which the first step need not do; put it back, or save to "
+                "another folder.",
                 self.path,
             )
 
