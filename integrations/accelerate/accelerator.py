@@ -23,6 +23,7 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.logs import speak
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 
@@ -163,6 +164,9 @@ class PTMAccelerator(PagedStates):
         if not self._holds(bare) and living_engines():
             # Models that nobody uses any more go, with their pages, before the next one comes.
             gc.collect()
+        if self.is_main_process:
+            # Not as the accelerator is made: scripts set up their logging after that.
+            speak()
         engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)

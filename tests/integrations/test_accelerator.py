@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -59,6 +61,32 @@ def test_a_loop_gives_the_same_numbers(
     assert ours[0] == plain[0]
     assert tiny.same(ours[1], plain[1])
     assert tiny.same(ours[2], plain[2])
+
+
+_SHOWN = """
+import logging
+from ptm_accel.integrations.accelerate import PTMAccelerator
+from torch import nn
+accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
+%s
+model = accelerator.prepare(nn.Linear(8, 8))
+accelerator.prepare(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "prefix"),
+    [
+        ("", "[ptm_accel] "),
+        ("logging.basicConfig(level=logging.INFO)", "INFO:ptm_accel.opening:"),
+        ("PTMAccelerator.is_main_process = False", None),
+    ],
+)
+def test_the_dials_are_shown_once_unless_the_script_logs_in_its_own_way(setup: str, prefix: str | None) -> None:
+    code = [sys.executable, "-c", _SHOWN % setup]
+    shown = subprocess.run(code, capture_output=True, text=True, check=True).stderr.splitlines()
+    lines = [line for line in shown if "host_memory: 64.00 MiB (given)" in line]
+    assert lines == ([] if prefix is None else [f"{prefix}host_memory: 64.00 MiB (given)"])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
