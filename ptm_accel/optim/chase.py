@@ -19,14 +19,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
-from ptm_accel.errors import DiskError, StaleGraphError, UnsupportedError
+from ptm_accel.errors import DiskError, PlaceholderError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Cursor, Entry, Unit, Work
@@ -265,15 +266,18 @@ class Chase:
         self._owed.clear()
         self._gradients.clear()
         self._batches.clear()
-        self._sweep.abandon(self._opened)
         left = self._cursor.work[self._done :]
         if self._on_host is not None:
             left = left + self._on_host.unfinished + self._on_host.refused
-            self._on_host.give_up()
-        for _, state, grad in left:
-            grad.drop()
-            state.slot.unveil()
-        self._end()
+        # From the last to the first, and whatever one of them raises, the others are done.
+        with ExitStack() as ending:
+            ending.callback(self._end)
+            for _, state, grad in left:
+                ending.callback(_show_lost, state.slot)
+                ending.callback(grad.drop)
+            if self._on_host is not None:
+                ending.callback(self._on_host.give_up)
+            self._sweep.abandon(self._opened)
 
     def before_use(self, tensor: PagedTensor) -> None:
         """See `Owed`.
@@ -349,13 +353,15 @@ class Chase:
         batch = self._batches.popleft()
         self._gradients.difference_update([unit.grad.value for unit in batch if unit.last])
         self._sweep.carry_out(batch, self._opened, self._scale, self._hyper, afterwards=True)
-        for unit in batch:
-            if unit.last:
-                for tensor in unit.state.tensors():
-                    self._owed.pop(tensor, None)
-                unit.state.slot.unveil()
-                self._done += 1
-        self._end_if_done()
+        # What was written to a placeholder is told when all of it is noted, and of the last slot as of the first.
+        with ExitStack() as showing:
+            for unit in batch:
+                if unit.last:
+                    for tensor in unit.state.tensors():
+                        self._owed.pop(tensor, None)
+                    showing.callback(unit.state.slot.unveil)
+                    self._done += 1
+            self._end_if_done()
 
     def _end_if_done(self) -> None:
         busy = self._on_host is not None and self._on_host.busy
@@ -381,12 +387,21 @@ class Chase:
                 try:
                     with torch._C.DisableTorchFunction():
                         yield
+                except PlaceholderError:
+                    # Somebody's write is lost; the update has been done, and the others are still owed.
+                    raise
                 except BaseException:
                     self.give_up()
                     raise
         finally:
             self._working = False
             self._spent(time.perf_counter() - pool.stats.stall_s - begin)
+
+
+def _show_lost(slot: ParamSlot) -> None:
+    """Shows values whose update will not come; that a write to their placeholder is lost with it is no more news."""
+    with suppress(PlaceholderError):
+        slot.unveil()
 
 
 def ordered(work: Work, order: dict[str, int]) -> Work:

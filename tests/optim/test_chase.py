@@ -25,10 +25,12 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.memory.windows import window_elements
+from ptm_accel.model.gradients import GradSlot
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Unit
+from ptm_accel.schedule.updates import GRAD_SUFFIX
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, stack, step
 from tests.tiers import MEMORIES, needs, on_pages
@@ -189,6 +191,84 @@ def test_nobody_sees_values_that_an_update_is_owed_to(tmp_path: Path) -> None:
             param.zero_()
         with pytest.raises(PlaceholderError, match=r"parameter 0\.weight was written to while it was on pages"):
             engine.settle()
+
+
+@pytest.mark.parametrize("written", [(0,), tuple(range(LAYERS))], ids=["one", "all"])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_write_to_a_placeholder_loses_no_update(kind: str, written: tuple[int, ...], tmp_path: Path) -> None:
+    expected, other = plain(3)
+    with chasing(tmp_path, kind) as (model, engine, optimizer):
+        assert engine.pool.owed is not None
+        slots = [slot for slot in map(engine.slots.of, model.parameters()) if slot is not None and slot.veiled]
+        damaged = {f"{number}.weight" for number in written} & {slot.name for slot in slots}
+        assert damaged
+        with torch.no_grad():
+            for slot in slots:
+                if slot.name in damaged:
+                    slot.param.zero_()
+        said: list[str] = []
+        for number in range(3, 6):
+            while True:
+                try:
+                    loss = step(model, optimizer, number)
+                except PlaceholderError as error:
+                    said.append(str(error))
+                    optimizer.zero_grad()
+                else:
+                    break
+            assert loss == step(expected, other, number)
+        assert 1 <= len(said) <= len(damaged)
+        assert all(any(f"parameter {name} was written to" in each for name in damaged) for each in said)
+        assert_same_weights(model, expected)
+        assert not any(slot.veiled for slot in engine.slots)
+
+
+def test_what_fails_is_told_before_a_write_to_a_placeholder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chase that is given up ends, whatever becomes of one of its parameters."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("the kernel")
+
+    with chasing(tmp_path) as (model, engine, _):
+        assert engine.pool.owed is not None
+        with torch.no_grad():
+            for param in model.parameters():
+                slot = engine.slots.of(param)
+                assert slot is not None
+                if slot.veiled:
+                    param.zero_()
+        with monkeypatch.context() as patch:
+            patch.setattr(Arithmetic, "update", fails)
+            with pytest.raises(RuntimeError, match="the kernel"):
+                engine.settle()
+        assert engine.pool.owed is None
+        assert not engine.pool.pinned()
+        assert not any(slot.veiled for slot in engine.slots)
+
+
+def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[GradSlot] = []
+    drop = GradSlot.drop
+
+    def fails(grad: GradSlot) -> None:
+        drop(grad)
+        dropped.append(grad)
+        if len(dropped) == 1:
+            raise RuntimeError("the book")
+
+    with chasing(tmp_path) as (_, engine, optimizer):
+        chase = optimizer._chase
+        assert chase is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(GradSlot, "drop", fails)
+            with pytest.raises(RuntimeError, match="the book"):
+                chase.give_up()
+        assert len(dropped) > 1
+        assert engine.pool.owed is None
+        assert optimizer._chase is None
+        assert not engine.pool.pinned()
+        assert not any(slot.veiled for slot in engine.slots)
+        assert not any(t.name.endswith(GRAD_SUFFIX) for t in engine.pool.tensors())
 
 
 def test_writing_waits_for_the_update(tmp_path: Path) -> None:
