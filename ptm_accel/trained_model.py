@@ -177,6 +177,7 @@ class TrainedModel(PagedModel):
         """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
         possible = not self._forbidden and self.replicas is None and self._may_overlap()
         if self.optimizer is not None and possible and self.updates_in_backward():
+            self.optimizer.look_at_groups()
             with self.optimizer.in_backward.permitted():
                 yield
         else:

@@ -83,17 +83,14 @@ class Arithmetic:
         Returns:
             what the optimizer has left in its state for each window.
         """
-        inner, groups = self._inner, self._inner.param_groups
-        saved = [group["params"] for group in groups]
+        inner, present = self._inner, self._inner.param_groups
+        # Its own may be other ones by now. Some count steps in them: every part of a step starts from the same count.
+        groups: list[dict[str, Any]] = [{**values, "params": []} for values in hyper]
         params: list[nn.Parameter] = []
         pieces = InPieces(scale) if self._in_pieces(hyper) else None
         try:
-            for group, values in zip(groups, hyper, strict=True):
-                group["params"] = []
-                # Some optimizers count steps in their groups; every part of a step starts from the same count.
-                group.update(values)
             for unit in units:
-                param = self._parameter(unit, scale, pieces)
+                param = self._parameter(unit, scale, pieces, hyper[unit.group])
                 groups[unit.group]["params"].append(param)
                 params.append(param)
             inner.param_groups = [group for group in groups if group["params"]]
@@ -105,16 +102,19 @@ class Arithmetic:
                 param.grad = None
                 if pieces is None and unit.state.master is not None:
                     self._ready(unit.windows[""]).copy_(param.view(-1))
+            # Those whose updates may come after their step change nothing in them.
+            for group, before, now in zip(groups, hyper, present, strict=False):
+                now.update({k: v for k, v in group.items() if k != "params" and v is not before.get(k)})
             return [inner.state.pop(param, {}) for param in params]
         finally:
-            inner.param_groups = groups
-            for group, before in zip(groups, saved, strict=True):
-                group["params"] = before
+            inner.param_groups = present
             for param in params:
                 inner.state.pop(param, None)
 
-    def _parameter(self, unit: Unit, scale: torch.Tensor | None, pieces: InPieces | None) -> nn.Parameter:
-        """A window as the optimizer is to see it."""
+    def _parameter(
+        self, unit: Unit, scale: torch.Tensor | None, pieces: InPieces | None, options: dict[str, Any]
+    ) -> nn.Parameter:
+        """A window as the optimizer is to see it; `options` are the hyperparameters of its group."""
         state = unit.state
         shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
         flat = {key: self._ready(window) for key, window in unit.windows.items()}
@@ -132,15 +132,14 @@ class Arithmetic:
         if not unit.new:
             # Every window starts from the same counts; the last one's are kept.
             small = state.small if unit.last else {key: _apart(entry) for key, entry in state.small.items()}
-            small = {key: self._beside(entry, unit.group) for key, entry in small.items()}
+            small = {key: self._beside(entry, options) for key, entry in small.items()}
             self._inner.state[param] = {**small, **{key: tensors[f"state.{key}"] for key in state.paged}}
         return param
 
-    def _beside(self, entry: Any, group: int) -> Any:
+    def _beside(self, entry: Any, options: dict[str, Any]) -> Any:
         """A step count where the optimizer wants it: the update before this one may have been on another device."""
         if not isinstance(entry, torch.Tensor) or entry.device.type == self._device.type:
             return entry
-        options = self._inner.param_groups[group]
         # As `Optimizer.load_state_dict` has it.
         wanted = self._device.type == "cpu" or options.get("fused") or options.get("capturable")
         # What was counted on the CPU is in pinned memory, since it was brought there from the device.

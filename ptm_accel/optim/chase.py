@@ -239,9 +239,12 @@ class Chase:
         return self._cursor.work + (self._on_host.entries if self._on_host is not None else [])
 
     def unchanged(self) -> bool:
-        """Whether the hyperparameters are still those that it goes by."""
+        """Whether the groups and their hyperparameters are still those that it goes by."""
         current = self._sweep.hyperparameters()
-        return len(current) == len(self._hyper) and all(
+        if len(current) != len(self._hyper):
+            return False
+        members = [{id(param) for param in group["params"]} for group in self._sweep.inner.param_groups]
+        return all(id(state.slot.param) in members[group] for group, state, _ in self.work) and all(
             key in then and bool(then[key] == value)
             for then, now in zip(self._hyper, current, strict=True)
             for key, value in now.items()
@@ -352,7 +355,7 @@ class Chase:
     def _update(self) -> None:
         batch = self._batches.popleft()
         self._gradients.difference_update([unit.grad.value for unit in batch if unit.last])
-        self._sweep.carry_out(batch, self._opened, self._scale, self._hyper, afterwards=True)
+        self._sweep.carry_out(batch, self._opened, self._scale, self._hyper)
         # What was written to a placeholder is told when all of it is noted, and of the last slot as of the first.
         with ExitStack() as showing:
             for unit in batch:

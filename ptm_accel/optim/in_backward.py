@@ -137,15 +137,15 @@ class InBackward:
             all that it goes over.
 
         Raises:
-            UnsupportedError: the hyperparameters have been changed since backward.
+            UnsupportedError: the groups or their hyperparameters have been changed since backward.
         """
         chase = self.chase
         assert chase is not None
         if not chase.unchanged():
             raise UnsupportedError(
-                "the optimizer's hyperparameters were changed between backward and optimizer.step(), and updates had "
-                "begun with the old ones. Change them elsewhere, or set update='blocking'; and resume from the last "
-                "checkpoint."
+                "the optimizer's groups or hyperparameters were changed between backward and optimizer.step(), and "
+                "updates had begun with the old ones. Change them elsewhere, or set update='blocking'; and resume from "
+                "the last checkpoint."
             )
         chase.close(work, order)
         return chase.work

@@ -70,6 +70,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.__dict__.pop("_step_supports_amp_scaling", None)
         # Looked at through a property, which lets an update that is under way end first.
         self.__dict__.pop("state", None)
+        self._param_groups: list[dict[str, Any]] = self.__dict__.pop("param_groups")
         self._patch_step_function()
         self.inner = inner
         self.appetite = appetite_of(inner)
@@ -201,9 +202,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             return False
         states = {state.slot.name: state for state in self._states if _can_begin(state)}
         if states:
-            self._groups = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
+            self.look_at_groups()
             self._follow(states, {name: state.slot.value.slot_bytes for name, state in states.items()})
         return bool(states)
+
+    def look_at_groups(self) -> None:
+        """Before a backward in which updates may begin: takes note of who is in which group."""
+        self._groups = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
 
     def _entry_of(self, grad: GradSlot) -> Entry | None:
         state, group = self._states.met(grad.slot), self._groups.get(id(grad.slot.param))
@@ -242,6 +247,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if self._chase is not None:
             self._chase.finish()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's own list. A step that is owed goes by what the groups were when it was asked for."""
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = self._param_groups = groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]

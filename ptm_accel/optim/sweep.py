@@ -84,13 +84,7 @@ class Sweep:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
 
     def carry_out(
-        self,
-        batch: list[Unit],
-        opened: list[Unit],
-        scale: torch.Tensor | None,
-        hyper: list[dict[str, Any]],
-        *,
-        afterwards: bool = False,
+        self, batch: list[Unit], opened: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]
     ) -> None:
         """Updates the windows of a batch, once they have arrived, and sends them home.
 
@@ -98,15 +92,9 @@ class Sweep:
             batch: which ones.
             opened: all that are open; these are taken off.
             scale: what gradients are multiplied by first, if anything.
-            hyper: the hyperparameters of each group.
-            afterwards: those of the groups may be the next step's by now; they are left as they are.
+            hyper: the hyperparameters of each group, as they were at the step.
         """
-        now = self.hyperparameters() if afterwards else []
-        try:
-            self._update(batch, scale, hyper)
-        finally:
-            for group, values in zip(self.inner.param_groups, now, strict=False):
-                group.update(values)
+        self._update(batch, scale, hyper)
         self._close(batch, opened)
 
     # ---- cutting ---------------------------------------------------------------------------------------------

@@ -646,5 +646,5 @@ def test_a_step_count_is_kept_where_its_optimizer_wants_it() -> None:
     for options, moves in (({"fused": True}, True), ({"foreach": True}, False)):
         optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], **options)  # type: ignore[arg-type]
         there = Arithmetic(optimizer, FUSED_ADAMW, torch.device("meta"), lambda window: count)
-        assert (there._beside(count, 0).device.type == "meta") is moves
-        assert there._beside("not a tensor", 0) == "not a tensor"
+        assert (there._beside(count, optimizer.param_groups[0]).device.type == "meta") is moves
+        assert there._beside("not a tensor", optimizer.param_groups[0]) == "not a tensor"

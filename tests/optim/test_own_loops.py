@@ -158,6 +158,100 @@ def test_an_optimizer_that_is_refused_leaves_the_one_that_there_is(tmp_path: Pat
         step(model, optimizer, 1)
 
 
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    return model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))).square().mean()
+
+
+Regroup = Callable[[Any], object]
+
+
+def _without_a_group(optimizer: Any) -> None:
+    del optimizer.param_groups[1]
+
+
+def _without_a_parameter(optimizer: Any) -> None:
+    del optimizer.param_groups[1]["params"][0]
+
+
+def _with_another_group(optimizer: Any) -> None:
+    group = optimizer.param_groups[1]
+    optimizer.param_groups[1] = {**group, "lr": 0.3, "params": group["params"][1:]}
+
+
+def _with_a_group_moved(optimizer: Any) -> None:
+    optimizer.param_groups.append(optimizer.param_groups.pop(0))
+
+
+def _with_another_list(optimizer: Any) -> None:
+    optimizer.param_groups = [{**group, "weight_decay": 0.2} for group in optimizer.param_groups[::2]]
+
+
+REGROUP = pytest.mark.parametrize(
+    "regroup",
+    [_without_a_group, _without_a_parameter, _with_another_group, _with_a_group_moved, _with_another_list],
+)
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [{"params": list(layer.parameters()), "lr": 10.0**-n} for n, layer in enumerate(model.children(), 1)],
+        fused=True,
+    )
+
+
+@REGROUP
+@pytest.mark.parametrize("begun", [False, True], ids=["forward", "backward"])
+def test_groups_that_change_while_a_step_is_owed(regroup: Regroup, begun: bool, tmp_path: Path) -> None:
+    """The step is done with the groups as they were; the next ones with those that there are."""
+    expected, model = net(), net()
+    other = in_groups(expected)
+    floor, need = needs(net(), tmp_path, "host+disk", optimizer=in_groups)
+    with on_pages(model, "host+disk", floor + (need - floor) // 2, tmp_path) as engine:
+        engine.updates_in_backward = lambda: begun
+        optimizer = engine.bind_optimizer(in_groups(model))
+        for number in range(8):
+            if number == 5 and not begun:
+                assert engine.pool.owed is not None
+                regroup(optimizer)
+            loss = loss_of(model, number)
+            if number == 5 and begun:
+                regroup(optimizer)
+            with engine.backward():
+                loss.backward()
+            assert (optimizer.in_backward.chase is not None) == begun or number != 5
+            if number == 5:
+                regroup(other)
+            assert loss == backward(expected, number)
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+        values = model.state_dict()
+        for name, value in expected.state_dict().items():
+            assert same_bits(values[name].clone(), value), name
+        kept = {number: optimizer.state[param] for number, param in enumerate(model.parameters())}
+        for number, param in enumerate(expected.parameters()):
+            assert float(kept[number]["step"]) == float(other.state[param]["step"])
+
+
+@REGROUP
+def test_groups_that_change_after_updates_have_begun(regroup: Regroup, tmp_path: Path) -> None:
+    model = net()
+    floor, need = needs(net(), tmp_path, "host+disk", optimizer=in_groups)
+    with on_pages(model, "host+disk", floor + (need - floor) // 2, tmp_path) as engine:
+        engine.updates_in_backward = lambda: True
+        optimizer = engine.bind_optimizer(in_groups(model))
+        for number in range(4):
+            with engine.backward():
+                backward(model, number)
+            if number < 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert optimizer.in_backward.chase is not None
+        regroup(optimizer)
+        with pytest.raises(UnsupportedError, match=r"groups or hyperparameters were changed between backward and"):
+            optimizer.step()
+
+
 def test_looking_at_clipped_gradients_changes_no_number(tmp_path: Path) -> None:
     found = []
     for look in (False, True):
