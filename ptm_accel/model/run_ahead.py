@@ -258,16 +258,15 @@ class RunAhead(Following):
         for tensors in used.values():
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
 
-    def updates_ended(self, on_host: Collection[str]) -> None:
-        """The updates that were carried out beside passes are done.
+    def updates_ended(self, updated: Collection[str]) -> None:
+        """The updates that were carried out beside passes are done, or given up.
 
         Args:
-            on_host: the parameters that the CPU has updated beside a device.
+            updated: the parameters that have been updated, but for those on the CPU beside a device.
         """
         self.beside = None
         self.evaluation(self._evaluates)
-        here = (items for name, items in self._updates.items() if name not in on_host)
-        self.tally.updated_bytes += sum(items[-1].nbytes for items in here)
+        self.tally.updated_bytes += sum(self._updates[name][-1].nbytes for name in updated if name in self._updates)
 
     @property
     def updates(self) -> Mapping[str, Sequence[Item]]:

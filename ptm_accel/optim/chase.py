@@ -155,9 +155,9 @@ class Chase:
         self._end_if_done()
 
     @property
-    def taken_over(self) -> set[str]:
-        """The parameters that are updated on the CPU beside a device, by name."""
-        return set() if self._on_host is None else {state.slot.name for _, state, _ in self._on_host.entries}
+    def updated(self) -> list[str]:
+        """The parameters that have been updated, but for those on the CPU beside a device, by name."""
+        return [state.slot.name for _, state, _ in self._cursor.work[: self._done]]
 
     def awaits(self, tensor: PagedTensor) -> bool:
         """Whether an update that is still to be done uses the tensor."""
@@ -231,6 +231,21 @@ class Chase:
             raise UnsupportedError(
                 f"{what} between backward and optimizer.step(), after updates had begun: nobody may see half a step. "
                 "Do it elsewhere, or set update='blocking'; and resume from the last checkpoint."
+            )
+
+    def refuse_lost(self) -> None:
+        """Says that the step cannot be made any more, because what had begun of it was given up.
+
+        Raises:
+            UnsupportedError: so it is.
+        """
+        if not self.whole and self._sweep.pool.owed is not self:
+            host = self._on_host
+            done = self._done + (0 if host is None else len(host.entries) - len(host.unfinished))
+            raise UnsupportedError(
+                f"optimizer.step() was called after an update of that step had failed: of {len(self.work)} that had "
+                f"begun during backward {done} were carried out, so the weights are between two steps. Resume from "
+                "the last checkpoint; with update='blocking' no update begins before optimizer.step()."
             )
 
     @property
@@ -372,6 +387,8 @@ class Chase:
             self._end()
 
     def _end(self) -> None:
+        if self._sweep.pool.owed is not self:
+            return
         self._owed.clear()
         if self._on_host is not None:
             self._on_host.close()

@@ -92,8 +92,9 @@ class InBackward:
         if self.chase is None:
             self.chase = self._begin()
         with self._sweep.pool.unadvised():
-            self.chase.add((entry[0], entry[1], grad.spend()))
-        self._spent.append(grad)
+            spent = grad.spend()
+            self._spent.append(grad)
+            self.chase.add((entry[0], entry[1], spent))
         self.chase.pump()
         pool, size = self._sweep.pool, entry[1].slot.value.slot_bytes
         self.chase.catch_up(max(2 * size, pool.budget.capacity_bytes // LAG))

@@ -119,7 +119,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             except BaseException:
                 self.in_backward.abandon()
                 raise
-            self.in_backward.end()
+            try:
+                # Nothing of the step is left to be done here, and nothing is lost by what fails.
+                if self._pool.room.tide is not None:
+                    self._pool.room.tide.end_step()
+                    self._pool.room.shrink()
+            finally:
+                self.in_backward.end()
 
     def _work(self) -> Work:
         work: Work = []
@@ -132,6 +138,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         return work
 
     def _step(self) -> None:
+        if self.in_backward.chase is not None:
+            self.in_backward.chase.refuse_lost()
         self._synchronise()
         work, begun = self._work(), self.in_backward.chase is not None
         for _, state, _ in work:
@@ -156,9 +164,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._close_chase(later, order, scale)
         elif order is not None and later:
             self._begin_chase(_handed_over(later), order, scale)
-        if self._pool.room.tide is not None:
-            self._pool.room.tide.end_step()
-            self._pool.room.shrink()
 
     def _begin_chase(self, work: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
         gradient_bytes = {state.slot.name: grad.value.slot_bytes for _, state, grad in work if grad.value is not None}
@@ -177,7 +182,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _make_chase(self, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:
         def ended() -> None:
             self._chase = None
-            self._run_ahead.updates_ended(chase.taken_over)
+            self._run_ahead.updates_ended(chase.updated)
             self._updated(chase.work)
 
         chase = Chase(

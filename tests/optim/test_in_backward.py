@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.engine import Engine
-from ptm_accel.errors import DiskError, StaleGraphError, UnsupportedError
+from ptm_accel.errors import BudgetError, DiskError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.optim.chase import Chase
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
 from tests.plain_loop import same_bits
@@ -346,6 +347,82 @@ def test_an_update_that_fails_ends_backward(
         engine.abort()
         engine.zero_grad()
         step(model, engine, optimizer, 5)
+
+
+def test_an_update_that_cannot_be_taken_on_leaves_no_gradient_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        with monkeypatch.context() as broken:
+            broken.setattr(Chase, "add", fail_on_disk)
+            with pytest.raises(DiskError, match="the disk is gone"):
+                backward(model, engine, 4)
+        assert engine.gradients is not None
+        assert not any(grad.spent for grad in engine.gradients.slots())
+        assert engine.pool.owed is None
+        engine.abort()
+        engine.zero_grad()
+        step(model, engine, optimizer, 5)
+
+
+def test_a_step_whose_updates_have_failed_before_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        counted = engine.run_ahead.tally.updated_bytes
+        pump, catch_up = Chase.pump, Chase.catch_up
+        with monkeypatch.context() as slow:
+            slow.setattr(Chase, "pump", lambda chase: pump(chase) if len(chase.work) < 6 else None)
+            slow.setattr(Chase, "catch_up", lambda chase, most: catch_up(chase, 0) if len(chase.work) < 6 else None)
+            backward(model, engine, 4)
+        chase = optimizer.in_backward.chase
+        assert chase is not None
+        begun, done = len(chase.work), len(chase.updated)
+        assert 0 < done < begun
+        with monkeypatch.context() as broken:
+            broken.setattr(Sweep, "carry_out", fail_on_disk)
+            broken.setattr(Sweep, "open", fail_on_disk)
+            with pytest.raises(DiskError, match="the disk is gone"):
+                chase.pump()
+        assert engine.pool.owed is None
+        values = {slot.name: slot.value.slot_bytes for slot in engine.slots}
+        assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in chase.updated)
+        said = rf"of {begun} that had begun during backward {done} were carried out, .* Resume from the last checkpoint"
+        with caplog.at_level(logging.ERROR), pytest.raises(UnsupportedError, match=said):
+            optimizer.step()
+        assert "between two steps" in caplog.text
+        assert optimizer.in_backward.chase is None
+        assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in chase.updated)
+        engine.zero_grad()
+        step(model, engine, optimizer, 5)
+
+
+def fail_on_disk(*args: Any, **kwargs: Any) -> None:
+    raise DiskError("the disk is gone")
+
+
+def test_what_fails_after_a_step_says_nothing_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Ebb:
+        def end_step(self) -> None:
+            raise BudgetError("the tide is out")
+
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        backward(model, engine, 4)
+        assert optimizer.in_backward.chase is not None
+        tide, engine.pool.room.tide = engine.pool.room.tide, Ebb()  # type: ignore[assignment]
+        with caplog.at_level(logging.ERROR), pytest.raises(BudgetError, match="the tide is out"):
+            optimizer.step()
+        engine.pool.room.tide = tide
+        assert not caplog.text
+        assert optimizer.in_backward.chase is None
+        optimizer.zero_grad()
+        assert_same_weights(model, plain(5)[0])
 
 
 def test_a_backward_that_fails_before_any_update_leaves_the_step_before(
