@@ -143,6 +143,20 @@ class Pool:
             tensor.origin = None
             self.settle_in(tensor, Place.DIRTY)
 
+    def make(self, tensor: PagedTensor) -> torch.Tensor:
+        """Makes room for a blank tensor, all of which the caller writes at once: BLANK -> DIRTY.
+
+        Raises:
+            BudgetError: no room can be made.
+        """
+        with self.lock:
+            assert tensor.place is Place.BLANK, tensor
+            if self.adviser is not None and not self._silent:
+                self.adviser.created(tensor)
+            made = self._make_extent(tensor).tensor
+            self.settle_in(tensor, Place.DIRTY)
+            return made
+
     def leave_in_file(self, tensor: PagedTensor, origin: Origin) -> None:
         """Makes what a file holds the bytes of a blank tensor, without reading them: BLANK -> AWAY."""
         with self.lock:

@@ -73,10 +73,12 @@ class GradSlot:
     def widen(self) -> None:
         """Has the sum in fp32, where sums are kept in that."""
         if self.widens:
-            assert self.value is not None
-            wide = self._pool.fault(self.value).float()
+            narrow = self.value
+            assert narrow is not None
+            with self._pool.pin(narrow) as total:
+                wide = self._copied(total, torch.float32)
             self.drop()
-            self._keep(wide)
+            self._hold(wide)
 
     @property
     def widens(self) -> bool:
@@ -84,11 +86,26 @@ class GradSlot:
         return self._norms.wide and self.value is not None and self.value.dtype != torch.float32
 
     def _keep(self, gradient: torch.Tensor) -> None:
-        name = f"{self.slot.name}{GRAD_SUFFIX}"
-        self.value = self._pool.create(name, Tag.GRAD, gradient.shape, gradient.dtype)
-        self.value.movable = self.slot.value.movable
-        self.value.occupant = self
+        self._hold(self._paged(gradient.shape, gradient.dtype))
+        assert self.value is not None
         self._pool.adopt(self.value, gradient)
+
+    def _paged(self, shape: torch.Size, dtype: torch.dtype) -> PagedTensor:
+        name = f"{self.slot.name}{GRAD_SUFFIX}"
+        return self._pool.create(name, Tag.GRAD, shape, dtype, movable=self.slot.value.movable)
+
+    def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> PagedTensor:
+        copy = self._paged(source.shape, dtype)
+        try:
+            self._pool.make(copy).copy_(source)
+        except BaseException:
+            self._pool.forget(copy)
+            raise
+        return copy
+
+    def _hold(self, value: PagedTensor) -> None:
+        self.value = value
+        value.occupant = self
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the sum in."""

@@ -199,6 +199,31 @@ def test_room_for_the_next_gradient_is_always_held(tmp_path: Path) -> None:
         assert engine.pool.budget.used_by_tag()[Tag.GRAD] == largest
 
 
+def test_a_sum_that_is_widened_is_charged_and_kept_until_it_is(tmp_path: Path) -> None:
+    model = net((torch.bfloat16,))
+    floor, need = needs(net((torch.bfloat16,)), tmp_path, "host+disk", master_weights="fp32")
+    with on_pages(model, "host+disk", (floor + need) // 2, tmp_path, master_weights="fp32") as engine:
+        backward(model)
+        assert engine.gradients is not None
+        grad = max(engine.gradients.present(), key=lambda each: 0 if each.value is None else each.value.nbytes)
+        narrow, pool = grad.value, engine.pool
+        assert narrow is not None
+        assert narrow.dtype == torch.bfloat16
+        before = found(engine)[grad.slot.name]
+        engine.run_ahead.end()
+        left = pool.budget.capacity_bytes - pool.budget.used_bytes + pool.idle_bytes
+        rest = pool.room.reserve(left - 2 * narrow.slot_bytes, Tag.STAGING, "a neighbour")
+        with pytest.raises(BudgetError, match=rf"for {grad.slot.name}\.grad"):
+            grad.widen()
+        rest.release()
+        assert grad.value is narrow
+        assert same_bits(found(engine)[grad.slot.name], before)
+        grad.widen()
+        assert grad.value is not None
+        assert same_bits(found(engine)[grad.slot.name], before.float())
+        assert len([t for t in pool.tensors() if t.name == narrow.name]) == 1
+
+
 def test_clipping_before_there_is_an_optimizer(tmp_path: Path) -> None:
     model, plain = net(), net()
     with at_floor(model, tmp_path) as engine:
