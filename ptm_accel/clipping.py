@@ -141,13 +141,14 @@ def clip_grad_value(
                 grad.changed()
 
 
-def drop_gradients(module: nn.Module) -> None:
+def drop_gradients(module: nn.Module, set_to_none: bool = True) -> None:
     """Forgets the gradients on pages of a module's parameters, as `module.zero_grad()` forgets `p.grad`.
 
     Those that a step still uses beside the next forward are not among them: it has taken them over.
 
     Args:
         module: a model, a part of one, or what wraps one.
+        set_to_none: otherwise zeros are left in their place.
 
     Raises:
         UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
@@ -155,6 +156,7 @@ def drop_gradients(module: nn.Module) -> None:
     """
     from ptm_accel.engine import living_engines
     from ptm_accel.memory.interrupts import INTERRUPTS
+    from ptm_accel.model.gradients import refuse_looked_at
 
     for engine in living_engines():
         if engine.gradients is None:
@@ -163,15 +165,10 @@ def drop_gradients(module: nn.Module) -> None:
         gradients = [grad for slot in slots if (grad := engine.gradients.known(slot)) is not None]
         if gradients and engine.optimizer is not None:
             engine.optimizer.in_backward.refuse("gradients were dropped")
-        shown = [grad.slot.name for grad in gradients if grad.value is not None and grad.value.pins]
-        if shown:
-            raise UnsupportedError(
-                f"zero_grad() was called within ptm_accel.gathered(model, grads=True), which shows {len(shown)} of its "
-                f"gradients, such as that of {shown[0]}. Call it after that."
-            )
+        refuse_looked_at(gradients)
         with INTERRUPTS:
             for grad in gradients:
-                grad.forget()
+                grad.forget() if set_to_none else grad.zero()
 
 
 def _refuse_part(engine: Engine, parameters: Sequence[torch.Tensor], name: str) -> None:
@@ -249,7 +246,7 @@ def _dropping(stock: Callable[..., None]) -> Callable[..., None]:
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         stock(self, set_to_none)
         if "ptm_accel.engine" in sys.modules:
-            drop_gradients(self)
+            drop_gradients(self, set_to_none)
 
     return zero_grad
 

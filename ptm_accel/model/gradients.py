@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -17,7 +17,7 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.pool import Pin, Pool
 from ptm_accel.model.norms import NORM_TYPE, Norms
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
@@ -33,6 +33,14 @@ class Sums(enum.Enum):
     ADDED_TO = "added to"
 
 
+class Look(enum.Enum):
+    """What somebody does with a gradient who sees it as `p.grad`."""
+
+    NONE = "nobody looks"
+    READ = "read"
+    WRITE = "write"
+
+
 class GradSlot:
     """The summed gradient of one parameter.
 
@@ -45,14 +53,17 @@ class GradSlot:
     Attributes:
         value: the sum on pages, or None while there is none.
         spent: whether an update has it already, in the middle of backward; its norm is still known.
+        used: whether a step has used one up since somebody forgot it last: torch would have it still.
+        look: who sees it in the parameter's `.grad`, which is what counts as long as that may be written to.
     """
 
-    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "slot", "spent", "value")
+    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "look", "slot", "spent", "used", "value")
 
     def __init__(self, slot: ParamSlot, pool: Pool, norms: Norms) -> None:
         self.slot = slot
         self.value: PagedTensor | None = None
-        self.spent = False
+        self.spent = self.used = False
+        self.look = Look.NONE
         self._pool = pool
         self._norms = norms
         self._norm: torch.Tensor | None = None
@@ -147,7 +158,7 @@ class GradSlot:
         """Gives the sum to another slot, which is not this parameter's any more: the next gradient is the first."""
         other = GradSlot(self.slot, self._pool, self._norms)
         other.value, self.value = self.value, None
-        self._norm = None
+        self._norm, self.used = None, True
         if other.value is not None:
             # Nobody asks for its norm any more.
             other.value.occupant = None
@@ -155,8 +166,43 @@ class GradSlot:
 
     def forget(self) -> None:
         """As `drop`, and forgets what autograd has left in the parameter where it was broken off before it told us."""
-        self.slot.param.grad = None
-        self.drop()
+        self.slot.param.grad, self.used = None, False
+        if self.look is not Look.WRITE:
+            self.drop()
+
+    def zero(self) -> None:
+        """Has zeros in the place of a gradient, where torch would have one (`zero_grad(set_to_none=False)`)."""
+        shown = self.slot.param.grad
+        if self.look is Look.WRITE:
+            if shown is not None:
+                shown.detach().zero_()
+            return
+        if self.used or self.value is not None or shown is not None:
+            self.forget()
+            # They take no memory until something is added to them.
+            self._hold(self._paged(self.slot.value.shape, self.slot.value.dtype))
+
+    @torch.no_grad()
+    def take_back(self, pin: Pin | None) -> None:
+        """Nobody looks any more: takes what `.grad` is then where it could be written to.
+
+        Args:
+            pin: of the sum that was shown; None if there was none.
+        """
+        write, self.look = self.look is Look.WRITE, Look.NONE
+        if pin is None and not write:
+            return
+        after, self.slot.param.grad = self.slot.param.grad, None
+        if pin is not None:
+            if write and after is not None and after.data_ptr() != pin.tensor.data_ptr():
+                pin.tensor.copy_(after)
+            pin.release()
+        if write:
+            self.changed()
+            if after is None:
+                self.drop()
+            elif pin is None:
+                self._hold(self._copied(after, after.dtype))
 
     def drop(self) -> None:
         """Forgets the sum."""
@@ -165,6 +211,20 @@ class GradSlot:
             value, self.value = self.value, None
             value.occupant = None
             self._pool.forget(value)
+
+
+def refuse_looked_at(gradients: Iterable[GradSlot]) -> None:
+    """Says that gradients were to be forgotten that somebody looks at who said that nothing would change.
+
+    Raises:
+        UnsupportedError: so it is.
+    """
+    shown = [grad.slot.name for grad in gradients if grad.look is Look.READ]
+    if shown:
+        raise UnsupportedError(
+            f"zero_grad() was called within ptm_accel.gathered(model, grads=True), which shows {len(shown)} of its "
+            f"gradients, such as that of {shown[0]}. Call it after that, or gather with write=True."
+        )
 
 
 class Gradients:
@@ -266,23 +326,15 @@ class Gradients:
         Args:
             write: take over what it is then.
         """
-        shown = []
-        try:
-            for grad in self.present():
-                assert grad.value is not None
-                pin = self._pool.pin(grad.value, write=write)
-                shown.append((grad, pin))
-                total = pin.tensor
-                grad.slot.param.grad = total.to(grad.slot.value.dtype)
+        with ExitStack() as shown:
+            for grad in self.slots():
+                pin = None if grad.value is None else self._pool.pin(grad.value, write=write)
+                if pin is not None:
+                    grad.slot.param.grad = pin.tensor.to(grad.slot.value.dtype)
+                if write or pin is not None:
+                    grad.look = Look.WRITE if write else Look.READ
+                shown.callback(grad.take_back, pin)
             yield
-        finally:
-            for grad, pin in shown:
-                after, grad.slot.param.grad = grad.slot.param.grad, None
-                if write and after is not None:
-                    if after.data_ptr() != pin.tensor.data_ptr():
-                        pin.tensor.copy_(after)
-                    grad.changed()
-                pin.release()
 
     def sums(self) -> Sums:
         """What the next gradients will meet."""
@@ -336,6 +388,17 @@ class Gradients:
         grad = self._by_param[id(param)]
         if gradient is None:
             return
+        if grad.look is Look.WRITE:
+            # It was added to what is shown, and is taken with that.
+            param.grad = gradient
+            self.arrivals += 1
+            return
+        if grad.look is Look.READ:
+            raise UnsupportedError(
+                f"a gradient of {grad.slot.name} has arrived within ptm_accel.gathered(model, grads=True), and was "
+                "added to the one that is shown. Call backward outside of it, or gather with write=True; and call "
+                "zero_grad() before the next one."
+            )
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "

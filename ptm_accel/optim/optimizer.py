@@ -12,7 +12,7 @@ import torch
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
-from ptm_accel.model.gradients import Gradients, GradSlot
+from ptm_accel.model.gradients import Gradients, GradSlot, refuse_looked_at
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
@@ -142,7 +142,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.in_backward.chase.refuse_lost()
         self._synchronise()
         work, begun = self._work(), self.in_backward.chase is not None
-        for _, state, _ in work:
+        for _, state, grad in work:
+            grad.used = True
             # What somebody has put in the place of its values is what is updated.
             state.slot.meet()
         scale = self.apply_scale(but_its_own=True)
@@ -271,16 +272,21 @@ class PagedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch.
 
+        Args:
+            set_to_none: otherwise zeros are left in their place, also of those that the last step has used up.
+
         Raises:
-            UnsupportedError: updates have begun during backward, and their step has not come yet.
+            UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
+                the gradients.
         """
         self.in_backward.refuse("gradients were dropped")
+        known = [self._gradients.known(self._states.slot(param)) for param in self._states.params()]
+        gradients = [grad for grad in known if grad is not None]
+        refuse_looked_at(gradients)
         with INTERRUPTS:
             self.apply_scale(but_its_own=True)
-            for param in self._states.params():
-                grad = self._gradients.known(self._states.slot(param))
-                if grad is not None:
-                    grad.forget()
+            for grad in gradients:
+                grad.forget() if set_to_none else grad.zero()
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
         """Multiplies every gradient by `coefficient`, at the latest when it is used."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ptm_accel.clipping import install
 from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -24,6 +25,7 @@ LEAST = 0.01
 """A norm that every gradient exceeds."""
 
 Clip = Callable[[float], torch.Tensor]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 Loop = Callable[[nn.Sequential, Any, Clip], list[float]]
 
 
@@ -32,21 +34,25 @@ def net() -> nn.Sequential:
 
 
 @contextmanager
-def paged(directory: Path, model: nn.Sequential) -> Iterator[tuple[Engine, PagedOptimizer]]:
-    floor, need = needs(net(), directory, "host+disk", optimizer=adamw)
-    with on_pages(model, "host+disk", floor + (need - floor) // 3, directory) as engine:
-        yield engine, engine.bind_optimizer(adamw(model))
+def paged(
+    directory: Path, model: nn.Sequential, make: Make = adamw, *, roomy: bool = False
+) -> Iterator[tuple[Engine, PagedOptimizer]]:
+    floor, need = needs(net(), directory, "host+disk", optimizer=make)
+    with on_pages(model, "host+disk", need if roomy else floor + (need - floor) // 3, directory) as engine:
+        yield engine, engine.bind_optimizer(make(model))
 
 
-def assert_as_in_torch(loop: Loop, directory: Path, model: nn.Sequential | None = None) -> None:
+def assert_as_in_torch(
+    loop: Loop, directory: Path, model: nn.Sequential | None = None, make: Make = adamw, *, roomy: bool = False
+) -> None:
     """The same loop, on pages and without: norms and losses, then weights and state, bit for bit."""
     expected = net()
     for ours, theirs in zip([] if model is None else model.parameters(), expected.parameters(), strict=False):
         theirs.requires_grad_(ours.requires_grad)
     model = net() if model is None else model
-    other = adamw(expected)
+    other = make(expected)
     said = loop(expected, other, lambda norm: nn.utils.clip_grad_norm_(expected.parameters(), norm))
-    with paged(directory, model) as (engine, optimizer):
+    with paged(directory, model, make, roomy=roomy) as (engine, optimizer):
         assert loop(model, optimizer, engine.clip_grad_norm_) == said
         values, states = model.state_dict(), optimizer.state_dict()["state"]
         for name, value in expected.state_dict().items():
@@ -156,6 +162,89 @@ def test_an_optimizer_that_is_refused_leaves_the_one_that_there_is(tmp_path: Pat
         assert engine.optimizer is optimizer
         assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
         step(model, optimizer, 1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("how", ["optimizer", "model"])
+def test_zeros_that_are_left_for_gradients(how: str, make: Make, tmp_path: Path) -> None:
+    """A parameter without a new gradient is updated all the same: its moments and its weights decay."""
+
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(9):
+            # One has no gradient before the third step, and none after it; another has one now and then.
+            model[0].requires_grad_(number == 2)
+            model[2].weight.requires_grad_(number % 3 == 1)
+            said += [float(backward(model, 2 * number + part)) for part in range(1 + number % 2)]
+            if number % 3:
+                said.append(float(clip(LEAST)))
+            optimizer.step()
+            (optimizer if how == "optimizer" else model).zero_grad(set_to_none=number == 6)
+            said.append(float(clip(LEAST)))
+        return said
+
+    install()
+    model = net()
+    model[0].requires_grad_(False)
+    assert_as_in_torch(loop, tmp_path, model, make)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "model", "zeros", "by hand"])
+def test_gradients_that_are_forgotten_and_set_where_they_are_shown(how: str, tmp_path: Path) -> None:
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(6):
+            said.append(float(backward(model, 3 * number)))
+            with gathered(model, grads=True, write=True):
+                if how == "by hand":
+                    for param in model[1].parameters():
+                        param.grad = None
+                else:
+                    forgets = model if how == "model" else optimizer
+                    forgets.zero_grad(set_to_none=how != "zeros")
+                for param in model[2].parameters():
+                    param.grad = torch.full_like(param, 0.1 * number)
+            if number % 2:
+                with gathered(model, grads=True, write=True):
+                    for param in model[3].parameters():
+                        assert (param.grad is None) == (how in ("optimizer", "model"))
+                        param.grad = torch.full_like(param, 0.2)
+                said.append(float(backward(model, 3 * number + 1)))
+            if number % 3 == 2:
+                with gathered(model, grads=True, write=True):
+                    said.append(float(backward(model, 3 * number + 2)))
+            said.append(float(clip(LEAST)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    install()
+    assert_as_in_torch(loop, tmp_path, roomy=True)
+
+
+def test_gradients_that_are_only_looked_at_stay(tmp_path: Path) -> None:
+    model = net()
+    with paged(tmp_path, model, roomy=True) as (engine, optimizer):
+        backward(model, 0)
+        with gathered(model, grads=True):
+            before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            assert len(before) == 2 * LAYERS
+            with pytest.raises(UnsupportedError, match=r"zero_grad\(\) was called within .*, which shows 8 of its"):
+                optimizer.zero_grad()
+            model[1].weight.grad = None
+        with gathered(model, grads=True):
+            for param, value in zip(model.parameters(), before, strict=True):
+                assert param.grad is not None
+                assert same_bits(param.grad, value)
+            with pytest.raises(UnsupportedError, match=r"a gradient of .* has arrived within .*gather with write=True"):
+                backward(model, 1)
+        engine.abort()
+        optimizer.zero_grad()
+        step(model, optimizer, 2)
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
