@@ -285,7 +285,8 @@ class TrainedModel(PagedModel):
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
         self.settle()
         self.memory.check_integrity()
-        pinned = self.pool.pinned()
+        self.pool.handouts.collect()
+        pinned = [tensor for tensor in self.pool.pinned() if not self.pool.handouts.holds(tensor)]
         assert not pinned, f"pinned while idle: {pinned}"
 
 

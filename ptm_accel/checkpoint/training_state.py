@@ -222,7 +222,6 @@ def _apply(optimizer: PagedOptimizer, saved: SavedState) -> None:
                     states.put(state, key, saved.tensor(value["paged"]))
                 else:
                     states.put(state, key, _placed(key, saved.decode(value), slot, group))
-            states.show(state)
 
 
 def _placed(key: str, value: Any, slot: ParamSlot, group: dict[str, Any]) -> Any:

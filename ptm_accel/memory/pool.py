@@ -3,7 +3,7 @@
 It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
 tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
 `Traffic` moves bytes to and from the home, `Windows` gives parts of tensors, `Ahead` makes moves that nobody waits for,
-`Snapshots` are for those who look from outside, and the `Shelf` has what may leave, in order.
+`Snapshots` and `Handouts` are for those who look from outside, and the `Shelf` has what may leave, in order.
 
 What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
 (`Ahead`) and moved away beside compute; neither changes what an access returns.
@@ -22,6 +22,7 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.closing import close_all
 from ptm_accel.memory.copies import settle
+from ptm_accel.memory.handouts import Handouts
 from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.origin import Origin
@@ -94,6 +95,7 @@ class Pool:
         self.windows = Windows(self)
         self.ahead = Ahead(self)
         self.snapshots = Snapshots(self)
+        self.handouts = Handouts(self)
         self.shelf = Shelf(has_home=home is not None)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
@@ -139,7 +141,9 @@ class Pool:
                 self._make_extent(tensor).tensor.copy_(data)
             else:
                 reservation = self.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
-                tensor.extent = Extent(data, data.view(-1).view(torch.uint8), None, reservation)
+                # A view keeps what it is a view of, which would count as somebody's.
+                own = data.data
+                tensor.extent = Extent(own, own.view(-1).view(torch.uint8), None, reservation)
             tensor.origin = None
             self.settle_in(tensor, Place.DIRTY)
 
@@ -169,6 +173,7 @@ class Pool:
         with self.lock:
             if self.owed is not None:
                 self.owed.before_use(tensor)
+            self.handouts.end(tensor)
             assert tensor.pins == 0, f"{tensor!r} is pinned"
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
@@ -278,6 +283,7 @@ class Pool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that could be moved away now."""
+        self.handouts.collect()
         return self.shelf.nbytes
 
     def settle_in(self, tensor: PagedTensor, place: Place) -> None:
@@ -385,7 +391,9 @@ class Pool:
         victim = self.adviser.victim(idle) if self.adviser is not None else None
         if victim is None:
             victim = next(iter(idle), None)
-        return self.shelf.last_resort() if victim is None else victim
+        if victim is None:
+            victim = self.shelf.last_resort()
+        return self.victim() if victim is None and self.handouts.collect() else victim
 
     def evict(self, tensor: PagedTensor) -> None:
         """Moves an idle resident tensor away, storing it first if it is dirty.
@@ -410,7 +418,8 @@ class Pool:
         with self.lock:
             if tensor.place in (Place.DIRTY, Place.LENT) and self.home is not None:
                 self.traffic.store_whole(tensor)
-                tensor.place = Place.CLEAN if tensor.place is Place.DIRTY else Place.LENT
+                lent = tensor.place is Place.LENT or self.handouts.holds(tensor)
+                tensor.place = Place.LENT if lent else Place.CLEAN
 
     def let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
         """Takes the extent from `tensor`; its memory is free once nobody views it and `transfer` has ended."""

@@ -30,7 +30,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     """Wraps a `torch.optim.Optimizer` whose parameters are on pages.
 
     It shares the wrapped optimizer's parameter groups and hyperparameters, so schedulers and callbacks see them as
-    usual. `state` holds placeholders for what is on pages; `state_dict()` holds the real values.
+    usual. `state` reads and writes what is on pages (`ptm_accel.optim.shown`); `state_dict()` has all of it.
 
     Args:
         inner: the user's optimizer, made over the model's own parameters.
@@ -82,7 +82,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
         self._chase: Chase | None = None
         self._scale: torch.Tensor | None = None
-        self._states = States(inner, slots, pool, masters=master_weights)
+        self._states = States(inner, slots, pool, masters=master_weights, settle=self.settle)
         self._groups: dict[int, int] = {}
         self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes)
         on_host = run_ahead.updates_on_host
@@ -110,6 +110,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "where you need several, give one optimizer a parameter group for each."
             )
         self._run_ahead.end_step()
+        self._states.meet_given()
         if self.in_backward.chase is None:
             self.settle()
         # What is updated here and what is left to be chased are one step: half of it would be no state of the model.
@@ -154,12 +155,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         later: Work = []
         if order is not None:
             # What stays in the compute tier is read without anybody being asked, and has nothing to wait for.
-            later = [entry for entry in work if entry[1].slot.value.movable and not entry[1].empty]
-            work = [entry for entry in work if not entry[1].slot.value.movable or entry[1].empty]
+            later = [entry for entry in work if self._can_wait(entry[1])]
+            work = [entry for entry in work if not self._can_wait(entry[1])]
         begin = time.perf_counter() - self._pool.stats.stall_s
         self._sweep.run(work, scale)
         self._run_ahead.exclude(time.perf_counter() - self._pool.stats.stall_s - begin)
-        self._updated(work)
         if begun:
             assert order is not None
             self._close_chase(later, order, scale)
@@ -184,7 +184,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         def ended() -> None:
             self._chase = None
             self._run_ahead.updates_ended(chase.updated)
-            self._updated(chase.work)
 
         chase = Chase(
             self._sweep,
@@ -206,7 +205,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         # What somebody does right before a step would come too late.
         if not self._elementwise or hooks_of_others(self):
             return False
-        states = {state.slot.name: state for state in self._states if _can_begin(state)}
+        states = {state.slot.name: state for state in self._states if self._can_wait(state)}
         if states:
             self.look_at_groups()
             self._follow(states, {name: state.slot.value.slot_bytes for name, state in states.items()})
@@ -218,7 +217,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _entry_of(self, grad: GradSlot) -> Entry | None:
         state, group = self._states.met(grad.slot), self._groups.get(id(grad.slot.param))
-        return (group, state, grad) if group is not None and state is not None and _can_begin(state) else None
+        return (group, state, grad) if group is not None and state is not None and self._can_wait(state) else None
+
+    def _can_wait(self, state: ParamState) -> bool:
+        """Whether an update need not be done within the step: nobody can see its parts before they ask for them."""
+        handouts = self._pool.handouts
+        return state.slot.value.movable and not state.empty and not any(map(handouts.viewed, state.paged.values()))
 
     def _begin_in_backward(self) -> Chase:
         self.settle()
@@ -237,13 +241,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.in_backward.close([], order)
             self.settle()
             self._sweep.run(later, scale)
-            self._updated(later)
             for tensor in [tensor for state in begun for tensor in state.tensors()]:
                 self._pool.fault(tensor, write=True).fill_(float("nan"))
-
-    def _updated(self, work: Work) -> None:
-        for _, state, _ in work:
-            self._states.show(state)
 
     def settle(self) -> None:
         """Carries out what is left of the last step.
@@ -264,10 +263,18 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner.param_groups = self._param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's, with placeholders for what is on pages."""
-        self.settle()
+    def state(self) -> Any:
+        """What it keeps for each parameter, to be read and written (`ptm_accel.optim.shown`)."""
+        if not self._closed:
+            self.settle()
+            self._states.meet_given()
         return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+        if not self._closed:
+            self._states.meet_given()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch.
@@ -351,6 +358,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def states(self) -> States:
         """What it keeps for each parameter, as the last step leaves it."""
         self.settle()
+        if not self._closed:
+            self._states.meet_given()
         return self._states
 
     def weights_changed(self) -> None:
@@ -421,11 +430,6 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"PagedOptimizer({self.inner!r})"
-
-
-def _can_begin(state: ParamState) -> bool:
-    """Whether an update may begin before the step: of what does not move, nobody is asked before it is read."""
-    return state.slot.value.movable and not state.empty
 
 
 def _nothing(parameter: str) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
 
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, placeholder
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.optim.shown import ShownEntries, ShownState
 from ptm_accel.optim.units import ParamState
 
 MASTER_KEY = "master"
@@ -23,27 +26,44 @@ class States:
     """The state of every parameter of an optimizer.
 
     Args:
-        inner: the user's optimizer; its `state` shows placeholders for what is on pages.
+        inner: the user's optimizer; its `state` becomes what shows the pages.
         slots: the model's parameters.
         pool: where the state lives.
         masters: keep an fp32 master of every narrower parameter.
+        settle: carries out what is left of the last step.
 
     Attributes:
         pool: see above.
         masters: see above.
+        shown: what `optimizer.state` is.
 
     Raises:
         UnsupportedError: the optimizer holds a parameter that the model does not have.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, slots: SlotTable, pool: Pool, *, masters: bool) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        slots: SlotTable,
+        pool: Pool,
+        *,
+        masters: bool,
+        settle: Callable[[], None],
+    ) -> None:
         self.pool = pool
         self.masters = masters
         self._inner = inner
         self._slots = slots
         self._met: dict[int, ParamState] = {}
+        # What is not on pages: of the parts that stand for parameters in a step, and what has no parameter.
+        self._plain: defaultdict[Any, Any] = inner.state
+        # Who holds what `shown` gave, by parameter; and what was removed from the optimizer while somebody held it.
+        self._entries: WeakValueDictionary[int, ShownEntries] = WeakValueDictionary()
+        self._removed: list[tuple[ref[ShownEntries], ParamState]] = []
         for param in self.params():
-            self._adopt(param)
+            self.of(self.slot(param))
+        self.shown = ShownState(self, self._plain, settle)
+        inner.state = self.shown  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[ParamState]:
         """The state of every parameter that the optimizer has met."""
@@ -77,7 +97,13 @@ class States:
                 state.master = self.pool.create(
                     f"{slot.name}.master", Tag.MASTER, slot.value.shape, torch.float32, movable=slot.value.movable
                 )
+            self._adopt(state)
         return state
+
+    def known(self, key: object) -> ParamState | None:
+        """The state of a parameter that the optimizer has met; None of anything else."""
+        slot = self._slots.of(key) if isinstance(key, torch.Tensor) else None
+        return None if slot is None else self._met.get(id(slot))
 
     def named(self, name: str) -> ParamState:
         """The state of the parameter called `name`.
@@ -98,12 +124,12 @@ class States:
 
     # ---- what is kept ------------------------------------------------------------------------------------------
 
-    def _adopt(self, param: nn.Parameter) -> None:
+    def _adopt(self, state: ParamState) -> None:
         """Takes over state that the optimizer already has: made in its constructor, or by earlier steps."""
-        state = self.of(self.slot(param))
-        for key, value in list(self._inner.state.get(param, {}).items()):
+        given = self._plain.get(state.slot.param, {})
+        for key, value in list(given.items()):
             self.put(state, key, value)
-        self.show(state)
+        self._plain.pop(state.slot.param, None)
 
     def put(self, state: ParamState, key: str, value: Any) -> None:
         """Sets one entry of a parameter's state.
@@ -121,30 +147,34 @@ class States:
             self.pool.fault(state.master, write=True).copy_(value)
             state.mastered = slot.value.numel
             return
-        full = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
-        if not full:
+        if not is_full(slot, value):
             state.small[key] = value
-            return
-        tensor = state.paged.get(key)
-        if tensor is None:
-            constant = value.numel() > 1 and all(
-                s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1
-            )
-            fill = float(value.as_strided((), ())) if constant else 0.0
-            tensor = state.paged[key] = self.pool.create(
-                f"{slot.name}.{key}", Tag.STATE, value.shape, value.dtype, fill=fill, movable=slot.value.movable
-            )
-            if constant:
-                return
-        with torch.no_grad():
-            self.pool.fault(tensor, write=True).copy_(value)
+        elif key not in state.paged:
+            state.paged[key] = self._page(slot, key, value)
+        else:
+            with torch.no_grad():
+                self.pool.fault(state.paged[key], write=True).copy_(value)
+
+    def _page(self, slot: ParamSlot, key: str, value: torch.Tensor) -> PagedTensor:
+        """A copy of `value` on pages; one that is the same everywhere takes no memory yet."""
+        constant = value.numel() > 1 and all(s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
+        fill = float(value.detach().as_strided((), ())) if constant else 0.0
+        name, movable = f"{slot.name}.{key}", slot.value.movable
+        tensor = self.pool.create(name, Tag.STATE, value.shape, value.dtype, fill=fill, movable=movable)
+        try:
+            if not constant:
+                with torch.no_grad():
+                    self.pool.fault(tensor, write=True).copy_(value)
+        except BaseException:
+            self.pool.forget(tensor)
+            raise
+        return tensor
 
     def replace(self, state: ParamState, values: Mapping[str, Any]) -> None:
         """Sets all of a parameter's state, keyed as `torch.optim.Optimizer.state_dict` has it."""
         self._forget_all_but(state, values.keys())
         for key, value in values.items():
             self.put(state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value)
-        self.show(state)
 
     def _forget_all_but(self, state: ParamState, keys: Collection[str]) -> None:
         for key in state.paged.keys() - keys:
@@ -166,7 +196,6 @@ class States:
                 self.pool.forget(state.paged.pop(key))
         state.small.clear()
         state.mastered = 0
-        self._inner.state.pop(state.slot.param, None)
 
     def close(self) -> None:
         """Ends the life of all state on pages."""
@@ -175,19 +204,81 @@ class States:
                 self.pool.forget(tensor)
             if state.master is not None:
                 self.pool.forget(state.master)
-            # What it shows for this parameter are placeholders of state that is no more.
-            self._inner.state.pop(state.slot.param, None)
         self._met.clear()
+        self._tidy(all_of_it=True)
+        self._inner.state = self._plain
 
-    # ---- how it is seen ----------------------------------------------------------------------------------------
+    # ---- how it is seen, and changed through that --------------------------------------------------------------
 
-    def show(self, state: ParamState) -> None:
-        """Shows a parameter's state in `optimizer.state`, with placeholders for what is on pages."""
-        if state.empty:
-            return
-        device = self.pool.compute.device
-        stand_ins = {k: placeholder(t.shape, t.dtype, device) for k, t in state.paged.items()}
-        self._inner.state[state.slot.param] = {**state.small, **stand_ins}
+    def meet_given(self) -> None:
+        """Takes over what somebody has given the user's own optimizer as its `state`.
+
+        Raises:
+            UnsupportedError: it is not a dictionary of dictionaries; nothing has been changed.
+            BudgetError: no room for it.
+        """
+        given: object = self._inner.state
+        if given is not self.shown:
+            self._inner.state = self.shown  # type: ignore[assignment]
+            self.shown.become(given)
+        self._tidy()
+
+    def entries_shown(self, state: ParamState, settle: Callable[[], None]) -> ShownEntries:
+        """A parameter's state as `optimizer.state` shows it; the same object as long as somebody holds it."""
+        shown = self._entries.get(id(state))
+        if shown is None:
+            shown = self._entries[id(state)] = ShownEntries(state, self, settle)
+        return shown
+
+    def assign(self, state: ParamState, key: str, value: Any) -> None:
+        """Gives one entry of a parameter's state another value; whoever holds what there was keeps that.
+
+        Raises:
+            BudgetError: no room for it; nothing has been changed.
+        """
+        tensor = self._page(state.slot, key, value) if is_full(state.slot, value) else None
+        if key in state.paged or key in state.small:
+            self.remove(state, key)
+        if tensor is None:
+            state.small[key] = value
+        else:
+            state.paged[key] = tensor
+
+    def remove(self, state: ParamState, key: str) -> None:
+        """Forgets one entry of a parameter's state."""
+        if key in state.paged:
+            self.pool.forget(state.paged.pop(key))
+        else:
+            del state.small[key]
+
+    def exchange(self, state: ParamState, values: Mapping[str, Any]) -> None:
+        """Gives a parameter other state, but for its master; whoever holds what there was keeps that.
+
+        Raises:
+            BudgetError: no room for it; nothing has been changed.
+        """
+        made = ParamState(state.slot)
+        try:
+            for key, value in values.items():
+                self.assign(made, key, value)
+        except BaseException:
+            self._forget_all_but(made, ())
+            raise
+        before = ParamState(state.slot, state.paged, state.small)
+        state.paged, state.small = made.paged, made.small
+        shown = self._entries.pop(id(state), None)
+        if shown is None:
+            self._forget_all_but(before, ())
+        else:
+            shown.kept = before
+            self._removed.append((ref(shown), before))
+
+    def _tidy(self, *, all_of_it: bool = False) -> None:
+        """Forgets what was removed and is held by nobody any more."""
+        gone = [state for shown, state in self._removed if all_of_it or shown() is None]
+        self._removed = [] if all_of_it else [each for each in self._removed if each[0]() is not None]
+        for state in gone:
+            self._forget_all_but(state, ())
 
     def entries(self, state: ParamState) -> Iterator[tuple[str, PagedTensor | Any]]:
         """What is kept for a parameter as (key, paged tensor or other value), its master included."""
@@ -209,6 +300,11 @@ class States:
             state = self.of(self.slot(param))
             for key, value in self.entries(state):
                 yield state.slot.name, key, value
+
+
+def is_full(slot: ParamSlot, value: object) -> bool:
+    """Whether `value` has an element for each of the parameter's, and so belongs on pages."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
 
 
 def slot_of(slots: SlotTable, param: nn.Parameter) -> ParamSlot:

@@ -449,7 +449,6 @@ for number, slot in enumerate(engine.slots):
     for key in ("exp_avg", "exp_avg_sq"):
         optimizer.states.put(state, key, torch.full((512, 512), float(number)))
     optimizer.states.put(state, "step", torch.tensor(3.0))
-    optimizer.states.show(state)
 out = Path(sys.argv[1]) / "state"
 out.mkdir()
 base = anonymous()
