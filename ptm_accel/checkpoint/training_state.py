@@ -213,7 +213,7 @@ def _apply(optimizer: PagedOptimizer, saved: SavedState) -> None:
             group[key] = made
         states = optimizer.states
         for slot in slots:
-            state = states.named(slot.name)
+            state = states.of(slot)
             entries = saved.state.get(slot.name, {})
             paged = {k: saved.tensor(v["paged"]).dtype for k, v in entries.items() if _is_paged(v)}
             states.reset(state, paged)

@@ -25,7 +25,12 @@ class Snapshots:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._aliased: set[PagedTensor] = set()
+        # With what each keeps; one may be given another shape meanwhile.
+        self._aliased: dict[PagedTensor, int] = {}
+        self._aliased_bytes = 0
+        # How many are asked for before all that were given out are looked through again: each is looked at twice a
+        # snapshot on average, however many there are.
+        self._patience = 0
 
     def take(self, tensor: PagedTensor) -> torch.Tensor:
         """See `Pool.snapshot`."""
@@ -62,14 +67,25 @@ class Snapshots:
         if 0 < pool.whole_bytes <= capacity:
             # Nothing ever moves.
             return True
-        self._aliased.discard(tensor)
+        self._aliased_bytes -= self._aliased.pop(tensor, 0)
         limit = min(capacity // _ALIASED, capacity - pool.least_bytes) - tensor.slot_bytes
         if self._kept_bytes() > limit:
-            self._aliased = {each for each in self._aliased if each.extent is not None and each.extent.viewed(each.tag)}
+            self._look_through()
         if self._kept_bytes() > limit:
             return False
-        self._aliased.add(tensor)
+        self._aliased[tensor] = tensor.slot_bytes
+        self._aliased_bytes += tensor.slot_bytes
         return True
 
+    def _look_through(self) -> None:
+        """Forgets aliases that nobody keeps any more, if that is likely to find some."""
+        if self._patience:
+            self._patience -= 1
+            return
+        kept = [each for each in self._aliased if each.extent is not None and each.extent.viewed(each.tag)]
+        self._aliased = {each: each.slot_bytes for each in kept}
+        self._aliased_bytes = sum(self._aliased.values())
+        self._patience = len(self._aliased) // 2
+
     def _kept_bytes(self) -> int:
-        return sum(each.slot_bytes for each in self._aliased) + self._pool.room.leaving_bytes
+        return self._aliased_bytes + self._pool.room.leaving_bytes

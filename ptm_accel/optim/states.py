@@ -112,7 +112,9 @@ class States:
             CheckpointError: the model has no such parameter, or the optimizer does not hold it.
         """
         slot = self._slots.by_name.get(name)
-        if slot is None or all(param is not slot.param for param in self.params()):
+        # Nearly always it has met it; to look through all parameters for each would take their number squared.
+        held = slot is not None and (id(slot) in self._met or any(param is slot.param for param in self.params()))
+        if slot is None or not held:
             raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
         return self.of(slot)
 

@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimi
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import Extent
 from ptm_accel.optim.blank_state import blank_state
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.states import States
 from tests.plain_loop import same_bits
-from tests.tiers import open_memory
+from tests.tiers import on_pages, open_memory
 
 WIDTH = 48
 AMPLE, SCANT = 8 << 20, 640 << 10
@@ -474,3 +477,42 @@ def test_saving_and_loading_stay_within_the_budget_and_a_shard(tmp_path: Path) -
     assert measured["state"] > 7 * budget
     assert measured["saving"] < budget + shard + slack
     assert measured["loading"] < budget + shard + slack
+
+
+def test_saving_and_loading_take_time_by_the_number_of_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by its square, while what was read before is kept."""
+    passed = 0
+    params, viewed = States.params, Extent.viewed
+
+    def counted(self: States) -> Iterator[nn.Parameter]:
+        nonlocal passed
+        for param in params(self):
+            passed += 1
+            yield param
+
+    def seen(self: Extent, tag: Tag) -> bool:
+        nonlocal passed
+        passed += 1
+        return viewed(self, tag)
+
+    monkeypatch.setattr(States, "params", counted)
+    monkeypatch.setattr(Extent, "viewed", seen)
+    taken = []
+    for count in (100, 400):
+        model = nn.ParameterList([nn.Parameter(torch.ones(32, 32)) for _ in range(count)])
+        # A third of the state may be kept as it is, the rest is mapped.
+        with on_pages(model, "host+disk", count * 3 * 4096, tmp_path) as engine:
+            optimizer = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
+            for slot in engine.slots:
+                optimizer.states.put(optimizer.states.named(slot.name), "momentum_buffer", torch.ones(32, 32))
+            folder = tmp_path / str(count)
+            folder.mkdir()
+            passed = 0
+            kept = optimizer.state_dict()
+            save_optimizer_state(optimizer, folder)
+            load_optimizer_state(optimizer, folder)
+            del kept
+            taken.append(passed)
+    assert taken[1] < 6 * taken[0], taken
