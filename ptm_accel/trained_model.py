@@ -16,6 +16,7 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.setup import Memory
+from ptm_accel.model.floor import Appetite
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import clip_coefficient, total_norm
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -24,6 +25,7 @@ from ptm_accel.optim.support import appetite_of
 from ptm_accel.paged_model import PagedModel
 
 _Answer = TypeVar("_Answer")
+_News = TypeVar("_News")
 
 _LARGEST_BATCH_BYTES = 256 << 20
 """The most that an optimizer step holds at a time."""
@@ -97,10 +99,21 @@ class TrainedModel(PagedModel):
             window_bytes=self.window_bytes,
             batch_bytes=_asking(self, lambda model: model._batch_bytes(), 0),
             run_ahead=self.run_ahead,
+            grown=_telling(self, TrainedModel._meet_appetite),
             overlap=_asking(self, lambda model: model._may_overlap(), False),
             synchronise=_asking(self, TrainedModel.synchronise, None),
         )
         return self.optimizer
+
+    def _meet_appetite(self, appetite: Appetite) -> None:
+        """Updates need something else than before.
+
+        Raises:
+            BudgetError: the budgets are below what that takes; nothing has been changed.
+        """
+        floor = self._floor(appetite)
+        self._needs(floor, floor)
+        self._hold_norms()
 
     def _batch_bytes(self) -> int:
         """How much an optimizer step holds at a time: enough to be fast, little enough that most stays where it is."""
@@ -299,6 +312,18 @@ def _asking(model: TrainedModel, ask: Callable[[TrainedModel], _Answer], otherwi
         return otherwise if alive is None else ask(alive)
 
     return answer
+
+
+def _telling(model: TrainedModel, tell: Callable[[TrainedModel, _News], None]) -> Callable[[_News], None]:
+    """As `_asking`: something to tell the model."""
+    known = weakref.ref(model)
+
+    def told(news: _News) -> None:
+        alive = known()
+        if alive is not None:
+            tell(alive, news)
+
+    return told
 
 
 def _no() -> bool:

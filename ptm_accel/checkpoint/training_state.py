@@ -193,13 +193,15 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
     Raises:
         CheckpointError: the directory is incomplete or damaged, or is of another model or optimizer; the first
             difference is named, and nothing has been changed.
-        BudgetError: no room for the state; the optimizer's state is then incomplete.
+        BudgetError: with the hyperparameters in it updates need more than there is, and nothing has been changed; or
+            no room for the state, which is then incomplete.
     """
     directory = Path(directory)
     index = read_index(directory)
     with ExitStack() as files:
         saved = SavedState(directory, index, files)
         saved.check(optimizer)
+        optimizer.expect([{k: saved.decode(v) for k, v in group["values"].items()} for group in saved.groups])
         _apply(optimizer, saved)
 
 

@@ -12,6 +12,7 @@ import torch
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.floor import Appetite
 from ptm_accel.model.gradients import Gradients, GradSlot, refuse_looked_at
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
@@ -41,6 +42,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         window_bytes: see `Sweep`.
         batch_bytes: see `Sweep`.
         run_ahead: is told when a pass has ended and its update begins.
+        grown: is told what updates need when that is something else than before; refuses what does not fit.
         synchronise: makes gradients the mean over several processes, where there are some.
         overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
 
@@ -60,6 +62,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         batch_bytes: Callable[[], int],
         run_ahead: RunAhead,
         overlap: Callable[[], bool],
+        grown: Callable[[Appetite], None],
         synchronise: Callable[[], None],
     ) -> None:
         # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
@@ -78,6 +81,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._pool = pool
         self._run_ahead = run_ahead
         self._overlap = overlap
+        self._grown = grown
         self._synchronise = synchronise
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
         self._chase: Chase | None = None
@@ -99,6 +103,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UnsupportedError: a closure was given, or the state of this optimizer has been given up (`close`).
+            BudgetError: its groups have been given hyperparameters with which updates need more than there is.
             DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
         """
         if closure is not None:
@@ -113,6 +118,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._states.meet_given()
         if self.in_backward.chase is None:
             self.settle()
+            self.expect(self.param_groups)
         # What is updated here and what is left to be chased are one step: half of it would be no state of the model.
         with INTERRUPTS.uninterrupted():
             try:
@@ -205,6 +211,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         # What somebody does right before a step would come too late.
         if not self._elementwise or hooks_of_others(self):
             return False
+        # What has to be made room for is met, or refused, by the step.
+        if appetite_of(self.inner) != self.appetite:
+            return False
         states = {state.slot.name: state for state in self._states if self._can_wait(state)}
         if states:
             self.look_at_groups()
@@ -222,7 +231,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _can_wait(self, state: ParamState) -> bool:
         """Whether an update need not be done within the step: nobody can see its parts before they ask for them."""
         handouts = self._pool.handouts
-        return state.slot.value.movable and not state.empty and not any(map(handouts.viewed, state.paged.values()))
+        return state.slot.value.movable and not state.fresh and not any(map(handouts.viewed, state.paged.values()))
 
     def _begin_in_backward(self) -> Chase:
         self.settle()
@@ -399,6 +408,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: other parameter groups than this optimizer's.
+            BudgetError: with what they say updates need more than there is; nothing has been changed.
         """
         given = [len(group["params"]) for group in state_dict["param_groups"]]
         here = [len(group["params"]) for group in self.param_groups]
@@ -408,10 +418,26 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "another model or of another grouping."
             )
         kept = self.states
+        self.expect(state_dict["param_groups"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for number, param in enumerate(kept.params()):
             kept.replace(kept.of(kept.slot(param)), state_dict["state"].get(number, {}))
+
+    def expect(self, groups: list[dict[str, Any]]) -> None:
+        """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.
+
+        Args:
+            groups: each lacks nothing but what stays as it is.
+
+        Raises:
+            BudgetError: with them updates need more than there is; nothing has been changed.
+        """
+        now = [{**here, **there} for here, there in zip(self.param_groups, groups, strict=True)]
+        appetite = appetite_of(self.inner, now)
+        if appetite != self.appetite:
+            self._grown(appetite)
+            self.appetite = self._sweep.appetite = self.on_host.appetite = appetite
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+from typing import Any
 
 import torch
 
@@ -73,13 +74,17 @@ _STATE_TENSORS = {"Adafactor": 0, "Muon": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1}
 """Full-size state tensors of optimizers that keep another number than two."""
 
 
-def appetite_of(optimizer: torch.optim.Optimizer) -> Appetite:
+def appetite_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None) -> Appetite:
     """What the optimizer needs in memory to update a parameter.
+
+    Args:
+        optimizer: which one.
+        groups: the hyperparameters to go by; those that it has by default.
 
     Raises:
         UnsupportedError: the optimizer cannot run on pages; says why.
     """
-    cls, groups = type(optimizer), optimizer.param_groups
+    cls, groups = type(optimizer), optimizer.param_groups if groups is None else groups
     if grain_of(optimizer) is Grain.TENSOR:
         state = _STATE_TENSORS.get(cls.__name__, 2)
         state += cls.__name__ == "RMSprop" and any(g["momentum"] for g in groups)

@@ -105,7 +105,7 @@ class Sweep:
             return None
         group, state, grad = cursor.work[cursor.index]
         numel, start = state.slot.value.numel, cursor.start
-        new = cursor.new if start else state.empty
+        new = cursor.new if start else state.fresh
         unit = Unit(group, state, grad, start, numel, last=True, new=new, stays=cursor.stays)
         step = window_elements(self.window_bytes, state.wide.dtype.itemsize)
         if self.appetite.whole or numel - start <= step:

@@ -61,6 +61,11 @@ class ParamState:
         return not self.paged and not self.small
 
     @property
+    def fresh(self) -> bool:
+        """Whether an update has nothing to go by: what the optimizer keeps full-size is made in it."""
+        return not self.paged and all(entry is None for entry in self.small.values())
+
+    @property
     def overwritten(self) -> bool:
         """Whether an update writes all of the parameter and reads none of it: its master says all there is to say."""
         return self.master is not None and not self.differs and self.mastered >= self.slot.value.numel
