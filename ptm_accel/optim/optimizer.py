@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -160,9 +161,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         order = self._run_ahead.reading_order() if begun or (self._elementwise and self._overlap()) else None
         later: Work = []
         if order is not None:
-            # What stays in the compute tier is read without anybody being asked, and has nothing to wait for.
-            later = [entry for entry in work if self._can_wait(entry[1])]
-            work = [entry for entry in work if not self._can_wait(entry[1])]
+            # What stays in the compute tier is read without anybody being asked, and has nothing to wait for. Each is
+            # asked once: who views a part of it may let go at any time.
+            waits = [self._can_wait(state) for _, state, _ in work]
+            later = list(compress(work, waits))
+            work = [entry for entry, wait in zip(work, waits, strict=True) if not wait]
         begin = time.perf_counter() - self._pool.stats.stall_s
         self._sweep.run(work, scale)
         self._run_ahead.exclude(time.perf_counter() - self._pool.stats.stall_s - begin)
