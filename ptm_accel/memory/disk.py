@@ -12,7 +12,8 @@ import torch
 
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
-from ptm_accel.memory.diskio import DiskSlot, DiskTransfer, Lanes
+from ptm_accel.memory.disk_transfer import DiskSlot, DiskTransfer
+from ptm_accel.memory.diskio import Lanes
 from ptm_accel.memory.mapping import FilePiece, private_run
 from ptm_accel.memory.scratch import Direction, Io, ScratchFile
 from ptm_accel.memory.slots import Segment, StripedSlots
