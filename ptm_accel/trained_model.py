@@ -272,11 +272,10 @@ class TrainedModel(PagedModel):
         """See `ptm_accel.gathered`; of the whole model, or of a part of it."""
         # Pins leave little room to work in.
         self.settle()
-        slots = [self.slots.of(param) for param in (self.model if part is None else part).parameters()]
+        params = (self.model if part is None else part).parameters()
+        slots = [slot for slot in map(self.slots.of, params) if slot is not None]
         with ExitStack() as stack:
             for slot in slots:
-                if slot is None:
-                    continue
                 slot.meet()
                 stack.callback(self.pool.pin(slot.value, write=write).release)
             if grads:
@@ -285,7 +284,7 @@ class TrainedModel(PagedModel):
                 if self.optimizer is not None:
                     self.optimizer.in_backward.refuse("gradients were looked at")
                     self.optimizer.apply_scale()
-                stack.enter_context(self.gradients.shown(write=write))
+                stack.enter_context(self.gradients.shown(slots, write=write))
             yield self.model
         if write:
             self._weights_touched()

@@ -227,6 +227,26 @@ def refuse_looked_at(gradients: Iterable[GradSlot]) -> None:
         )
 
 
+def refuse_hooks_of_others(grad: GradSlot, *, last: bool) -> None:
+    """Says that somebody's post-accumulate hook does not see in `p.grad` what it would see in torch.
+
+    Args:
+        grad: whose parameter has such hooks.
+        last: whether they were all called before the gradient is taken; they see the one that has just arrived.
+
+    Raises:
+        UnsupportedError: they were not, or there is a sum that it is still to be added to.
+    """
+    if last and grad.value is None:
+        return
+    sees = "only the gradient of this backward and not the sum" if last else "no gradient: it has been put on pages"
+    raise UnsupportedError(
+        f"a hook of {grad.slot.name} (register_post_accumulate_grad_hook) sees {sees}. Use p.register_hook(...), which "
+        "is given each gradient as it arrives; without accumulation, registering the hook before the model comes onto "
+        "pages will do."
+    )
+
+
 class Gradients:
     """All gradients of a model, and the hooks that take them.
 
@@ -320,14 +340,16 @@ class Gradients:
         return [g for g in self._by_param.values() if g.value is not None or g.spent]
 
     @contextmanager
-    def shown(self, *, write: bool) -> Iterator[None]:
-        """Within it every gradient that there is lies in its parameter's `.grad`; at the end `.grad` is empty again.
+    def shown(self, slots: Iterable[ParamSlot], *, write: bool) -> Iterator[None]:
+        """Within it gradients that there are lie in their parameters' `.grad`; at the end `.grad` is empty again.
 
         Args:
+            slots: of which parameters; those that are not trained have none.
             write: take over what it is then.
         """
+        known = [self.known(slot) for slot in slots]
         with ExitStack() as shown:
-            for grad in self.slots():
+            for grad in [grad for grad in known if grad is not None]:
                 pin = None if grad.value is None else self._pool.pin(grad.value, write=write)
                 if pin is not None:
                     grad.slot.param.grad = pin.tensor.to(grad.slot.value.dtype)
@@ -373,6 +395,9 @@ class Gradients:
 
     def _taker(self) -> Callable[[torch.Tensor], None]:
         def take(param: torch.Tensor) -> None:
+            hooks = param._post_accumulate_grad_hooks
+            if len(hooks) > 1:
+                refuse_hooks_of_others(self._by_param[id(param)], last=next(reversed(hooks.values())) is take)
             with INTERRUPTS:
                 self.take(param)
 

@@ -166,6 +166,55 @@ def test_gradients_can_be_looked_at_and_changed(tmp_path: Path) -> None:
         expect(engine, plain)
 
 
+def test_gradients_are_gathered_of_the_part_that_is_asked_for(tmp_path: Path) -> None:
+    """Under the least budget there is no room for those of the rest."""
+    model, plain = net(), net()
+    with at_floor(model, tmp_path) as engine:
+        backward(model)
+        backward(plain)
+        for ours, theirs in zip(model, plain, strict=True):
+            with gathered(ours, grads=True, write=True):
+                for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    assert same_bits(param.grad, expected.grad)
+                    param.grad.mul_(0.5)
+                assert engine.pool.pinned()
+                others = [param for layer in model if layer is not ours for param in layer.parameters()]
+                assert all(param.grad is None for param in others)
+            for param in theirs.parameters():
+                param.grad.mul_(0.5)
+        expect(engine, plain)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_that_would_not_see_a_sum_are_refused(when: str, tmp_path: Path) -> None:
+    model, plain = net(), net()
+
+    def halve(param: torch.Tensor) -> None:
+        param.grad.mul_(0.5)
+
+    plain[2].weight.register_post_accumulate_grad_hook(halve)
+    if when == "before":
+        model[2].weight.register_post_accumulate_grad_hook(halve)
+    _, need = needs(model, tmp_path, "host+disk")
+    with on_pages(model, "host+disk", 2 * need, tmp_path) as engine:
+        if when == "before":
+            # The first one of a sum is all that there is.
+            backward(model)
+            backward(plain)
+            expect(engine, plain)
+            sees = "only the gradient of this backward and not the sum"
+        else:
+            model[2].weight.register_post_accumulate_grad_hook(lambda param: None)
+            sees = "no gradient: it has been put on pages"
+        with pytest.raises(
+            UnsupportedError,
+            match=rf"a hook of 2\.weight \(register_post_accumulate_grad_hook\) sees {sees}\. Use p\.register_hook",
+        ):
+            backward(model, 1)
+        engine.abort()
+        engine.zero_grad()
+
+
 def test_gathering_what_does_not_fit_is_refused_and_leaves_no_pins(tmp_path: Path) -> None:
     model = net()
     with at_floor(model, tmp_path) as engine:
