@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,6 +24,8 @@ from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.states import slot_of
 from ptm_accel.optim.support import appetite_of
 from ptm_accel.paged_model import PagedModel
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _News = TypeVar("_News")
@@ -47,6 +50,7 @@ class TrainedModel(PagedModel):
         self.replicas: Replicas | None = None
         self.updates_in_backward: Callable[[], bool] = _no
         self._forbidden = 0
+        self._told_of_nan = False
         self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
         self.run_ahead.in_backward = _asking(self, TrainedModel._may_update_in_backward, False)
         self.run_ahead.on_host_possible = _asking(self, TrainedModel._may_update_on_host, False)
@@ -222,6 +226,15 @@ class TrainedModel(PagedModel):
             raise RuntimeError(
                 f"The total norm of order {norm_type} of {len(present)} gradients is {norm.item()}, so they cannot be "
                 "clipped. Set error_if_nonfinite=False to multiply them by it anyway."
+            )
+        # On a device, to look at it would be to wait for it.
+        if not self._told_of_nan and norm.device.type == "cpu" and bool(norm.isnan()):
+            self._told_of_nan = True
+            logger.warning(
+                "the norm of %d gradients is NaN. If it is not without pages: what reads parameters outside of their "
+                "modules, such as sum(p.pow(2).sum() for p in model.parameters()), sees NaN in those that are away. "
+                "Read them by their names (module.weight), or within ptm_accel.gathered(model).",
+                len(present),
             )
         if present:
             coefficient = clip_coefficient(norm, max_norm)

@@ -18,7 +18,7 @@ from torch import nn
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import agreed
-from ptm_accel.errors import UnsupportedError
+from ptm_accel.errors import PagedModelError, UnsupportedError
 from ptm_accel.logs import speak
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.blank_state import blank_state
@@ -65,6 +65,13 @@ class PTMTrainerMixin(PagedCheckpoints):
         super().__init__(*args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             refuse_optimizer(self.args)
+        if (wanted := self._dtype_of_evaluation) is not None:
+            logger.warning(
+                "%s_full_eval casts the whole model where it is evaluated outside of train(), which cannot be done on "
+                "pages: evaluate() and predict() are refused there, unless the model is %s already. Within train() it "
+                "changes nothing, as ever.",
+                *wanted,
+            )
         if not any(isinstance(callback, PTMCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(PTMCallback)
 
@@ -129,14 +136,44 @@ class PTMTrainerMixin(PagedCheckpoints):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the Trainer."""
+        """As in the Trainer.
+
+        Raises:
+            PagedModelError: outside of `train()`, `bf16_full_eval` or `fp16_full_eval` of a model of another dtype.
+        """
+        self._refuse_cast()
         with self._ending_cleanly():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the Trainer."""
+        """As in the Trainer.
+
+        Raises:
+            PagedModelError: as by `evaluate`.
+        """
+        self._refuse_cast()
         with self._ending_cleanly():
             return super().predict(*args, **kwargs)
+
+    @property
+    def _dtype_of_evaluation(self) -> tuple[str, torch.dtype] | None:
+        """What evaluations outside of `train()` are to be done in; None for the model's own dtypes."""
+        if self.args.fp16_full_eval:
+            return "fp16", torch.float16
+        return ("bf16", torch.bfloat16) if self.args.bf16_full_eval else None
+
+    def _refuse_cast(self) -> None:
+        wanted = None if self.is_in_train else self._dtype_of_evaluation
+        if wanted is None or self.model is None:
+            return
+        name, dtype = wanted
+        others = {p.dtype for p in self.model.parameters() if p.is_floating_point()} - {dtype}
+        if others:
+            raise PagedModelError(
+                f"{name}_full_eval=True would cast the model from {', '.join(sorted(map(str, others)))} to {dtype} for "
+                "good, which cannot be done on pages. Evaluate within train() (eval_strategy), set "
+                f"{name}_full_eval=False, or load the model in {dtype}."
+            )
 
     @contextmanager
     def _ending_cleanly(self) -> Iterator[None]:

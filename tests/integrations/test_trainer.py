@@ -266,10 +266,21 @@ def test_evaluate_and_predict_without_training(tiny: ModuleType, dials: dict[str
     assert runs[0] == runs[1]
 
 
-def test_evaluation_in_another_dtype_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
-    trainer = _build(tiny, Trainer, tmp_path, bf16_full_eval=True)
-    with pytest.raises(PagedModelError, match=r"cannot convert parameter .* to torch.bfloat16 .* it is on pages"):
-        trainer.evaluate()
+def test_evaluation_in_another_dtype_is_refused_outside_of_training(
+    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trainer(model: Any) -> Any:
+        arguments = tiny.arguments(tmp_path, max_steps=2, bf16_full_eval=True, eval_strategy="steps", eval_steps=1)
+        return Trainer(model=model, args=arguments, train_dataset=tiny.data(), eval_dataset=tiny.data(), ptm_config={})
+
+    ours = trainer(tiny.model())
+    assert "bf16_full_eval casts the whole model where it is evaluated outside of train()" in caplog.text
+    ours.train()
+    assert len([line for line in ours.state.log_history if "eval_loss" in line]) == 2
+    for evaluate in (ours.evaluate, lambda: ours.predict(tiny.data())):
+        with pytest.raises(PagedModelError, match=r"bf16_full_eval=True would cast the model from torch\.float32 to"):
+            evaluate()
+    assert "eval_loss" in trainer(tiny.model().to(torch.bfloat16)).evaluate()
 
 
 def test_auto_find_batch_size(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:

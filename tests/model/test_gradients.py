@@ -215,6 +215,19 @@ def test_hooks_that_would_not_see_a_sum_are_refused(when: str, tmp_path: Path) -
         engine.zero_grad()
 
 
+def test_a_norm_that_is_nan_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loss over all parameters, as for L2 regularisation by hand, trains on placeholders."""
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        for seed in range(3):
+            if seed:
+                sum(param.pow(2).sum() for param in model.parameters()).backward()
+            backward(model, seed)
+            engine.clip_grad_norm_(1.0)
+            assert caplog.text.count("the norm of 12 gradients is NaN. If it is not without pages: ") == min(seed, 1)
+            engine.zero_grad()
+
+
 def test_gathering_what_does_not_fit_is_refused_and_leaves_no_pins(tmp_path: Path) -> None:
     model = net()
     with at_floor(model, tmp_path) as engine:
