@@ -55,6 +55,8 @@ class _Frame:
         module: whose forward.
         pins: of the module's own parameters.
         reads: of parameters of others that it has read, by slot.
+        versions: torch's counts of changes in place to both, as it found them: a forward may write to its parameters
+            (`nn.Embedding(max_norm=...)`, weights that are clamped).
         saved: the saved-tensor hooks, if it was this forward that put them on.
         casting: the casting mode, if this is where autocast was first met.
         bared: the modules of the compiled region that this is.
@@ -64,6 +66,7 @@ class _Frame:
     module: nn.Module
     pins: list[Pin] = field(default_factory=list)
     reads: dict[int, Pin] = field(default_factory=dict)
+    versions: dict[ParamSlot, int] = field(default_factory=dict)
     saved: AbstractContextManager[Any] | None = None
     casting: Casting | None = None
     bared: Bared | None = None
@@ -244,6 +247,8 @@ class Residency:
         if value.movable and self.pool.owed is not None:
             # A pin may be that of the update which is still owed to it.
             self.pool.owed.before_use(value)
+        if stack:
+            stack[-1].versions.setdefault(slot, slot.param._version)
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
             return
         with INTERRUPTS:
@@ -308,6 +313,7 @@ class Residency:
             slot.meet()
             if slot.value.movable:
                 frame.pins.append(self.pool.pin(slot.value, write=self.writing))
+            frame.versions[slot] = slot.param._version
         if module._parameters:
             self._meet_autocast(frames, frame)
 
@@ -315,6 +321,7 @@ class Residency:
         for slot in region.slots:
             slot.meet()
             frame.pins.append(self.pool.pin(slot.value, write=self.writing))
+            frame.versions[slot] = slot.param._version
         running = next((f.casting for f in frames.stack if f.casting is not None), None)
         if running is not None and not any(f.suspended for f in frames.stack):
             frame.suspended = Suspended(running)
@@ -355,6 +362,9 @@ class Residency:
         if frame.saved is not None:
             frame.saved.__exit__(None, None, None)
         self.casts.leave()
+        for slot, version in frame.versions.items():
+            if slot.param._version != version:
+                slot.written()
         for pin in (*frame.pins, *frame.reads.values()):
             pin.release()
         if not frames.stack:

@@ -246,6 +246,12 @@ class ParamSlot:
         self._pool.lend(self.value)
         self.writes += 1
 
+    def written(self) -> None:
+        """Somebody's code has changed the values in place, where they were read in a forward."""
+        with self._pool.unadvised():
+            self._pool.fault(self.value, write=True)
+        self.writes += 1
+
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""
         return self._pool.fault(self.value, write=write)

@@ -451,6 +451,61 @@ def test_training_goes_on_between_evaluations(tmp_path: Path) -> None:
         assert same(paged_grads(engine), grads_of(plain))
 
 
+class Writes(nn.Module):
+    """Changes its parameters in its forward, before they are used or after."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(40, 64, max_norm=0.5 if how == "max_norm" else None)
+        self.own = nn.Parameter(torch.randn(64, 64) / 8)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        self.how = how
+        if how == "hook":
+            self.layers[1].register_forward_pre_hook(lambda module, args: self.shrink(module.weight))
+
+    @staticmethod
+    def shrink(weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.mul_(0.9)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        if self.how == "own":
+            self.shrink(self.own)
+        if self.how == "another's":
+            self.shrink(self.layers[3].weight)
+        out = self.layers(self.words(words) @ self.own)
+        if self.how == "afterwards":
+            self.shrink(self.layers[4].bias)
+        return out
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("kind", ["host+disk", "mock+host+disk"])
+@pytest.mark.parametrize("how", ["max_norm", "own", "another's", "afterwards", "hook"])
+def test_what_a_forward_writes_is_kept(how: str, kind: str, trains: bool, tmp_path: Path) -> None:
+    def passes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        seen = []
+        for number in range(4):
+            words = torch.randint(0, 40, (4, 7), generator=torch.Generator().manual_seed(number))
+            with torch.set_grad_enabled(trains):
+                out = model(words)
+            seen.append(out.detach().clone())
+            if trains:
+                out.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    plain, paged = Writes(how), Writes(how)
+    expected = passes(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    with at_floor(paged, tmp_path, kind) as engine:
+        optimizer = engine.bind_optimizer(torch.optim.AdamW(paged.parameters(), fused=True))
+        assert all(same_bits(a, b) for a, b in zip(passes(paged, optimizer), expected, strict=True))
+        assert same(dict(paged.state_dict()), dict(plain.state_dict()))
+        assert engine.pool.stats.evictions > 0
+
+
 def test_detaching_gives_the_plain_model_back(tmp_path: Path) -> None:
     model = Several()
     values = {name: value.clone() for name, value in model.state_dict().items()}
