@@ -264,6 +264,9 @@ class TrainedModel(PagedModel):
         """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
         self.share_again()
         self._meet_newcomers()
+        if self.gradients is not None:
+            with INTERRUPTS:
+                self.gradients.meet_given()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:
@@ -287,16 +290,17 @@ class TrainedModel(PagedModel):
         self.settle()
         params = (self.model if part is None else part).parameters()
         slots = [slot for slot in map(self.slots.of, params) if slot is not None]
+        if grads:
+            self.synchronise()
+            if self.optimizer is not None:
+                self.optimizer.in_backward.refuse("gradients were looked at")
+                self.optimizer.apply_scale()
         with ExitStack() as stack:
             for slot in slots:
                 slot.meet()
                 stack.callback(self.pool.pin(slot.value, write=write).release)
             if grads:
                 assert self.gradients is not None
-                self.synchronise()
-                if self.optimizer is not None:
-                    self.optimizer.in_backward.refuse("gradients were looked at")
-                    self.optimizer.apply_scale()
                 stack.enter_context(self.gradients.shown(slots, write=write))
             yield self.model
         if write:

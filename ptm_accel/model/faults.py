@@ -15,15 +15,10 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import PagedModelError
+from ptm_accel.model.hooks import COPY_HELP
 
 if TYPE_CHECKING:
     from ptm_accel.model.residency import Residency
-
-_COPY_HELP = (
-    "Its parameters are on pages and may be away. Use `ptm_accel.plain_copy(model)` for an ordinary copy in memory, "
-    "`with ptm_accel.gathered(model):` to read the values, `model.save_pretrained(...)` to write them, or "
-    "`engine.detach()` to take the model off its pages."
-)
 
 
 class FaultDict(dict[str, "nn.Parameter | None"]):
@@ -97,7 +92,7 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
             PagedModelError: it is the whole model that is copied, which may not fit.
         """
         if id(self._residency.root) in memo:
-            raise PagedModelError(f"this model cannot be copied by copy.deepcopy. {_COPY_HELP}")
+            raise PagedModelError(f"this model cannot be copied by copy.deepcopy. {COPY_HELP}")
         return {name: self._residency.copied(param, memo) for name, param in dict.items(self)}
 
     def __copy__(self) -> dict[str, nn.Parameter | None]:
@@ -108,4 +103,4 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
         return self.plain()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise PagedModelError(f"this model cannot be pickled. {_COPY_HELP}")
+        raise PagedModelError(f"this model cannot be pickled. {COPY_HELP}")

@@ -247,6 +247,19 @@ def refuse_hooks_of_others(grad: GradSlot, *, last: bool) -> None:
     )
 
 
+def refuse_sparse(grad: GradSlot, gradient: torch.Tensor) -> None:
+    """Says that a gradient cannot be kept.
+
+    Raises:
+        UnsupportedError: it is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
+            "Build the module with sparse=False."
+        )
+
+
 class Gradients:
     """All gradients of a model, and the hooks that take them.
 
@@ -322,6 +335,26 @@ class Gradients:
         for slot in new:
             self.take(slot.param)
         return True
+
+    @torch.no_grad()
+    def meet_given(self) -> None:
+        """Takes over what somebody has put in `p.grad`, which is the gradient now, in the place of what there was.
+
+        Raises:
+            UnsupportedError: an update of this backward has used the gradient up already; or what was given is sparse.
+        """
+        for grad in self._by_param.values():
+            given = grad.slot.param.grad
+            if given is None or grad.look is not Look.NONE:
+                continue
+            if grad.spent:
+                raise UnsupportedError(
+                    f"p.grad of {grad.slot.name} was set after an update had used its gradient up, during backward. "
+                    "Set update='blocking', and resume from the last checkpoint."
+                )
+            refuse_sparse(grad, given)
+            grad.forget()
+            grad.add(given)
 
     def covers(self, slots: list[ParamSlot]) -> bool:
         """Whether these are exactly the parameters whose gradients are taken."""
@@ -424,11 +457,7 @@ class Gradients:
                 "added to the one that is shown. Call backward outside of it, or gather with write=True; and call "
                 "zero_grad() before the next one."
             )
-        if gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
-                "Build the module with sparse=False."
-            )
+        refuse_sparse(grad, gradient)
         if grad.spent:
             raise UnsupportedError(
                 f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was "

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+from ptm_accel.errors import PagedModelError
+
+COPY_HELP = (
+    "Its parameters are on pages and may be away. Use `ptm_accel.plain_copy(model)` for an ordinary copy in memory, "
+    "`with ptm_accel.gathered(model):` to read the values, `model.save_pretrained(...)` to write them, or "
+    "`engine.detach()` to take the model off its pages."
+)
+"""What to do in the place of copying or pickling a model."""
 
 
 class Hook:
@@ -19,6 +28,10 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Does it."""
         return self._call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # torch pickles a module's hooks before its parameters, which would say so as well.
+        raise PagedModelError(f"this model cannot be pickled. {COPY_HELP}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing

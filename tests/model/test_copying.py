@@ -187,8 +187,11 @@ def test_deepcopy_and_pickle_are_refused_with_an_explanation(tmp_path: Path) -> 
     on_pages(model, tmp_path)
     with pytest.raises(PagedModelError, match=r"cannot be copied by copy.deepcopy.*ptm_accel.plain_copy\(model\)"):
         copy.deepcopy(model)
-    with pytest.raises(PagedModelError, match=r"cannot be pickled.*model.save_pretrained"):
-        pickle.dumps(model)
+    rows = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    on_pages(rows, tmp_path)
+    for each in (model, rows):
+        with pytest.raises(PagedModelError, match=r"cannot be pickled.*model.save_pretrained"):
+            pickle.dumps(each)
     with pytest.raises(PagedModelError, match="on pages"):
         AveragedModel(model)
 

@@ -226,6 +226,30 @@ def test_gradients_that_are_forgotten_and_set_where_they_are_shown(how: str, tmp
     assert_as_in_torch(loop, tmp_path, roomy=True)
 
 
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_that_are_put_in_their_place_are_used(clips: bool, tmp_path: Path) -> None:
+    """As by those who combine the gradients of several losses; some over what a backward has left, some not."""
+
+    def loop(model: nn.Module, optimizer: Any, clip: Any) -> list[float]:
+        said = []
+        for number in range(5):
+            params = list(model.parameters())
+            if number % 2:
+                said.append(float(backward(model, 2 * number)))
+            loss = loss_of(model, number)
+            said.append(float(loss.detach()))
+            some = params if number % 3 else params[:3]
+            for param, grad in zip(some, torch.autograd.grad(loss, some), strict=True):
+                param.grad = grad
+            if clips:
+                said.append(float(clip(LEAST)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    assert_as_in_torch(loop, tmp_path, roomy=True)
+
+
 def test_gradients_that_are_only_looked_at_stay(tmp_path: Path) -> None:
     model = net()
     with paged(tmp_path, model, roomy=True) as (engine, optimizer):
