@@ -156,7 +156,7 @@ def drop_gradients(module: nn.Module, set_to_none: bool = True) -> None:
     """
     from ptm_accel.engine import living_engines
     from ptm_accel.memory.interrupts import INTERRUPTS
-    from ptm_accel.model.gradients import refuse_looked_at
+    from ptm_accel.model.looks import refuse_looked_at
 
     for engine in living_engines():
         if engine.gradients is None:

@@ -8,6 +8,7 @@ away: the last time the whole of it is in one place for free.
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -18,9 +19,12 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.model.looks import Look, refuse_hooks_of_others, refuse_sparse
 from ptm_accel.model.norms import NORM_TYPE, Norms
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
+
+logger = logging.getLogger(__name__)
 
 
 class Sums(enum.Enum):
@@ -31,14 +35,6 @@ class Sums(enum.Enum):
     WIDENED = "widened"
     """They are put into fp32 first, which takes other memory."""
     ADDED_TO = "added to"
-
-
-class Look(enum.Enum):
-    """What somebody does with a gradient who sees it as `p.grad`."""
-
-    NONE = "nobody looks"
-    READ = "read"
-    WRITE = "write"
 
 
 class GradSlot:
@@ -213,53 +209,6 @@ class GradSlot:
             self._pool.forget(value)
 
 
-def refuse_looked_at(gradients: Iterable[GradSlot]) -> None:
-    """Says that gradients were to be forgotten that somebody looks at who said that nothing would change.
-
-    Raises:
-        UnsupportedError: so it is.
-    """
-    shown = [grad.slot.name for grad in gradients if grad.look is Look.READ]
-    if shown:
-        raise UnsupportedError(
-            f"zero_grad() was called within ptm_accel.gathered(model, grads=True), which shows {len(shown)} of its "
-            f"gradients, such as that of {shown[0]}. Call it after that, or gather with write=True."
-        )
-
-
-def refuse_hooks_of_others(grad: GradSlot, *, last: bool) -> None:
-    """Says that somebody's post-accumulate hook does not see in `p.grad` what it would see in torch.
-
-    Args:
-        grad: whose parameter has such hooks.
-        last: whether they were all called before the gradient is taken; they see the one that has just arrived.
-
-    Raises:
-        UnsupportedError: they were not, or there is a sum that it is still to be added to.
-    """
-    if last and grad.value is None:
-        return
-    sees = "only the gradient of this backward and not the sum" if last else "no gradient: it has been put on pages"
-    raise UnsupportedError(
-        f"a hook of {grad.slot.name} (register_post_accumulate_grad_hook) sees {sees}. Use p.register_hook(...), which "
-        "is given each gradient as it arrives; without accumulation, registering the hook before the model comes onto "
-        "pages will do."
-    )
-
-
-def refuse_sparse(grad: GradSlot, gradient: torch.Tensor) -> None:
-    """Says that a gradient cannot be kept.
-
-    Raises:
-        UnsupportedError: it is sparse.
-    """
-    if gradient.layout is not torch.strided:
-        raise UnsupportedError(
-            f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
-            "Build the module with sparse=False."
-        )
-
-
 class Gradients:
     """All gradients of a model, and the hooks that take them.
 
@@ -284,6 +233,7 @@ class Gradients:
         self._landing_bytes = max((s.value.nbytes for s in slots), default=0)
         self._landing: Reservation | None = None
         self._hooks = [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
+        self._told_of_used = False
         self.arrivals = 0
         self.arriving: Callable[[], object] | None = None
         self.taken: Callable[[GradSlot], None] | None = None
@@ -335,6 +285,17 @@ class Gradients:
         for slot in new:
             self.take(slot.param)
         return True
+
+    def tell_of_used(self, grad: GradSlot) -> None:
+        """Says, once, that nobody has called `zero_grad` since a step, where torch would go on with its gradients."""
+        if not self._told_of_used:
+            self._told_of_used = True
+            logger.warning(
+                "the gradient of %s was used up by the last step, and zero_grad() has not been called since: torch "
+                "would use it once more, on pages it is as if zero_grad() had been called. Call optimizer.zero_grad() "
+                "after each step (without an Accelerator, model.zero_grad() is not seen).",
+                grad.slot.name,
+            )
 
     @torch.no_grad()
     def meet_given(self) -> None:
@@ -463,6 +424,8 @@ class Gradients:
                 f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was "
                 "not like those before it. Set update='blocking', and resume from the last checkpoint."
             )
+        if grad.used and grad.value is None:
+            self.tell_of_used(grad)
         if self.arriving is not None:
             self.arriving()
         self.arrivals += 1

@@ -14,7 +14,8 @@ from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
-from ptm_accel.model.gradients import Gradients, GradSlot, refuse_looked_at
+from ptm_accel.model.gradients import Gradients, GradSlot
+from ptm_accel.model.looks import refuse_looked_at
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
@@ -150,6 +151,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.in_backward.chase.refuse_lost()
         self._synchronise()
         work, begun = self._work(), self.in_backward.chase is not None
+        if not work and not begun:
+            for grad in [grad for grad in self._gradients.slots() if grad.used][:1]:
+                self._gradients.tell_of_used(grad)
         for _, state, grad in work:
             grad.used = True
             # What somebody has put in the place of its values is what is updated.

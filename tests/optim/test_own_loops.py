@@ -226,6 +226,24 @@ def test_gradients_that_are_forgotten_and_set_where_they_are_shown(how: str, tmp
     assert_as_in_torch(loop, tmp_path, roomy=True)
 
 
+@pytest.mark.parametrize("how", ["zero_grad", "never", "twice"])
+def test_gradients_that_torch_would_use_once_more_are_told_of(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    with paged(tmp_path, model) as (_, optimizer):
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+            if how == "twice":
+                optimizer.step()
+            if how != "never":
+                optimizer.zero_grad()
+    assert caplog.text.count("was used up by the last step, and zero_grad() has not been called since") == (
+        how != "zero_grad"
+    )
+
+
 @pytest.mark.parametrize("clips", [True, False])
 def test_gradients_that_are_put_in_their_place_are_used(clips: bool, tmp_path: Path) -> None:
     """As by those who combine the gradients of several losses; some over what a backward has left, some not."""

@@ -1,0 +1,69 @@
+"""What others may see of gradients that are on pages, and do with them; what they may not is refused by name."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ptm_accel.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ptm_accel.model.gradients import GradSlot
+
+
+class Look(enum.Enum):
+    """What somebody does with a gradient who sees it as `p.grad`."""
+
+    NONE = "nobody looks"
+    READ = "read"
+    WRITE = "write"
+
+
+def refuse_looked_at(gradients: Iterable[GradSlot]) -> None:
+    """Says that gradients were to be forgotten that somebody looks at who said that nothing would change.
+
+    Raises:
+        UnsupportedError: so it is.
+    """
+    shown = [grad.slot.name for grad in gradients if grad.look is Look.READ]
+    if shown:
+        raise UnsupportedError(
+            f"zero_grad() was called within ptm_accel.gathered(model, grads=True), which shows {len(shown)} of its "
+            f"gradients, such as that of {shown[0]}. Call it after that, or gather with write=True."
+        )
+
+
+def refuse_hooks_of_others(grad: GradSlot, *, last: bool) -> None:
+    """Says that somebody's post-accumulate hook does not see in `p.grad` what it would see in torch.
+
+    Args:
+        grad: whose parameter has such hooks.
+        last: whether they were all called before the gradient is taken; they see the one that has just arrived.
+
+    Raises:
+        UnsupportedError: they were not, or there is a sum that it is still to be added to.
+    """
+    if last and grad.value is None:
+        return
+    sees = "only the gradient of this backward and not the sum" if last else "no gradient: it has been put on pages"
+    raise UnsupportedError(
+        f"a hook of {grad.slot.name} (register_post_accumulate_grad_hook) sees {sees}. Use p.register_hook(...), which "
+        "is given each gradient as it arrives; without accumulation, registering the hook before the model comes onto "
+        "pages will do."
+    )
+
+
+def refuse_sparse(grad: GradSlot, gradient: torch.Tensor) -> None:
+    """Says that a gradient cannot be kept.
+
+    Raises:
+        UnsupportedError: it is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
+            "Build the module with sparse=False."
+        )
