@@ -323,6 +323,7 @@ def test_the_disk_is_for_those_who_need_it_and_for_all_together(tmp_path: Path, 
         step(first)
     disks = [engine.memory.budgets[Tier.DISK] for engine in attached]
     assert sum(disk.used_bytes for disk in disks) <= 7 * nbytes
+    assert sum(engine.memory.disk.size_bytes for engine in attached if engine.memory.disk) <= 7 * nbytes
     assert all(disk.free_bytes == disks[0].free_bytes for disk in disks)
     with pytest.raises(BudgetError, match="the states of 2 models of this process"):
         second.bind_optimizer(torch.optim.AdamW(second.model.parameters(), fused=True))

@@ -12,8 +12,8 @@ import enum
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.units import format_bytes
@@ -53,6 +53,10 @@ class Common:
         self.capacity_bytes = capacity_bytes
         self.lock = threading.RLock()
         self.budgets: weakref.WeakSet[Budget] = weakref.WeakSet()
+
+    def beside(self, budget: Budget) -> list[Budget]:
+        """The others."""
+        return [other for other in list(self.budgets) if other is not budget]
 
     @property
     def free_bytes(self) -> int:
@@ -128,6 +132,33 @@ class Budget:
         self._common = common
         if common is not None:
             common.budgets.add(self)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """While it lasts no other thread charges this, or one that shares its capacity."""
+        with nullcontext() if self._common is None else self._common.lock:
+            yield
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that are taken of the tier: what is charged, and what is kept beside it."""
+        return self.used_bytes + (self._kept_bytes() if self._kept_bytes else 0)
+
+    @property
+    def left_bytes(self) -> int:
+        """What may be taken of the tier here: the capacity, less what others that share one have taken of it."""
+        if self._common is None:
+            return self.capacity_bytes
+        others = sum(other.resident_bytes for other in self._common.beside(self))
+        return min(self.capacity_bytes, self._common.capacity_bytes - others)
+
+    def reclaim_from_others(self, nbytes: int) -> int:
+        """Has those that share a capacity free up to `nbytes` that they keep; returns how many they freed."""
+        freed = 0
+        for other in [] if self._common is None else self._common.beside(self):
+            if freed < nbytes and other._reclaim is not None:
+                freed += other._reclaim(nbytes - freed)
+        return freed
 
     def used_by_tag(self) -> dict[Tag, int]:
         """Charged bytes by tag, tags without a charge left out."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ptm_accel.errors import DiskError
+from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.disk_transfer import DiskSlot, DiskTransfer
 from ptm_accel.memory.diskio import Lanes
@@ -18,6 +18,7 @@ from ptm_accel.memory.mapping import FilePiece, private_run
 from ptm_accel.memory.scratch import Direction, Io, ScratchFile
 from ptm_accel.memory.slots import Segment, StripedSlots
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+from ptm_accel.units import format_bytes
 
 GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
 """Slots are multiples of this: of what direct transfers ask for, and of what can be mapped."""
@@ -32,7 +33,7 @@ class DiskTier:
 
     Args:
         paths: one folder for each scratch file; the best is one for each drive.
-        budget: of the disk tier; the limit of all files together.
+        budget: of the disk tier; the limit of all files together, and of those of others that it shares one with.
         io_threads_per_path: transfers at the same time on each path.
         block_bytes: the greatest transfer, and what is dealt to a path at a time; a multiple of `GRAIN_BYTES`.
         weights: the speed of each path; equal by default.
@@ -77,6 +78,11 @@ class DiskTier:
         self._slots = StripedSlots(weights, block_bytes, self._limit_bytes, self._grow)
         # A tier that was forgotten, or is open at exit, ends its threads all the same.
         self._shut = weakref.finalize(self, self._lanes.close)
+        me = weakref.ref(self)
+        budget.set_reclaimer(
+            lambda: 0 if (tier := me()) is None else tier.size_bytes - tier._slots.used_bytes,
+            lambda nbytes: 0 if (tier := me()) is None else tier._give_up(nbytes),
+        )
 
     @property
     def bytes_read(self) -> int:
@@ -92,6 +98,11 @@ class DiskTier:
     def busy_s(self) -> float:
         """Seconds in which something was being moved so far."""
         return self._lanes.busy_s
+
+    @property
+    def size_bytes(self) -> int:
+        """What the scratch files take on their disks, used or not; nothing once they are closed."""
+        return self._slots.used_bytes if self.closed else self._slots.size_bytes
 
     @property
     def direct(self) -> bool:
@@ -123,14 +134,16 @@ class DiskTier:
         assert nbytes > 0, f"slot of {nbytes} bytes for {name}"
         self._start_call(f"reserving room for {name}")
         nbytes = round_up(nbytes, GRAIN_BYTES)
-        reservation = self.budget.reserve(nbytes, tag, name)
-        try:
-            with self._lanes.lock:
-                slot = DiskSlot(name, nbytes, self._slots.allocate(nbytes), reservation)
-                self._live.add(slot)
-        except BaseException:
-            reservation.release()
-            raise
+        with self.budget.undisturbed():
+            reservation = self.budget.reserve(nbytes, tag, name, allocates=True)
+            try:
+                self._have_others_give(nbytes, name)
+                with self._lanes.lock:
+                    slot = DiskSlot(name, nbytes, self._slots.allocate(nbytes), reservation)
+                    self._live.add(slot)
+            except BaseException:
+                reservation.release()
+                raise
         return slot
 
     def free(self, handle: DiskSlot) -> None:
@@ -241,6 +254,28 @@ class DiskTier:
         inside = 0 <= offset <= offset + nbytes <= handle.nbytes
         assert inside, f"[{offset}, {offset + nbytes}) of {handle.name}, which has {handle.nbytes} bytes"
 
+    def _have_others_give(self, nbytes: int, name: str) -> None:
+        """Has files of others under the same limit become smaller, where these must grow and may not otherwise."""
+        # Not under the lock of the lanes, since the others' are taken here.
+        missing = self._slots.used_bytes + nbytes - self._limit_bytes()
+        if missing <= 0 or self._slots.used_bytes + nbytes <= self._slots.size_bytes:
+            return
+        given = self.budget.reclaim_from_others(missing)
+        if given < missing:
+            raise BudgetError(
+                f"disk budget: cannot place {format_bytes(nbytes)} for {name}: scratch files of other models of this "
+                f"process, which share disk.limit, hold {format_bytes(missing - given)} too much of it that is not in "
+                f"use, and their file system does not take it back; set disk.limit higher, or set disk.paths to "
+                f"folders on a local disk."
+            )
+
+    def _give_up(self, nbytes: int) -> int:
+        """Makes the files smaller by up to `nbytes` that no slot uses; returns by how much."""
+        with self._lanes.lock:
+            if self.closed:
+                return 0
+            return self._slots.give_up(nbytes, lambda path, offset, length: self._files[path].punch(offset, length))
+
     def _drop(self, slot: DiskSlot) -> None:
         self._live.discard(slot)
         # Room first, charge second: who gets the charge relies on the room.
@@ -251,7 +286,7 @@ class DiskTier:
         return self._slots.files[segment.path].is_used(segment.offset, segment.nbytes)
 
     def _limit_bytes(self) -> int:
-        return self.budget.capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
+        return self.budget.left_bytes // GRAIN_BYTES * GRAIN_BYTES
 
     def _grow(self, path: int, least: int, wish: int) -> int:
         return self._files[path].grow(least, wish)

@@ -29,12 +29,14 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _PYBUF_WRITE = 0x200
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MREMAP: Any = getattr(_LIBC, "mremap", None)
 if _MREMAP is not None:
@@ -112,6 +114,17 @@ class MappedRun:
         array: Any = _array_type(self.nbytes).from_address(self.address)
         array.run = self
         return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    """Gives the blocks of a part of a file back to its file system; the file is as long as it was.
+
+    Raises:
+        OSError: what the system said; `EOPNOTSUPP` where the file system cannot.
+    """
+    if _LIBC.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def anonymous_run(nbytes: int, purpose: str) -> MappedRun:

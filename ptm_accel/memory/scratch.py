@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.mapping import MappedRun, anonymous_run, view_at
+from ptm_accel.memory.mapping import MappedRun, anonymous_run, punch_hole, view_at
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
 
@@ -43,6 +43,7 @@ class Io:
         preadv: as `os.preadv`.
         pwritev: as `os.pwritev`.
         fallocate: as `os.posix_fallocate`.
+        punch: as `mapping.punch_hole`.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Io:
         preadv: Callable[[int, list[memoryview], int], int] = os.preadv,
         pwritev: Callable[[int, list[memoryview], int], int] = os.pwritev,
         fallocate: Callable[[int, int, int], None] = os.posix_fallocate,
+        punch: Callable[[int, int, int], None] = punch_hole,
     ) -> None:
         self.preadv = preadv
         self.pwritev = pwritev
         self.fallocate = fallocate
+        self.punch = punch
 
 
 _open: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
@@ -116,6 +119,14 @@ class ScratchFile:
         except OSError as error:
             raise self._full(least, error) from error
         return least
+
+    def punch(self, offset: int, nbytes: int) -> None:
+        """Gives the blocks of a part that nobody uses back to the file system.
+
+        Raises:
+            OSError: what the system said.
+        """
+        self._io.punch(self.fd, offset, nbytes)
 
     def move(self, direction: Direction, address: int, offset: int, nbytes: int, bounce: MappedRun | None) -> None:
         """Moves bytes between memory and the file, whatever their alignment.

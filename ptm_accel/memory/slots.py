@@ -15,6 +15,9 @@ from typing import NamedTuple
 GROWTH_BYTES = 256 << 20
 """Files grow by at least this, if the limit allows: fewer and longer extents."""
 
+Punch = Callable[[int, int, int], None]
+"""Has the file system take a run of file `path` back, given as its offset and length, or raises `OSError`."""
+
 Grow = Callable[[int, int, int], int]
 """Makes file `path` larger: by `wish` bytes, or at least by `least`. Returns by how much, or raises `OSError`."""
 
@@ -33,11 +36,13 @@ class FreeRuns:
     Attributes:
         size_bytes: the length of the file.
         free_bytes: the sum of its free runs.
+        lost_bytes: what the file system has taken back of it, never to be used again.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
         self.free_bytes = 0
+        self.lost_bytes = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
 
@@ -100,6 +105,21 @@ class FreeRuns:
             self._starts.insert(index, offset)
             self._ends.insert(index, end)
 
+    def last(self, nbytes: int) -> tuple[int, int] | None:
+        """The end of the last free run as (offset, length), at most `nbytes` of it; None where nothing is free."""
+        if not self._ends:
+            return None
+        length = min(nbytes, self._ends[-1] - self._starts[-1])
+        return self._ends[-1] - length, length
+
+    def lose_last(self, nbytes: int) -> None:
+        """Counts the end of the last free run as taken back by the file system."""
+        self._ends[-1] -= nbytes
+        self.free_bytes -= nbytes
+        self.lost_bytes += nbytes
+        if self._starts[-1] == self._ends[-1]:
+            del self._starts[-1], self._ends[-1]
+
     def is_used(self, offset: int, nbytes: int) -> bool:
         """Whether no byte of a run is free."""
         index = bisect_left(self._ends, offset + 1)
@@ -130,7 +150,7 @@ class StripedSlots:
         weights: one for each file; blocks are dealt in proportion, over all slots together, so that small slots
             spread as well.
         block_bytes: what is dealt to one file at a time.
-        limit_bytes: the present limit of the lengths of all files together.
+        limit_bytes: the present limit of what all files take together.
         grow: makes a file larger.
     """
 
@@ -144,13 +164,13 @@ class StripedSlots:
 
     @property
     def size_bytes(self) -> int:
-        """The length of all files."""
-        return sum(file.size_bytes for file in self.files)
+        """What all files take on their disks."""
+        return sum(file.size_bytes - file.lost_bytes for file in self.files)
 
     @property
     def used_bytes(self) -> int:
         """What is taken of it."""
-        return sum(file.size_bytes - file.free_bytes for file in self.files)
+        return self.size_bytes - sum(file.free_bytes for file in self.files)
 
     def allocate(self, nbytes: int) -> list[Segment]:
         """Takes `nbytes`, in the order of the slot's bytes. The caller has made sure that used + new fits the limit.
@@ -190,6 +210,17 @@ class StripedSlots:
             missing = min(wanted - self.files[path].size_bytes, self._allowance_bytes())
             if missing > 0:
                 self.files[path].grow(self._grow_file(path, missing, missing))
+
+    def give_up(self, nbytes: int, punch: Punch) -> int:
+        """Gives up to `nbytes` that no slot uses back to the file system; returns how many."""
+        given = 0
+        with suppress(OSError):
+            for path, file in enumerate(self.files):
+                while given < nbytes and (run := file.last(nbytes - given)) is not None:
+                    punch(path, *run)
+                    file.lose_last(run[1])
+                    given += run[1]
+        return given
 
     def check_integrity(self) -> None:
         """Checks the runs of each file."""

@@ -169,6 +169,36 @@ def test_preallocation_is_in_proportion_and_within_the_limit() -> None:
     assert files.sizes == [10 * UNIT]
 
 
+def test_what_the_file_system_has_taken_back_is_not_used_again() -> None:
+    slots, files = striped([1.0], 10 * UNIT)
+    held = [slots.allocate(2 * UNIT) for _ in range(5)]
+    slots.free(held[1])
+    slots.free(held[3])
+    taken: list[tuple[int, int, int]] = []
+    assert slots.give_up(3 * UNIT, lambda *run: taken.append(run)) == 3 * UNIT
+    assert taken == [(0, 6 * UNIT, 2 * UNIT), (0, 3 * UNIT, UNIT)]
+    assert (slots.size_bytes, slots.used_bytes) == (7 * UNIT, 6 * UNIT)
+    assert slots.allocate(3 * UNIT) == [Segment(0, 10 * UNIT, 3 * UNIT)]
+    assert slots.allocate(UNIT) == [Segment(0, 2 * UNIT, UNIT)]
+    assert (slots.size_bytes, files.sizes) == (10 * UNIT, [13 * UNIT])
+    assert slots.give_up(UNIT, lambda *run: taken.append(run)) == 0
+    slots.check_integrity()
+
+
+def test_what_the_file_system_does_not_take_back_stays_free() -> None:
+    slots, _ = striped([1.0, 1.0], 10 * UNIT, block=UNIT)
+    slots.free(slots.allocate(8 * UNIT))
+
+    def punch(path: int, offset: int, nbytes: int) -> None:
+        if path == 1:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    held = slots.files[0].free_bytes
+    assert slots.give_up(10 * UNIT, punch) == held
+    assert slots.files[0].free_bytes == 0 < slots.files[1].free_bytes == slots.size_bytes
+    slots.check_integrity()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([1.0, 2.0, 0.3]), min_size=1, max_size=3),
