@@ -37,6 +37,7 @@ from ptm_accel.model.hooks import Hook
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.unseen import checksum, names_data
 
 _BORROWED_AT_ONCE = 8
 """How many parameters code outside is taken to work on at a time."""
@@ -57,6 +58,7 @@ class _Frame:
         reads: of parameters of others that it has read, by slot.
         versions: torch's counts of changes in place to both, as it found them: a forward may write to its parameters
             (`nn.Embedding(max_norm=...)`, weights that are clamped).
+        sums: the checksums with which they were met, where they may be written through `.data`.
         saved: the saved-tensor hooks, if it was this forward that put them on.
         casting: the casting mode, if this is where autocast was first met.
         bared: the modules of the compiled region that this is.
@@ -67,6 +69,7 @@ class _Frame:
     pins: list[Pin] = field(default_factory=list)
     reads: dict[int, Pin] = field(default_factory=dict)
     versions: dict[ParamSlot, int] = field(default_factory=dict)
+    sums: dict[ParamSlot, tuple[int, int]] | None = None
     saved: AbstractContextManager[Any] | None = None
     casting: Casting | None = None
     bared: Bared | None = None
@@ -124,6 +127,7 @@ class Residency:
         self._handles: list[RemovableHandle] = []
         self._hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
         self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+        self._names_data: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     # ---- installing ------------------------------------------------------------------------------------------
 
@@ -147,6 +151,8 @@ class Residency:
         """Puts the forward hooks on a module that has none of them yet."""
         if module in self._hooked:
             return
+        if names_data(module):
+            self._names_data.add(module)
         if module is self.root:
             before = module.register_forward_pre_hook(self._enter_root_hook(), prepend=True, with_kwargs=True)
         else:
@@ -250,6 +256,7 @@ class Residency:
         if stack:
             stack[-1].versions.setdefault(slot, slot.param._version)
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
+            self._sum(stack, slot)
             return
         with INTERRUPTS:
             if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
@@ -258,6 +265,13 @@ class Residency:
                 self.pool.fault(value, write=self.writing)
             elif id(slot) not in stack[-1].reads:
                 stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
+            self._sum(stack, slot)
+
+    @staticmethod
+    def _sum(stack: list[_Frame], slot: ParamSlot) -> None:
+        """Takes note of what is there, where a forward may change it and torch would not count that."""
+        if stack and stack[-1].sums is not None and slot not in stack[-1].sums:
+            stack[-1].sums[slot] = checksum(slot.param)
 
     def _lend(self, slot: ParamSlot) -> None:
         """No forward and no backward: somebody's own code reads a parameter, and may want to write."""
@@ -298,7 +312,7 @@ class Residency:
                 self.regions.scan()
         entered = None if region is not None else module
         region = region or self.regions.at(module)
-        frame = _Frame(module, saved=self.saved.cover())
+        frame = _Frame(module, saved=self.saved.cover(), sums={} if module in self._names_data else None)
         if frame.saved is not None:
             frame.saved.__enter__()
         self.casts.enter()
@@ -314,6 +328,7 @@ class Residency:
             if slot.value.movable:
                 frame.pins.append(self.pool.pin(slot.value, write=self.writing))
             frame.versions[slot] = slot.param._version
+            self._sum(frames.stack, slot)
         if module._parameters:
             self._meet_autocast(frames, frame)
 
@@ -363,7 +378,8 @@ class Residency:
             frame.saved.__exit__(None, None, None)
         self.casts.leave()
         for slot, version in frame.versions.items():
-            if slot.param._version != version:
+            changed = slot.param._version != version
+            if changed or (frame.sums and slot in frame.sums and checksum(slot.param) != frame.sums[slot]):
                 slot.written()
         for pin in (*frame.pins, *frame.reads.values()):
             pin.release()

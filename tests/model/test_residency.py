@@ -463,26 +463,44 @@ class Writes(nn.Module):
         self.how = how
         if how == "hook":
             self.layers[1].register_forward_pre_hook(lambda module, args: self.shrink(module.weight))
+        if how == "data in a hook":
+            self.layers[1].register_forward_pre_hook(self.shrink_data)
 
     @staticmethod
     def shrink(weight: torch.Tensor) -> None:
         with torch.no_grad():
             weight.mul_(0.9)
 
+    @staticmethod
+    def shrink_data(module: nn.Module, args: object) -> None:
+        module.weight.data.mul_(0.9)
+
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         if self.how == "own":
             self.shrink(self.own)
         if self.how == "another's":
             self.shrink(self.layers[3].weight)
+        if self.how == "own data":
+            self.own.data.copy_(self.own.data.flip(0))
+        if self.how == "another's data":
+            self.layers[3].weight.data.mul_(0.9)
         out = self.layers(self.words(words) @ self.own)
         if self.how == "afterwards":
             self.shrink(self.layers[4].bias)
+        if self.how == "data afterwards":
+            self.layers[4].bias.data.mul_(0.9)
         return out
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host+disk"])
-@pytest.mark.parametrize("how", ["max_norm", "own", "another's", "afterwards", "hook"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("max_norm", "own", "another's", "afterwards", "hook"),
+        *("own data", "another's data", "data afterwards", "data in a hook"),
+    ],
+)
 def test_what_a_forward_writes_is_kept(how: str, kind: str, trains: bool, tmp_path: Path) -> None:
     def passes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         seen = []

@@ -1,0 +1,71 @@
+"""Writes to parameters that torch does not count: `self.weight.data.clamp_(...)` in a forward.
+
+What is changed in place raises the version of its tensor, and the end of a forward sees by that what has to be kept. A
+write through `.data` does not. So the values are summed before and after, in those modules alone whose code, or that of
+whose hooks, names `data` at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_LEFT_OUT = ("torch.", "transformers.modeling_utils", "peft.")
+"""Modules whose classes name `data` in other places than forwards."""
+
+_by_class: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def names_data(module: nn.Module) -> bool:
+    """Whether the code of a module's class, or of the hooks that it has by now, reads an attribute called `data`.
+
+    Left out are the classes of torch and peft, and the base of those of transformers: no forward of theirs writes so.
+    """
+    cls = type(module)
+    if cls not in _by_class:
+        _by_class[cls] = any(_names_data(function) for function in _functions_of(cls))
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return _by_class[cls] or any(map(_names_data, (*hooks, module.__dict__.get("forward"))))
+
+
+def _functions_of(cls: type) -> Iterator[Any]:
+    for base in cls.__mro__:
+        if base is not object and not base.__module__.startswith(_LEFT_OUT):
+            yield from vars(base).values()
+
+
+def _names_data(function: Any) -> bool:
+    """Of a function, a method, a property's getter; what wraps another counts with what it wraps."""
+    code = getattr(function, "__code__", None)
+    if code is not None and _code_names_data(code):
+        return True
+    within = (getattr(function, name, None) for name in ("__func__", "__wrapped__", "fget"))
+    return any(_names_data(inner) for inner in within if inner is not None)
+
+
+def _code_names_data(code: CodeType) -> bool:
+    within = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return "data" in code.co_names or any(map(_code_names_data, within))
+
+
+def checksum(values: torch.Tensor) -> tuple[int, int]:
+    """Two numbers that change with the bits of a tensor, and with the order of its rows and of its columns.
+
+    Args:
+        values: of any shape and dtype.
+    """
+    real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
+    bits = real.reshape(-1 if values.dim() < 2 else values.shape[0], 1 if values.dim() < 2 else real[0].numel())
+    table = bits.view(_BITS[real.dtype.itemsize])
+    return _weighed(table.sum(1, dtype=torch.int64)), _weighed(table.sum(0, dtype=torch.int64))
+
+
+def _weighed(sums: torch.Tensor) -> int:
+    return int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
