@@ -21,8 +21,9 @@ from ptm_accel.model.floor import Appetite
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import clip_coefficient, total_norm
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.rehearsal import rehearse
 from ptm_accel.optim.states import slot_of
-from ptm_accel.optim.support import appetite_of
+from ptm_accel.optim.support import appetite_of, grain_of
 from ptm_accel.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,12 @@ class TrainedModel(PagedModel):
             for param in group["params"]:
                 # Before the one that there is gives up its state.
                 slot_of(self.slots, param)
+        # Those that are refused by name are not tried.
+        grain_of(optimizer)
+        masters = self.config.master_weights is not None
+        state_tensors = rehearse(optimizer, masters=masters, device=self.pool.compute.device)
         self._meet_trainable()
-        floor = self._floor(appetite_of(optimizer))
+        floor = self._floor(appetite_of(optimizer, state_tensors=state_tensors))
         evaluated, self.evaluates = self.evaluates, False
         try:
             self._needs(floor, floor)
@@ -99,13 +104,14 @@ class TrainedModel(PagedModel):
             self.slots,
             self.gradients,
             self.pool,
-            master_weights=self.config.master_weights is not None,
+            master_weights=masters,
             window_bytes=self.window_bytes,
             batch_bytes=_asking(self, lambda model: model._batch_bytes(), 0),
             run_ahead=self.run_ahead,
             grown=_telling(self, TrainedModel._meet_appetite),
             overlap=_asking(self, lambda model: model._may_overlap(), False),
             synchronise=_asking(self, TrainedModel.synchronise, None),
+            state_tensors=state_tensors,
         )
         return self.optimizer
 

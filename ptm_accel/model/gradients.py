@@ -314,6 +314,9 @@ class Gradients:
                     "Set update='blocking', and resume from the last checkpoint."
                 )
             refuse_sparse(grad, given)
+            if self.arriving is not None:
+                # What is pending of clipping is for those that were there when it was asked for.
+                self.arriving()
             grad.forget()
             grad.add(given)
 

@@ -95,7 +95,7 @@ class Arithmetic:
                 params.append(param)
             inner.param_groups = [group for group in groups if group["params"]]
             with pieces if pieces is not None else nullcontext():
-                _bare_step(inner)
+                bare_step(inner)
             if pieces is not None:
                 pieces.check_done()
             for unit, param in zip(units, params, strict=True):
@@ -266,7 +266,7 @@ def _apart(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _bare_step(optimizer: torch.optim.Optimizer) -> None:
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without its step hooks, which belong to a whole step and not to each part of it."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):

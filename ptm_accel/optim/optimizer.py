@@ -45,6 +45,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         batch_bytes: see `Sweep`.
         run_ahead: is told when a pass has ended and its update begins.
         grown: is told what updates need when that is something else than before; refuses what does not fit.
+        state_tensors: full-size tensors of its state, where it was tried; None where they are known.
         synchronise: makes gradients the mean over several processes, where there are some.
         overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
 
@@ -66,6 +67,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         overlap: Callable[[], bool],
         grown: Callable[[Appetite], None],
         synchronise: Callable[[], None],
+        state_tensors: int | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
         self.__dict__.update(inner.__dict__)
@@ -78,7 +80,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._param_groups: list[dict[str, Any]] = self.__dict__.pop("param_groups")
         self._patch_step_function()
         self.inner = inner
-        self.appetite = appetite_of(inner)
+        self._appetite_of = partial(appetite_of, inner, state_tensors=state_tensors)
+        self.appetite = self._appetite_of()
         self._gradients = gradients
         self._pool = pool
         self._run_ahead = run_ahead
@@ -219,7 +222,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not self._elementwise or hooks_of_others(self):
             return False
         # What has to be made room for is met, or refused, by the step.
-        if appetite_of(self.inner) != self.appetite:
+        if self._appetite_of() != self.appetite:
             return False
         states = {state.slot.name: state for state in self._states if self._can_wait(state)}
         if states:
@@ -441,7 +444,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             BudgetError: with them updates need more than there is; nothing has been changed.
         """
         now = [{**here, **there} for here, there in zip(self.param_groups, groups, strict=True)]
-        appetite = appetite_of(self.inner, now)
+        appetite = self._appetite_of(now)
         if appetite != self.appetite:
             self._grown(appetite)
             self.appetite = self._sweep.appetite = self.on_host.appetite = appetite

@@ -313,9 +313,14 @@ def slot_of(slots: SlotTable, param: nn.Parameter) -> ParamSlot:
     """Where a parameter of an optimizer lives.
 
     Raises:
-        UnsupportedError: it is not the model's.
+        UnsupportedError: it is not the model's, or has no elements.
     """
     slot = slots.of(param)
+    if slot is None and not param.numel():
+        raise UnsupportedError(
+            f"the optimizer holds a parameter without elements, of shape {tuple(param.shape)}, for which there is no "
+            "page. Call requires_grad_(False) on it, and make the optimizer of those that require gradients."
+        )
     if slot is None:
         raise UnsupportedError(
             f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's. "

@@ -71,21 +71,26 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
 
 
 _STATE_TENSORS = {"Adafactor": 0, "Muon": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1}
-"""Full-size state tensors of optimizers that keep another number than two."""
+"""Full-size state tensors of optimizers that keep another number than two, where that was not found by trying."""
 
 
-def appetite_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None) -> Appetite:
+def appetite_of(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None, *, state_tensors: int | None = None
+) -> Appetite:
     """What the optimizer needs in memory to update a parameter.
 
     Args:
         optimizer: which one.
         groups: the hyperparameters to go by; those that it has by default.
+        state_tensors: full-size tensors of its state, where it was tried (`ptm_accel.optim.rehearsal`).
 
     Raises:
         UnsupportedError: the optimizer cannot run on pages; says why.
     """
     cls, groups = type(optimizer), optimizer.param_groups if groups is None else groups
     if grain_of(optimizer) is Grain.TENSOR:
+        if state_tensors is not None:
+            return Appetite(state_tensors, scratch_tensors=3, whole=True)
         state = _STATE_TENSORS.get(cls.__name__, 2)
         state += cls.__name__ == "RMSprop" and any(g["momentum"] for g in groups)
         state += cls.__name__ == "RMSprop" and any(g["centered"] for g in groups)

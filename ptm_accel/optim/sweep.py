@@ -195,8 +195,10 @@ class Sweep:
             if not key and unit.overwrites and tensor.place is Place.AWAY:
                 self.pool.occupy(tensor)
                 unit.occupied = True
-            elif (unit.whole or (unit.start == 0 and self._admit(tensor, unit))) and not self.pool.ahead.prefetch(
-                tensor
+            elif (
+                not tensor.place.resident
+                and (unit.whole or (unit.start == 0 and self._admit(tensor, unit)))
+                and not self.pool.ahead.prefetch(tensor)
             ):
                 self.pool.fault(tensor)
             unit.windows[key] = self.pool.windows.open(tensor, unit.start, unit.stop)

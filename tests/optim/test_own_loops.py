@@ -244,8 +244,8 @@ def test_gradients_that_torch_would_use_once_more_are_told_of(
     )
 
 
-@pytest.mark.parametrize("clips", [True, False])
-def test_gradients_that_are_put_in_their_place_are_used(clips: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clips", ["never", "before", "after"])
+def test_gradients_that_are_put_in_their_place_are_used(clips: str, tmp_path: Path) -> None:
     """As by those who combine the gradients of several losses; some over what a backward has left, some not."""
 
     def loop(model: nn.Module, optimizer: Any, clip: Any) -> list[float]:
@@ -254,12 +254,15 @@ def test_gradients_that_are_put_in_their_place_are_used(clips: bool, tmp_path: P
             params = list(model.parameters())
             if number % 2:
                 said.append(float(backward(model, 2 * number)))
+            if clips == "before":
+                # What is given after it is not clipped.
+                said.append(float(clip(LEAST)) if number % 2 else 0.0)
             loss = loss_of(model, number)
             said.append(float(loss.detach()))
             some = params if number % 3 else params[:3]
             for param, grad in zip(some, torch.autograd.grad(loss, some), strict=True):
                 param.grad = grad
-            if clips:
+            if clips == "after":
                 said.append(float(clip(LEAST)))
             optimizer.step()
             optimizer.zero_grad()

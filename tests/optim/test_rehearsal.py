@@ -1,0 +1,361 @@
+"""Optimizers that nobody knows are tried on small tensors: those that couple tensors are refused, others are not."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ptm_accel.errors import BudgetError, UnsupportedError
+from ptm_accel.optim.rehearsal import rehearse
+from tests.optim.test_optimizers import Lion, Trust
+from tests.tiers import at_floor, on_pages
+
+CPU = torch.device("cpu")
+
+
+class Descent(torch.optim.Optimizer):
+    """What the others here are derived from: gradient descent, with a factor that a subclass makes."""
+
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    def factor(self) -> float | torch.Tensor:
+        """Once a call of `step`."""
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        factor = self.factor()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * factor * group["lr"])
+
+
+class NormOfAll(Descent):
+    def factor(self) -> torch.Tensor:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return 1 / torch.nn.utils.get_total_norm(grads)
+
+
+class CountsCalls(Descent):
+    calls = 0
+
+    def factor(self) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+class CountsInATensorOfItsGroup(Descent):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, count=torch.zeros(()))
+
+    def factor(self) -> float:
+        for group in self.param_groups:
+            group["count"] += 1
+        return float(1 / self.param_groups[0]["count"])
+
+
+class CountsInItsGroup(Descent):
+    """Every part of a step starts from the same count, so this one is right."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, count=0)
+
+    def factor(self) -> float:
+        for group in self.param_groups:
+            group["count"] += 1
+        return 1 / float(self.param_groups[0]["count"])
+
+
+class LearnsItsRate(Descent):
+    """As Prodigy and D-Adaptation do: one rate for all, from sums over all tensors, kept in the group."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, d=1e-3)
+
+    def factor(self) -> float:
+        for group in self.param_groups:
+            group["d"] = max(group["d"], sum(float(p.grad.abs().sum()) for p in group["params"]))
+        return float(self.param_groups[0]["d"])
+
+
+class SharesState(Descent):
+    """The numbers of all in the state of the first."""
+
+    def factor(self) -> float:
+        state = self.state[self.param_groups[0]["params"][0]]
+        state["sum"] = state.get("sum", 0.0) + sum(
+            float(p.grad.sum()) for group in self.param_groups for p in group["params"]
+        )
+        return float(state["sum"])
+
+
+class NotesTheNorm(Descent):
+    """Its parameters are right, and what it keeps of each is not."""
+
+    def factor(self) -> float:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["norm"] = torch.nn.utils.get_total_norm([q.grad for q in group["params"]])
+        return 1.0
+
+
+class NotesTheNormInItsGroup(Descent):
+    def factor(self) -> float:
+        for group in self.param_groups:
+            group["norm"] = float(torch.nn.utils.get_total_norm([p.grad for p in group["params"]]))
+        return 1.0
+
+
+class Around(Descent):
+    """As Lookahead and SAM are made: around another optimizer, whose groups are its own."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.base = torch.optim.SGD(params, lr=0.1)
+
+
+class AroundSeveral(Descent):
+    def __init__(self, params: Iterable[Any]) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.bases = [torch.optim.SGD(params, lr=0.1)]
+
+
+class Noisy(Descent):
+    """Draws for each tensor in turn, which is the same in one call and in several."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.generator = torch.Generator().manual_seed(3)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn(p.shape, generator=self.generator) + torch.randn(p.shape), alpha=1e-3)
+
+
+class Hoards(Descent):
+    """More state than most: four tensors for each of two dimensions, five for the others."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    for key in "abcd" if p.dim() == 2 else "abcde":
+                        self.state[p].setdefault(key, torch.zeros_like(p)).add_(p.grad)
+                    p.sub_(self.state[p]["d"], alpha=group["lr"])
+
+
+class MakesNaN(Descent):
+    def factor(self) -> float:
+        return float("nan")
+
+
+class Derived(torch.optim.AdamW):
+    """Of a module that nobody knows, but no other arithmetic."""
+
+
+class KeepsAList(Descent):
+    """Goes by the parameters that it was given, whatever is in its groups."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self.given = list(params)
+        super().__init__(self.given)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for p in self.given:
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+class OnlyLarge(Descent):
+    def factor(self) -> float:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.numel() < 1000:
+                    raise ValueError("too small for its blocks")
+        return 1.0
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def tried(optimizer: torch.optim.Optimizer) -> int | None:
+    return rehearse(optimizer, masters=False, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [
+        (NormOfAll, "the parameters"),
+        (CountsCalls, "the parameters"),
+        (CountsInATensorOfItsGroup, "the parameters"),
+        (LearnsItsRate, "the parameters"),
+        (SharesState, "the parameters"),
+        (NotesTheNorm, "the state"),
+        (NotesTheNormInItsGroup, "the parameter groups"),
+    ],
+)
+def test_what_couples_tensors_is_refused(cls: type[Descent], what: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        tried(cls(model().parameters()))
+    assert str(caught.value) == (
+        f"the optimizer {cls.__name__} cannot run on pages: tried on 3 small tensors for 3 steps, {what} came out "
+        "otherwise when it was called for one tensor at a time, as pages need it, than for all at once. It couples "
+        "tensors (by a norm over all gradients?), or counts the calls of its step outside of param_groups and state. "
+        "Use torch.nn.utils.clip_grad_norm_ for norms, and state[p] for counts."
+    )
+
+
+@pytest.mark.parametrize(("cls", "name"), [(Around, "base"), (AroundSeveral, "bases")])
+def test_what_updates_through_another_is_refused(cls: type[Descent], name: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        tried(cls(model().parameters()))
+    assert str(caught.value) == (
+        f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute {name!r}, "
+        "SGD), which would not see what is on pages. Use that one by itself."
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (Descent, 0),
+        (Lion, 1),
+        (Trust, 0),
+        (CountsInItsGroup, 0),
+        (Noisy, 0),
+        (MakesNaN, 0),
+        (Hoards, 5),
+        (Derived, 2),
+        (lambda p: Derived(p, fused=True), 2),
+        (lambda p: Derived(p, foreach=True, amsgrad=True), 3),
+        (torch.optim.Adafactor, None),
+        (transformers.Adafactor, None),
+    ],
+)
+def test_what_updates_each_tensor_by_itself_is_taken(
+    make: Callable[[Any], torch.optim.Optimizer], kept: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    matrices = [p for p in model().parameters() if p.dim() == 2]
+    with caplog.at_level(logging.WARNING):
+        assert tried(make(matrices if make is Trust else list(model().parameters()))) == kept
+    assert not caplog.records
+
+
+def test_what_is_kept_is_part_of_the_least_budget(tmp_path: Path) -> None:
+    """An optimizer that keeps more than two moments gets the room for them, or is refused before the first step."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 8))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for number in range(3):
+            loss = model(torch.full((2, 128), 1.0 + number)).square().sum()
+            losses.append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    refused = net()
+    with (
+        at_floor(refused, tmp_path) as engine,
+        pytest.raises(BudgetError, match="Set host_memory to at least") as least,
+    ):
+        engine.bind_optimizer(Hoards(refused.parameters(), lr=1e-4))
+    (nbytes,) = re.findall(r"at least (\d+) bytes", str(least.value))
+    model, plain = net(), net()
+    with on_pages(model, "host+disk", int(nbytes), tmp_path) as engine:
+        paged = train(model, engine.bind_optimizer(Hoards(model.parameters(), lr=1e-4)))
+    assert paged == train(plain, Hoards(plain.parameters(), lr=1e-4))
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.zeros(())])
+def test_a_rate_of_zero_hides_nothing(lr: float | torch.Tensor) -> None:
+    """A warm-up begins with one."""
+    with pytest.raises(UnsupportedError, match="NormOfAll cannot run on pages"):
+        tried(NormOfAll(model().parameters(), lr=lr))
+
+
+def test_tensors_of_several_groups_are_coupled_too() -> None:
+    params = list(model().parameters())
+    with pytest.raises(UnsupportedError, match="tried on 2 small tensors"):
+        tried(NormOfAll([{"params": params[:1]}, {"params": params[1:2]}]))
+
+
+def test_nothing_of_the_optimizer_is_touched() -> None:
+    params = list(model().parameters())
+    before = [p.detach().clone() for p in params]
+    optimizer = Noisy(params)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    drawn, own = torch.get_rng_state(), optimizer.generator.get_state()
+    tried(optimizer)
+    assert not called
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(optimizer.generator.get_state(), own)
+    assert all(p.grad is None for p in params)
+    assert all(map(torch.equal, params, before))
+    counting = CountsInItsGroup(params)
+    tried(counting)
+    assert counting.param_groups[0]["count"] == 0
+    with pytest.raises(UnsupportedError):
+        tried(calls := CountsCalls(params))
+    assert calls.calls == 0
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_what_changes_nothing_is_said(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    params = [*model().parameters(), *nn.Linear(size, size).parameters()]
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with caplog.at_level(logging.WARNING):
+        assert tried(KeepsAList(params)) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "the optimizer KeepsAList changed none of 3 small tensors in 3 steps. If it goes by a list of its own in the "
+        "place of param_groups, it will not change what is on pages."
+    ]
+    assert all(map(torch.equal, params, before))
+
+
+def test_what_cannot_be_tried_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        tried(OnlyLarge(model().parameters()))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the optimizer OnlyLarge could not be tried on small tensors (ValueError: too small for its blocks). Pages "
+        "call it for some tensors at a time; if it couples tensors, or counts the calls of its step, its numbers will "
+        "differ from a plain run's."
+    ]
+
+
+def test_it_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
+    """By the engine, which goes on with the optimizer that it had."""
+    net = model()
+    with at_floor(net, tmp_path) as engine:
+        first = engine.bind_optimizer(torch.optim.AdamW(net.parameters(), fused=True))
+        with pytest.raises(UnsupportedError, match="NormOfAll cannot run on pages"):
+            engine.bind_optimizer(NormOfAll(net.parameters()))
+        assert engine.optimizer is first
+        net(torch.ones(2, 16)).sum().backward()
+        first.step()
