@@ -13,7 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from types import FrameType
+
+_MAIN = threading.main_thread().ident
 
 Handler = Callable[[int, "FrameType | None"], object]
 
@@ -22,17 +25,16 @@ class Interrupts:
     """Of this process; the one instance is `INTERRUPTS`. Threads other than the main one are not concerned."""
 
     def __init__(self) -> None:
-        self._main = threading.main_thread().ident
         self._handler: Handler | None = None
         self._pressed: list[Callable[[], object]] = []
         self._sections = self._waits = self._wholes = 0
 
     def __enter__(self) -> None:
-        if threading.get_ident() == self._main:
+        if get_ident() == _MAIN:
             self._sections += 1
 
     def __exit__(self, *exc: object) -> None:
-        if threading.get_ident() == self._main:
+        if get_ident() == _MAIN:
             self._sections -= 1
             if self._pressed and not self._sections:
                 self._pass_on()
@@ -41,7 +43,7 @@ class Interrupts:
     def watched(self) -> Iterator[None]:
         """While it lasts sections are kept whole. A second Ctrl-C is passed on at once."""
         before, outer = signal.getsignal(signal.SIGINT), self._handler
-        if threading.get_ident() != self._main or not callable(before) or before == self._note:
+        if get_ident() != _MAIN or not callable(before) or before == self._note:
             yield
             return
         try:
@@ -67,7 +69,7 @@ class Interrupts:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A wait that may be broken off: whoever is inside copes with an error in it."""
-        main = threading.get_ident() == self._main
+        main = get_ident() == _MAIN
         self._waits += main
         try:
             yield
@@ -76,7 +78,7 @@ class Interrupts:
 
     def look(self) -> None:
         """In the middle of a wait: passes on a Ctrl-C that was pressed meanwhile."""
-        if self._pressed and self._waits and not self._wholes and threading.get_ident() == self._main:
+        if self._pressed and self._waits and not self._wholes and get_ident() == _MAIN:
             self._pass_on()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -95,17 +97,25 @@ INTERRUPTS = Interrupts()
 
 
 class BookLock:
-    """A re-entrant lock; whoever holds it is in a section."""
+    """A re-entrant lock; whoever holds it is in a section.
 
-    __slots__ = ("_lock",)
+    It is taken thousands of times a step. So what `INTERRUPTS` does at a section's ends stands here once more.
+    """
+
+    __slots__ = ("_acquire", "_release")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        lock = threading.RLock()
+        self._acquire, self._release = lock.acquire, lock.release
 
     def __enter__(self) -> None:
-        INTERRUPTS.__enter__()
-        self._lock.acquire()
+        if get_ident() == _MAIN:
+            INTERRUPTS._sections += 1
+        self._acquire()
 
     def __exit__(self, *exc: object) -> None:
-        self._lock.release()
-        INTERRUPTS.__exit__()
+        self._release()
+        if get_ident() == _MAIN:
+            INTERRUPTS._sections -= 1
+            if INTERRUPTS._pressed and not INTERRUPTS._sections:
+                INTERRUPTS._pass_on()

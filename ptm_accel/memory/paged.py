@@ -39,10 +39,12 @@ class Place(enum.Enum):
     DIRTY = "dirty"
     """In an extent only; what the home holds, if anything, is out of date."""
 
-    @property
-    def resident(self) -> bool:
-        """Whether there is an extent that can be used now."""
-        return self in (Place.CLEAN, Place.DIRTY, Place.LENT)
+    resident: bool
+    """Whether there is an extent that can be used now."""
+
+    def __init__(self, value: str) -> None:
+        # Kept, since it is asked for thousands of times a step.
+        self.resident = value in ("clean", "dirty", "lent")
 
 
 class Occupant(Protocol):

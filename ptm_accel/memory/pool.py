@@ -227,21 +227,25 @@ class Pool:
             DiskError: the transfer failed.
         """
         with self.lock:
-            if self.owed is not None:
-                self.owed.before_use(tensor)
-            if self.adviser is not None and not self._silent:
-                self.adviser.accessed(tensor, write=write)
-            if tensor.place.resident:
-                if not tensor.pins:
-                    self.shelf.touch(tensor)
-            elif tensor.place is Place.ARRIVING:
-                self.ahead.receive(tensor)
-            else:
-                self._bring(tensor)
-            if write:
-                tensor.place, tensor.origin = Place.DIRTY, None
-            assert tensor.extent is not None
-            return tensor.extent.tensor
+            return self._fault(tensor, write)
+
+    def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
+        """`fault`, for those who have the lock."""
+        if self.owed is not None:
+            self.owed.before_use(tensor)
+        if self.adviser is not None and not self._silent:
+            self.adviser.accessed(tensor, write=write)
+        if tensor.place.resident:
+            if not tensor.pins:
+                self.shelf.touch(tensor)
+        elif tensor.place is Place.ARRIVING:
+            self.ahead.receive(tensor)
+        else:
+            self._bring(tensor)
+        if write:
+            tensor.place, tensor.origin = Place.DIRTY, None
+        assert tensor.extent is not None
+        return tensor.extent.tensor
 
     def lend(self, tensor: PagedTensor) -> torch.Tensor:
         """As `fault`, for somebody who may write to it without saying so: whether they did is seen when it leaves.
@@ -259,7 +263,7 @@ class Pool:
     def pin(self, tensor: PagedTensor, *, write: bool = False) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
         with self.lock:
-            self.fault(tensor, write=write)
+            self._fault(tensor, write)
             tensor.pins += 1
             self.shelf.take(tensor)
             return Pin(self, tensor)

@@ -131,7 +131,9 @@ class Windows:
             window.pin = self._pool.pin(window.source)
         else:
             self._pool.fault(window.source)
-        window.tensor = window.pin.tensor.view(-1)[window.start : window.stop]
+        elements = window.pin.tensor.view(-1)
+        whole = window.stop - window.start == window.source.numel
+        window.tensor = elements if whole else elements[window.start : window.stop]
 
     def close(self, window: Window, *, wrote: bool) -> None:
         """Ends a window; what was written is on its way home (or in the extent) afterwards.
