@@ -62,6 +62,6 @@ def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float]) -> str
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     quarter = statistics.quantiles(ratios, n=4)
     return (
-        f"| {name} | {statistics.median(ours):.3f} s | {statistics.median(theirs):.3f} s | "
+        f"| {name} | {statistics.median(ours):.4g} s | {statistics.median(theirs):.4g} s | "
         f"{statistics.median(ratios):.3f} | {quarter[0]:.3f} to {quarter[2]:.3f} | {len(ratios)} |"
     )
