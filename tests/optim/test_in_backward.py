@@ -347,6 +347,8 @@ def test_an_update_that_fails_ends_backward(
     with paged(tmp_path) as (model, engine, optimizer):
         for number in range(4):
             step(model, engine, optimizer, number)
+        # What is left of the step before would fail in the forward, before any update of the next has begun.
+        optimizer.settle()
         with monkeypatch.context() as broken:
             broken.setattr(Sweep, "carry_out", fail)
             with caplog.at_level(logging.ERROR), pytest.raises(DiskError, match="the disk is gone"):
