@@ -23,6 +23,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.thinning import thin
+
 # What is measured of this machine under a test is not for the user's own cache; child processes share this one.
 _CACHE = tempfile.TemporaryDirectory(prefix="ptm_accel-cache-")
 os.environ["PTM_ACCEL_CACHE"] = _CACHE.name
@@ -49,8 +51,13 @@ def _nobody_else(request: pytest.FixtureRequest) -> None:
         gc.collect()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no CUDA; pytest counts and lists them (`-ra`)."""
+    """Thins out tests that have many cases, before `-m` looks at their marks; skips those marked `gpu` without CUDA.
+
+    pytest counts and lists what is skipped (`-ra`).
+    """
+    thin(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs CUDA")

@@ -65,6 +65,7 @@ def check_trainer(entry: Entry, job: Job, budget: str, tmp_path: Path, memory: s
     assert_same(paged, plain)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("name", "checkpointing"), IN_TURN)
 def test_autocast(name: str, checkpointing: str, tmp_path: Path) -> None:
     """`bf16=True` on fp32 parameters."""
@@ -93,11 +94,13 @@ NARROW = (
 )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", NARROW)
 def test_pure_bf16(name: str, tmp_path: Path) -> None:
     check_trainer(narrowed(ENTRIES[name]), Job(accumulation=3), "floor", tmp_path)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("checkpointing", ENTRIES["lora"].checkpointing)
 def test_bf16_base_with_fp32_adapters(checkpointing: str, tmp_path: Path) -> None:
     """Gradients of two dtypes in one norm, and a frozen base that is cast by nobody."""
@@ -116,6 +119,7 @@ def check_masters(entry: Entry, recipe: Recipe, budget: str, tmp_path: Path, mem
     assert_same(paged, oracle)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", NARROW)
 def test_masters(name: str, accumulation: int, tmp_path: Path) -> None:
@@ -125,6 +129,7 @@ def test_masters(name: str, accumulation: int, tmp_path: Path) -> None:
     check_masters(narrowed(ENTRIES[name]), recipe, budget, tmp_path)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("memory", ["mock+host", "mock+host+disk"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_masters_in_all_memories(budget: str, memory: str, tmp_path: Path) -> None:
@@ -136,6 +141,7 @@ def single(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("make", [adamw, single])
 def test_masters_of_a_mixed_model(

@@ -261,11 +261,13 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
     return twins.begun
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("seed", range(16))
 def test_any_order(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("seed", range(1000, 1006))
 def test_any_order_with_updates_on_the_cpu(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path, on_host=True)

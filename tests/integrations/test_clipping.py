@@ -48,6 +48,7 @@ def clip_in_two(parameters: list[nn.Parameter]) -> torch.Tensor:
     return norm
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("room", ["roomy", "tight"])
 @pytest.mark.parametrize(
     "clip",
@@ -162,6 +163,7 @@ def dropping(accelerator: Accelerator, tiny: ModuleType, drop: Callable[[Any], A
     return weights
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("room", ["roomy", "tight"])
 @pytest.mark.parametrize(
     "drop",

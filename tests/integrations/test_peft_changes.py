@@ -39,6 +39,7 @@ def test_merged_and_unmerged(method: str, compare: Callable[..., None]) -> None:
     compare(story)
 
 
+@pytest.mark.thinned(5)
 @on(
     lora_before_training=False,
     lora_after_training=True,

@@ -55,6 +55,7 @@ class Loop:
         return self.weights(self.accelerator.unwrap_model(self.model))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("first", "second"), [("paged", "paged"), ("paged", "plain"), ("plain", "paged")])
 @pytest.mark.parametrize("budget", ["roomy", "tight"])
 def test_resuming_goes_on_exactly(

@@ -86,6 +86,7 @@ def _steps(outcome: dict[str, Any]) -> list[Any]:
     return [line for line in outcome["history"] if "loss" in line]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("first", "second"), [("tight", "roomy"), ("roomy", "tight")])
 def test_ten_steps_are_five_and_five_in_a_new_process(
     first: str, second: str, tiny: ModuleType, tight: dict[str, Any], uninterrupted: dict[str, Any], tmp_path: Path

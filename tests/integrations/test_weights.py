@@ -29,6 +29,7 @@ from tests.tiers import config, open_memory
 from tests.zoo import ENTRIES
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("shard", ["60KB", "1GB"])
 def test_saved_weights_are_read_into_a_model_on_pages(name: str, shard: str, saved: Save, tmp_path: Path) -> None:

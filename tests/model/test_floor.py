@@ -176,6 +176,7 @@ def test_a_byte_less_is_refused_with_the_figure_and_the_name(name: str, kind: st
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "mamba"])
 def test_what_is_used_comes_close_to_the_floor(name: str, tmp_path: Path) -> None:
     """With all that can be asked for at once (checkpointing, autocast, accumulation) or without."""
@@ -210,6 +211,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     ("recipe", "dials"),
     [

@@ -81,6 +81,7 @@ def check_against_record(name: str, kind: str, precision: str, folder: Path) -> 
     assert {use for _, use, _ in uses(ours)} >= {Use.READ, Use.CREATE}
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize(("name", "kind", "precision"), SOME)
 def test_the_engine_records_what_was_forecast(name: str, kind: str, precision: str, tmp_path: Path) -> None:
     check_against_record(name, kind, precision, tmp_path)

@@ -416,6 +416,7 @@ def test_evaluation_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
         assert engine.pool.stats.stored_bytes - before <= sum(s.value.slot_bytes for s in engine.slots)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "qwen2-moe"])
 def test_generation_gives_the_same_tokens(name: str, autocast: bool, tmp_path: Path) -> None:
@@ -492,6 +493,7 @@ class Writes(nn.Module):
         return out
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host+disk"])
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def check_calls(calls: list[list[int]], budget: str) -> None:
     assert all(sum(call[:-1]) < PIECE for call in calls)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("budget", ["fits", "floor"])
 @pytest.mark.parametrize("name", FUSED)
 def test_masters_in_pieces(name: str, budget: str, called: list[list[int]], tmp_path: Path) -> None:
@@ -87,6 +88,7 @@ def test_masters_in_pieces(name: str, budget: str, called: list[list[int]], tmp_
     assert_same(paged, oracle)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("budget", ["fits", "floor"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_masters_of_sums(accumulation: int, budget: str, called: list[list[int]], tmp_path: Path) -> None:
@@ -99,6 +101,7 @@ def test_masters_of_sums(accumulation: int, budget: str, called: list[list[int]]
     assert_same(paged, oracle)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("budget", ["fits", "floor"])
 @pytest.mark.parametrize("name", [*FUSED, "adagrad"])
 def test_clipped_gradients_in_pieces(name: str, budget: str, called: list[list[int]], tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
         assert same_bits(values[name].clone(), value), name
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize(
     "make",
@@ -501,6 +502,7 @@ class Uneven(nn.Module):
         return self.last(x.tanh()) if self.twice else x
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("seed", range(14))
 def test_windows_that_are_open_give_way_to_backward(kind: str, seed: int, tmp_path: Path) -> None:

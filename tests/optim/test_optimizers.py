@@ -139,6 +139,7 @@ def check(name: str, recipe: Recipe, budget: str, tmp_path: Path, kind: str = "h
     assert_same(paged, plain)
 
 
+@pytest.mark.thinned(14)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers_under_the_least_budget(name: str, tmp_path: Path) -> None:
     check("qwen2-moe", Recipe(optimizer=OPTIMIZERS[name], clip=0.3), "floor", tmp_path)
@@ -161,6 +162,7 @@ def test_the_same_numbers_everywhere(name: str, model: str, budget: str, kind: s
 OFFERED = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "adafactor", "rmsprop")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("optim", OFFERED)
 def test_what_the_trainer_offers(optim: str, tmp_path: Path) -> None:
     """`optim=` by name, in the Trainer's own groups, with its scheduler."""

@@ -162,6 +162,7 @@ CHANGES: list[Change] = [
 ]
 
 
+@pytest.mark.thinned(20)
 @pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
 @pytest.mark.parametrize("change", CHANGES)
