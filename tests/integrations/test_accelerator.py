@@ -51,6 +51,7 @@ def _loop(accelerator: Accelerator, tiny: ModuleType, *, by_value: float | None 
     return seen, tiny.weights(accelerator.unwrap_model(model)), accelerator.get_state_dict(model)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}])
 @pytest.mark.parametrize("by_value", [None, 1e-3])
 def test_a_loop_gives_the_same_numbers(
@@ -74,6 +75,7 @@ accelerator.prepare(model)
 """
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("setup", "prefix"),
     [
@@ -191,6 +193,33 @@ def test_an_optimizer_of_another_accelerator_is_refused(tiny: ModuleType) -> Non
     accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
     with pytest.raises(UnsupportedError, match=r"the optimizer SGD was prepared by an Accelerator without pages"):
         accelerator.prepare(model, prepared)
+
+
+def test_several_optimizers_of_one_model(tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=tiny.budget("tight", tmp_path))
+    model = tiny.model()
+    body, head = torch.optim.AdamW(model.model.parameters(), lr=1e-3), torch.optim.SGD(model.lm_head.parameters())
+    with pytest.raises(
+        UnsupportedError, match=r"prepare\(\) was given 2 optimizers \(AdamW, SGD\) .*LlamaForCausalLM\)"
+    ):
+        accelerator.prepare(model, body, head)
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.optimizer is None, "nothing has been bound"
+    model, body = accelerator.prepare(model, body)
+    assert "takes the place" not in caplog.text
+    accelerator.prepare(head)
+    assert "the optimizer SGD takes the place of AdamW, which was prepared for the same model" in caplog.text
+    with pytest.raises(UnsupportedError, match="one optimizer a parameter group for each"):
+        body.step()
+
+
+def test_several_models_each_with_its_optimizer(tiny: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=tiny.budget("roomy", Path()))
+    one, other = tiny.model(), tiny.model(seed=1)
+    prepared = accelerator.prepare(one, other, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other)))
+    assert len(prepared) == 4
+    assert not caplog.records
 
 
 def test_clipping_a_part_is_refused_and_others_are_clipped_as_ever(tiny: ModuleType) -> None:
