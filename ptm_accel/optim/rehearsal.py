@@ -149,7 +149,10 @@ def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: boo
     copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     devices = [value.device for _, value in rows if value.is_cuda][:1]
     with torch.random.fork_rng(devices):
-        torch.manual_seed(0)
+        # `torch.manual_seed` means all cards, also those that nobody has used yet.
+        torch.default_generator.manual_seed(0)
+        for device in devices:
+            torch.cuda.default_generators[device.index].manual_seed(0)
         generator = torch.Generator().manual_seed(1)
         for _ in range(_STEPS):
             for size, (_, param) in enumerate(params, 1):
