@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ptm_accel.errors import BudgetError
+from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.memory.copies import joined
 from ptm_accel.memory.paged import PagedTensor, Place
 
@@ -41,7 +41,12 @@ class Ahead:
                 pool.room.collect()
             if tensor.slot_bytes > pool.budget.free_bytes:
                 return False
-            load = pool.begin_load(tensor)
+            try:
+                load = pool.begin_load(tensor, moves=False)
+            except DeviceBudgetError:
+                # A card whose free memory is in pieces, or that others fill. Whoever must have the tensor makes room,
+                # or is told; a step that cannot go on is refused at its end at the latest.
+                return False
             if load is None:
                 pool.settle_in(tensor, Place.DIRTY)
                 return True

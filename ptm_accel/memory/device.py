@@ -84,23 +84,39 @@ def device_refusal(device: str, asked: int, allocated: int, reserved: int, total
 class CudaTransfer:
     """A copy on one of a `CudaTier`'s streams, with the event that marks its end.
 
-    It holds no tensor: torch's allocator keeps device memory from being reused under the copy (`record_stream`), and
-    the tier keeps the host tensor. So a transfer that somebody keeps does not keep a block from being recycled.
+    What a copy out reads, torch's allocator keeps from being reused under it (`record_stream`); the host tensor is kept
+    by the tier. What a copy in fills is kept here until compute has been ordered behind the copy, or the copy has
+    ended: were it recorded as well, the block would be free again only when all that was queued on that stream by then
+    has ended, other copies in that wait for compute included. So a transfer that is ordered or done keeps no block.
+
+    Args:
+        event: marks its end.
+        device: where compute waits for it.
+        filled: what a copy in fills, and the stream that it runs on.
     """
 
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_device", "_event", "_filled")
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        device: torch.device,
+        filled: tuple[torch.Tensor, torch.cuda.Stream] | None = None,
+    ) -> None:
         self._event = event
         self._device = device
+        self._filled = filled
 
     def done(self) -> bool:
         """Whether the copy has ended, well or not."""
         try:
-            return bool(self._event.query())
+            ended = bool(self._event.query())
         except RuntimeError:
             # The device has failed; wait() raises what query() raised.
-            return True
+            ended = True
+        if ended:
+            self._filled = None
+        return ended
 
     def wait(self) -> None:
         """Blocks the host until this copy has ended, and for nothing else.
@@ -109,10 +125,18 @@ class CudaTransfer:
             RuntimeError: the device has failed (torch's error).
         """
         self._event.synchronize()
+        self._filled = None
 
     def order(self) -> None:
         """Makes the calling thread's compute stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._filled = None
+
+    def __del__(self) -> None:
+        # Nobody waits for it any more, and it may still run.
+        if self._filled is not None:
+            octets, stream = self._filled
+            octets.record_stream(stream)
 
 
 class _Running(NamedTuple):
@@ -122,7 +146,7 @@ class _Running(NamedTuple):
         direction: which way.
         began: the event before it.
         ended: the event after it.
-        on_host: the host tensor; that on the device is guarded by `record_stream`.
+        on_host: the host tensor; for that on the device see `CudaTransfer`.
     """
 
     direction: CopyDirection
@@ -150,7 +174,8 @@ class CudaTier:
         self._scale = EventScale()
         self._live_bytes = 0
         CudaTier._open.add(self)
-        self._lock = threading.Lock()
+        # A handler of signals may look at pages in the middle of a copy.
+        self._lock = threading.RLock()
 
     @property
     def live_bytes(self) -> int:
@@ -249,10 +274,11 @@ class CudaTier:
                 # A blocking event lets the waiting thread sleep: the cores are needed for updates on the CPU.
                 ended = torch.cuda.Event(enable_timing=True, blocking=True)
                 ended.record(stream)
-            on_device.record_stream(stream)
+            if direction is CopyDirection.OUT:
+                on_device.record_stream(stream)
             self._retire()
             self._in_flight.append(_Running(direction, began, ended, on_host))
-        return CudaTransfer(ended, self.device)
+        return CudaTransfer(ended, self.device, (into, stream) if direction is CopyDirection.IN else None)
 
     def _retire(self) -> None:
         """Lets go of copies that have ended, and counts them."""
@@ -260,6 +286,10 @@ class CudaTier:
             copy = self._in_flight.popleft()
             began_s, ended_s = self._scale.seconds(copy.began), self._scale.seconds(copy.ended)
             self._meter.add(copy.direction, copy.on_host.numel(), began_s, ended_s)
+
+
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for every card, whichever is the current one."""
 
 
 def register_pinned(address: int, nbytes: int) -> Callable[[], None]:
@@ -276,7 +306,7 @@ def register_pinned(address: int, nbytes: int) -> Callable[[], None]:
         OSError: CUDA refuses; the message has its code.
     """
     cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(address, nbytes, 0))
+    code = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
     if code != 0:
         _forget_cuda_error()
         raise OSError(f"cudaHostRegister of {format_bytes(nbytes)} failed with CUDA error {code}")

@@ -137,7 +137,7 @@ class Pool:
             # A scratch file is no place for values that training writes again and again.
             copied = copied or is_scratch(data)
             alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
-            if not alone or data.device.type != self.compute.device.type:
+            if not alone or data.device != self.compute.device:
                 self._make_extent(tensor).tensor.copy_(data)
             else:
                 reservation = self.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
@@ -299,10 +299,10 @@ class Pool:
             assert tensor.extent is not None
             tensor.occupant.arrived(tensor.extent.tensor)
 
-    def _make_extent(self, tensor: PagedTensor) -> Extent:
+    def _make_extent(self, tensor: PagedTensor, *, moves: bool = True) -> Extent:
         # Whoever brings it in need not be the only one who uses it.
         with torch.inference_mode(False):
-            reservation, block = self.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name)
+            reservation, block = self.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
             assert block.buffer is not None
             typed = block.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.extent = Extent(typed, block.buffer, block, reservation)
@@ -352,14 +352,18 @@ class Pool:
             raise
         self.settle_in(tensor, self.place_when_loaded(tensor))
 
-    def begin_load(self, tensor: PagedTensor) -> Transfer | None:
+    def begin_load(self, tensor: PagedTensor, *, moves: bool = True) -> Transfer | None:
         """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
+
+        Args:
+            tensor: which one.
+            moves: see `Room.take_block`.
 
         Raises:
             BudgetError: no room.
             DiskError: an earlier store of it failed.
         """
-        extent = self._make_extent(tensor)
+        extent = self._make_extent(tensor, moves=moves)
         try:
             return self.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
         except BaseException:

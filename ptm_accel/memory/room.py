@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptm_accel.errors import BudgetError
+from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.heap import HeapTide
@@ -112,15 +112,47 @@ class Room:
                 self.collect()
             return self.budget.reserve(nbytes, tag, name, allocates=allocates)
 
-    def take_block(self, nbytes: int, tag: Tag, name: str) -> tuple[Reservation, Block]:
-        """A charged block for at least `nbytes`; ends with `leave`."""
+    def take_block(self, nbytes: int, tag: Tag, name: str, *, moves: bool = True) -> tuple[Reservation, Block]:
+        """A charged block for at least `nbytes`; ends with `leave`.
+
+        Args:
+            nbytes: how many.
+            tag: what they are for.
+            name: whose they are.
+            moves: whether idle tensors may leave where the tier has no block although the budget has room.
+
+        Raises:
+            BudgetError: nothing more can be moved.
+            DeviceBudgetError: the card has no such block.
+        """
         size = round_up(max(nbytes, 1))
         reservation = self.reserve(size, tag, name, allocates=True)
         try:
-            return reservation, self.compute.allocate(size)
+            return reservation, self._allocate(size) if moves else self.compute.allocate(size)
         except BaseException:
             reservation.release()
             raise
+
+    def _allocate(self, nbytes: int) -> Block:
+        """A block; an allocator that others share has holes, so that what is free need not be in one piece."""
+        while True:
+            try:
+                return self.compute.allocate(nbytes)
+            except DeviceBudgetError:
+                with self._lock:
+                    left = len(self._leavers)
+                    self.collect()
+                    if len(self._leavers) == left and not self._wait_for_one() and not self._evictor.evict_one():
+                        raise
+
+    def _wait_for_one(self) -> bool:
+        """Waits for a transfer whose memory is leaving; False if there is none."""
+        running = self._running()
+        if running is None:
+            return False
+        with self._traffic.stalled():
+            running.wait()
+        return True
 
     @contextmanager
     def charged(self, nbytes: int, tag: Tag, name: str) -> Iterator[Callable[[torch.Tensor], None]]:
@@ -227,11 +259,7 @@ class Room:
     def _make_room(self, nbytes: int, name: str) -> None:
         self.collect()
         while nbytes > self.budget.free_bytes:
-            running = self._running()
-            if running is not None:
-                with self._traffic.stalled():
-                    running.wait()
-            elif not self._evictor.evict_one():
+            if not self._wait_for_one() and not self._evictor.evict_one():
                 # The last transfer may have ended since its memory was last asked for.
                 self.collect()
                 if nbytes > self.budget.free_bytes and self._running() is None and not self._tide_gives_way():

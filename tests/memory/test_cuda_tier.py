@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +109,44 @@ def test_a_transfer_on_a_failed_device_has_ended_and_raises() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             transfer.wait()
+
+
+class Filled:
+    """Stands in for the block that a copy in fills."""
+
+    def __init__(self, recorded: list[object]) -> None:
+        self.recorded = recorded
+
+    def record_stream(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+
+@pytest.mark.parametrize("ending", ["ordered", "waited for", "done", "dropped"])
+def test_a_copy_in_keeps_what_it_fills_until_nobody_can_overtake_it(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
+    recorded: list[object] = []
+    filled, event = Filled(recorded), FakeEvent()
+    alive = weakref.ref(filled)
+    transfer = CudaTransfer(event, torch.device("cuda", 0), (filled, "stream"))  # type: ignore[arg-type]
+    del filled
+    assert not transfer.done()
+    assert alive() is not None, "the copy may still write to it"
+    event.at_s = 1.0
+    if ending == "ordered":
+        transfer.order()
+        assert waited == [event]
+    elif ending == "waited for":
+        monkeypatch.setattr(FakeEvent, "synchronize", lambda self: None, raising=False)
+        transfer.wait()
+    elif ending == "done":
+        assert transfer.done()
+    else:
+        del transfer
+    assert alive() is None
+    assert recorded == (["stream"] if ending == "dropped" else [])
 
 
 def test_copies_are_counted_once_their_events_have_happened(monkeypatch: pytest.MonkeyPatch) -> None:
