@@ -252,6 +252,8 @@ class PagedModel:
         total = self.pool.budget.capacity_bytes
         card.limit(self.memory.dials.get(Tier.DEVICE, total))
         least = min(total, self.floor.total_bytes * 5 // 4)
+        # What was at work on the card before, and is gone, is no part of what is beside these pages.
+        card.peak_bytes()
         self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes, follows=self.evaluates)
         self.pool.room.shrink()
         # Now that there is one, it is to know of those of other models on the card.

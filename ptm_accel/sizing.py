@@ -78,7 +78,7 @@ def refuse_oversized_model(memory: Memory, slots: Iterable[ParamSlot]) -> None:
     asked = sum(slot.value.nbytes for slot in slots if not slot.value.place.resident)
     asked += max((slot.value.nbytes for slot in slots if slot.value.place.resident), default=0)
     if pool.budget.tier is Tier.DEVICE:
-        free = torch.cuda.mem_get_info(pool.compute.device)[0] if torch.cuda.is_available() else asked
+        free = _free_on_card(pool.compute.device) if torch.cuda.is_available() else asked
     else:
         free = available_bytes()
     if asked > free:
@@ -86,6 +86,12 @@ def refuse_oversized_model(memory: Memory, slots: Iterable[ParamSlot]) -> None:
             f"the model cannot be taken off its pages: {format_bytes(asked)} more of memory are needed for it and "
             f"{format_bytes(free)} are free. Save it with model.save_pretrained(...) instead."
         )
+
+
+def _free_on_card(device: torch.device) -> int:
+    """Bytes that torch can still hand out on a card: what nobody has, and what torch keeps for itself."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def hint_about_masters(trainable: list[ParamSlot], config: ResolvedConfig) -> None:
