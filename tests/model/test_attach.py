@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,22 @@ def test_what_is_resident_is_copied_when_it_is_taken_off(tmp_path: Path, monkeyp
         engine.detach()
     assert len(held) == 16
     assert all(later < earlier for earlier, later in itertools.pairwise(held)), held
+
+
+def test_what_torch_keeps_of_a_card_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(
+        is_available=lambda: True,
+        mem_get_info=lambda device: (0, 1 << 30),
+        memory_reserved=lambda device: 5000,
+        memory_allocated=lambda device: 4900,
+    )
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    engine = Engine.attach(model, config(), memory=tiers("mock+host", 1 << 20, tmp_path))
+    monkeypatch.setattr("ptm_accel.sizing.torch", SimpleNamespace(cuda=card))
+    with pytest.raises(BudgetError, match=r"more of memory are needed for it and 100 B are free\."):
+        engine.detach()
+    card.memory_reserved = lambda device: 1 << 20
+    engine.detach()
 
 
 def test_a_model_that_memory_cannot_hold_stays_on_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
