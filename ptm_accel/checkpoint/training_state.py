@@ -30,7 +30,7 @@ from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.states import MASTER_KEY
+from ptm_accel.optim.states import MASTER_KEY, placed
 from ptm_accel.units import format_bytes
 
 INDEX_NAME = "optimizer.json"
@@ -223,16 +223,7 @@ def _apply(optimizer: PagedOptimizer, saved: SavedState) -> None:
                 if _is_paged(value):
                     states.put(state, key, saved.tensor(value["paged"]))
                 else:
-                    states.put(state, key, _placed(key, saved.decode(value), slot, group))
-
-
-def _placed(key: str, value: Any, slot: ParamSlot, group: dict[str, Any]) -> Any:
-    """A small state tensor on the device where the optimizer looks for it, as `load_state_dict` puts it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value
-    return value.to(slot.param.device)
+                    states.put(state, key, placed(key, saved.decode(value), slot, group))
 
 
 def _is_paged(value: Any) -> bool:

@@ -225,6 +225,9 @@ class HostUpdates:
         self._waiting.popleft()
         self.entries = [other for other in self.entries if other is not entry]
         self._owed.difference_update(_tensors_of(entry))
+        # What updates it in its place reads the counts where they were sent to.
+        for transfer in self._counts_come:
+            transfer.wait()
         self.refused.append(entry)
 
     def _hold(self, unit: Unit) -> None:

@@ -22,7 +22,7 @@ from ptm_accel.optim.chase import Chase, ordered
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.states import States
+from ptm_accel.optim.states import States, is_full, placed
 from ptm_accel.optim.step_guard import hooks_of_others
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
@@ -429,10 +429,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
         kept = self.states
         self.expect(state_dict["param_groups"])
+        number = 0
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-        for number, param in enumerate(kept.params()):
-            kept.replace(kept.of(kept.slot(param)), state_dict["state"].get(number, {}))
+            for param in group["params"]:
+                slot, entry = kept.slot(param), state_dict["state"].get(number, {})
+                # What is full-size goes onto pages from wherever it is.
+                values = {k: v if is_full(slot, v) else placed(k, v, slot, group) for k, v in entry.items()}
+                kept.replace(kept.of(slot), values)
+                number += 1
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.

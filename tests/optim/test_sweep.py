@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, CheckpointError, DiskError, UnsupportedError
+from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.states import placed
 from ptm_accel.optim.sweep import Sweep
 from tests.plain_loop import Recipe, adamw, assert_same, same_bits, train
 from tests.tiers import at_floor, needs, on_pages
@@ -159,6 +162,33 @@ def test_state_dictionaries_go_from_one_engine_to_another(masters: bool, tmp_pat
         steps(again, optimizer, range(3, 5))
         found = weights(again)
     assert all(same_bits(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "group", "moves"),
+    [("row_var", {}, True), ("step", {}, False), ("step", {"fused": True}, True), ("step", {"capturable": True}, True)],
+)
+def test_small_state_goes_where_the_optimizer_looks_for_it(key: str, group: dict[str, Any], moves: bool) -> None:
+    """As torch's own `load_state_dict` has it; a device without memory stands in for a card."""
+    slot: Any = SimpleNamespace(param=torch.empty(4, device="meta"))
+    assert placed(key, torch.ones(1), slot, group).device.type == ("meta" if moves else "cpu")
+    assert placed(key, 3, slot, group) == 3
+
+
+def test_what_is_small_in_a_dictionary_is_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = net(), list[str]()
+
+    def watched(key: str, value: Any, slot: ParamSlot, group: dict[str, Any]) -> Any:
+        seen.append(f"{slot.name} {key} {group['lr']}")
+        return placed(key, value, slot, group)
+
+    with at_floor(model, tmp_path) as engine:
+        head, body = [{"params": list(part.parameters())} for part in (model[2], model[:2])]
+        optimizer = engine.bind_optimizer(torch.optim.AdamW([head, {**body, "lr": 0.5}], lr=0.1, fused=True))
+        steps(model, optimizer)
+        monkeypatch.setattr("ptm_accel.optim.optimizer.placed", watched)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["2.weight step 0.1", *(f"{name} step 0.5" for name in ("0.weight", "0.bias", "1.weight", "1.bias"))]
 
 
 def test_an_empty_state_begins_anew(tmp_path: Path) -> None:
