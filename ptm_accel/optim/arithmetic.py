@@ -123,6 +123,8 @@ class Arithmetic:
         if master is not None:
             _follow(unit, master, value)
         param = nn.Parameter(value if master is None else master)
+        # What somebody has noted on a parameter (a rate of its own) an optimizer may read.
+        vars(param).update(vars(state.slot.param))
         if pieces is not None:
             grad = pieces.take(param, grad, None if master is None else value)
         else:

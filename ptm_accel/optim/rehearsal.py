@@ -8,9 +8,10 @@ taken, it makes a few steps over a few small tensors: once as a plain run has it
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.optim.arithmetic import bare_step
+from ptm_accel.optim.isolation import Copied, copy_of, optimizers_in
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +28,18 @@ _STEPS = 3
 _GROUPS = 4
 """How many parameter groups have tensors in it: enough to see what one group has to do with another."""
 _EDGE = 8
-"""The longest dimension of a small tensor."""
-_LARGEST_OF_ITS_OWN = 4096
-"""Elements of the largest tensor that an optimizer may keep outside of its state and is copied for this."""
+"""Dimensions up to this one stay as long as they are; of the longer ones, each length becomes one a little above it."""
 _KNOWN = ("torch.optim", "transformers.optimization")
 """Modules whose optimizers update each tensor by itself, but for those that are refused by name."""
 
-_Row = tuple[int, torch.Tensor]
-"""A small tensor and the number of its group."""
+
+@dataclass
+class _Row:
+    """A small tensor in the place of a parameter: its group's number, and what somebody has noted on the parameter."""
+
+    group: int
+    value: torch.Tensor
+    notes: dict[str, Any]
 
 
 @dataclass
@@ -48,6 +54,15 @@ class _Outcome:
         """How many tensors of the shape of one are in its state."""
         shape = self.values[at].shape
         return sum(isinstance(v, torch.Tensor) and v.dim() > 0 and v.shape == shape for v in self.states[at].values())
+
+    def beside(self) -> tuple[str, torch.Size, torch.Size] | None:
+        """A state tensor that does not go onto pages and is large, as (key, its shape, the parameter's)."""
+        for value, state in zip(self.values, self.states, strict=True):
+            for key, kept in state.items():
+                # Sums over rows or columns are small.
+                if isinstance(kept, torch.Tensor) and kept.shape != value.shape and kept.numel() > 2 * sum(value.shape):
+                    return key, kept.shape, value.shape
+        return None
 
     def differs_in(self, other: _Outcome) -> str | None:
         """What is not the same in both, in a user's words; None where all is."""
@@ -71,7 +86,7 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
         device: where updates are computed.
 
     Returns:
-        how many tensors of a parameter's shape its state has at the most; None where it was not tried.
+        how many tensors of a parameter's shape its state has at the most; None where it was not tried, or trains none.
 
     Raises:
         UnsupportedError: it couples tensors, counts its calls, or is made around another optimizer.
@@ -80,13 +95,14 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
     if cls.__module__.startswith(_KNOWN):
         return None
     for name, value in vars(optimizer).items():
-        for other in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(other, torch.optim.Optimizer):
-                raise UnsupportedError(
-                    f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute "
-                    f"{name!r}, {type(other).__name__}), which would not see what is on pages. Use that one by itself."
-                )
+        for other in optimizers_in(value):
+            raise UnsupportedError(
+                f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute "
+                f"{name!r}, {type(other).__name__}), which would not see what is on pages. Use that one by itself."
+            )
     rows = _small(optimizer, masters=masters, device=device)
+    if not rows:
+        return None
     try:
         whole = _steps(optimizer, rows, apart=False)
         apart = _steps(optimizer, rows, apart=True)
@@ -105,10 +121,11 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
         raise UnsupportedError(
             f"the optimizer {cls.__name__} cannot run on pages: tried on {len(rows)} small tensors for {_STEPS} steps, "
             f"{what} came out otherwise when it was called for one tensor at a time, as pages need it, than for all at "
-            "once. It couples tensors (by a norm over all gradients?), or counts the calls of its step outside of "
-            "param_groups and state. Use torch.nn.utils.clip_grad_norm_ for norms, and state[p] for counts."
+            "once. It couples tensors (by a norm over all gradients?), counts the calls of its step outside of "
+            "param_groups and state, or keeps by parameter what belongs into state[p]. Use "
+            "torch.nn.utils.clip_grad_norm_ for norms, and state[p] for all else."
         )
-    if rows and _same(whole.values, [value for _, value in rows]):
+    if _same(whole.values, [row.value for row in rows]):
         logger.warning(
             "the optimizer %s changed none of %d small tensors in %d steps. If it goes by a list of its own in the "
             "place of param_groups, it will not change what is on pages.",
@@ -116,49 +133,72 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
             len(rows),
             _STEPS,
         )
-    return max((whole.full_size(at) for at in range(len(rows))), default=0)
+    beside = whole.beside()
+    if beside is not None:
+        logger.warning(
+            "the optimizer %s keeps state that is neither as its parameters are nor small (%r, of the shape %s where a "
+            "parameter was tried as %s). It stays in memory, and beside what host_memory counts.",
+            cls.__name__,
+            beside[0],
+            tuple(beside[1]),
+            tuple(beside[2]),
+        )
+    return max(whole.full_size(at) for at in range(len(rows)))
 
 
 def _small(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.device) -> list[_Row]:
-    """Small tensors in the place of some parameters of some groups, with as many dimensions."""
+    """Small tensors in the place of some parameters of some groups; what is as long as another stays so."""
+    chosen: list[tuple[int, nn.Parameter]] = []
+    groups = ((at, [p for p in group["params"] if p.requires_grad]) for at, group in enumerate(optimizer.param_groups))
+    for index, trained in islice((each for each in groups if each[1]), _GROUPS):
+        by_dims = {param.dim(): param for param in reversed(trained)}
+        some = {id(p): p for p in (trained[0], *by_dims.values(), trained[-1])}
+        chosen += [(index, param) for param in some.values()]
+    lengths = sorted({size for _, param in chosen for size in param.shape if size > _EDGE})
+    shorter = {size: _EDGE + at for at, size in enumerate(lengths, 1)}
     generator = torch.Generator().manual_seed(0)
     rows: list[_Row] = []
-    for index, group in list(enumerate(optimizer.param_groups))[:_GROUPS]:
-        trained = [param for param in group["params"] if param.requires_grad]
-        by_dims = {param.dim(): param for param in reversed(trained)}
-        for param in {id(p): p for p in (*trained[:1], *by_dims.values(), *trained[-1:])}.values():
-            shape = [min(size, _EDGE) for size in param.shape]
-            narrow = param.is_floating_point() and param.dtype.itemsize < torch.float32.itemsize
-            value = torch.randn(shape, generator=generator) * 0.1
-            rows.append((index, value.to(device, torch.float32 if masters and narrow else param.dtype)))
+    for index, param in chosen:
+        narrow = param.is_floating_point() and param.dtype.itemsize < torch.float32.itemsize
+        value = torch.randn([shorter.get(size, size) for size in param.shape], generator=generator) * 0.1
+        rows.append(_Row(index, value.to(device, torch.float32 if masters and narrow else param.dtype), vars(param)))
     return rows
 
 
 def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: bool) -> _Outcome:
-    """Some steps over copies of small tensors, in one call each or in one for each tensor."""
-    copy = object.__new__(type(optimizer))
-    copy.__dict__.update({name: _of_its_own(value) for name, value in vars(optimizer).items()})
-    groups = [_of_its_own({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+    """Some steps over copies of small tensors, in one call each or in one for each tensor.
+
+    One by one, every step has other tensors, as it has on pages: what an optimizer keeps by the tensor itself, and not
+    in its state, is not found again.
+    """
+    copy, copied = copy_of(optimizer)
+    groups = [
+        copied.of({key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
+    ]
     for group in groups:
         if "lr" in group and not group["lr"]:
             # A warm-up begins with none, and would hide what a step does.
             group["lr"] = group["lr"] + 1e-3
-    params = [(index, nn.Parameter(value.clone())) for index, value in rows]
+    params = [_parameter(row.value.clone(), row, copied) for row in rows]
     copy.state = defaultdict(dict)
-    # Whoever asked to be called at steps means those of the training.
-    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    devices = [value.device for _, value in rows if value.is_cuda][:1]
+    # Kept, so that no other object comes to have their identity.
+    left: list[nn.Parameter] = []
+    devices = [row.value.device for row in rows if row.value.is_cuda][:1]
     with torch.random.fork_rng(devices):
         # `torch.manual_seed` means all cards, also those that nobody has used yet.
         torch.default_generator.manual_seed(0)
         for device in devices:
             torch.cuda.default_generators[device.index].manual_seed(0)
         generator = torch.Generator().manual_seed(1)
-        for _ in range(_STEPS):
-            for size, (_, param) in enumerate(params, 1):
+        for number in range(_STEPS):
+            if apart and number:
+                left += params
+                params = [_moved(copy, param, row, copied) for param, row in zip(params, rows, strict=True)]
+            for size, param in enumerate(params, 1):
                 param.grad = (torch.randn(param.shape, generator=generator) * size).to(param.device, param.dtype)
             before = [dict(group) for group in groups]
-            for part in [[row] for row in params] if apart else [params]:
+            whole = list(zip((row.group for row in rows), params, strict=True))
+            for part in [[one] for one in whole] if apart else [whole]:
                 # As in `Arithmetic.update`: each part of a step starts from the same hyperparameters.
                 called = [
                     {**values, "params": [param for index, param in part if index == at]}
@@ -170,21 +210,22 @@ def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: boo
                 for at, group in enumerate(called):
                     if group["params"]:
                         groups[at] = {key: value for key, value in group.items() if key != "params"}
-    return _Outcome([param.detach() for _, param in params], [dict(copy.state.get(p, {})) for _, p in params], groups)
+    return _Outcome([param.detach() for param in params], [dict(copy.state.get(p, {})) for p in params], groups)
 
 
-def _of_its_own(value: Any) -> Any:
-    """A copy that may be changed, of all that is known how to copy; of what is large, only its shape."""
-    if isinstance(value, torch.Tensor):
-        large = value.numel() > _LARGEST_OF_ITS_OWN
-        return torch.empty_like(value, device="meta") if large else value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if isinstance(value, dict) and type(value) is dict:
-        return {key: _of_its_own(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_of_its_own(entry) for entry in value)
-    return value
+def _parameter(value: torch.Tensor, row: _Row, copied: Copied) -> nn.Parameter:
+    param = nn.Parameter(value)
+    vars(param).update(copied.of(row.notes))
+    return param
+
+
+def _moved(copy: torch.optim.Optimizer, param: nn.Parameter, row: _Row, copied: Copied) -> nn.Parameter:
+    """Another parameter with the values and the state of one."""
+    other = _parameter(param.detach(), row, copied)
+    state = copy.state.pop(param, None)
+    if state:
+        copy.state[other] = dict(state)
+    return other
 
 
 def _same(one: Any, other: Any) -> bool:

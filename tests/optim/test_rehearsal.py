@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -126,10 +127,10 @@ class Around(Descent):
 
 
 class AroundSeveral(Descent):
-    def __init__(self, params: Iterable[Any]) -> None:
+    def __init__(self, params: Iterable[Any], within: Callable[[Any], Any] = lambda one: [one]) -> None:
         params = list(params)
         super().__init__(params)
-        self.bases = [torch.optim.SGD(params, lr=0.1)]
+        self.bases = within(torch.optim.SGD(params, lr=0.1))
 
 
 class Noisy(Descent):
@@ -157,6 +158,82 @@ class Hoards(Descent):
                     for key in "abcd" if p.dim() == 2 else "abcde":
                         self.state[p].setdefault(key, torch.zeros_like(p)).add_(p.grad)
                     p.sub_(self.state[p]["d"], alpha=group["lr"])
+
+
+class ByParameter(Descent):
+    """Momentum that is kept by the parameter itself, in a dictionary, by its identity, or on it."""
+
+    def __init__(self, params: Iterable[Any], where: str) -> None:
+        super().__init__(params)
+        self.where = where
+        self.kept: dict[Any, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                kept = vars(p) if self.where == "attribute" else self.kept
+                key = {"attribute": "momentum", "object": p, "identity": id(p)}[self.where]
+                kept[key] = kept.get(key, torch.zeros_like(p)) * 0.9 + p.grad
+                p.sub_(kept[key], alpha=group["lr"])
+
+
+class OwnRates(Descent):
+    """Goes by what somebody has noted on each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * p.rate)
+
+
+class Sides(Descent):
+    """As Shampoo does: a square matrix for each side of a matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                for at, size in enumerate(p.shape):
+                    side = self.state[p].setdefault(f"side{at}", torch.zeros(size, size))
+                    side.add_(p.grad.square().mean())
+                    p.sub_(p.grad * group["lr"] / side.mean().sqrt())
+
+
+class Sparing:
+    """Something of the user's own, which an optimizer may keep."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.sizes: deque[int] = deque(maxlen=2)
+
+
+class Collects(Descent):
+    """Keeps counts in all kinds of things, none of which it goes by."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.sparing, self.recent = Sparing(), deque([0], maxlen=3)
+        self.by_name: defaultdict[str, list[int]] = defaultdict(list)
+        self.ordered = OrderedDict(calls=[0])
+        self.nested = {"a": ({"b": [0]},)}
+        self.note = self.make_note
+
+    def make_note(self) -> None:
+        self.ordered["calls"].append(1)
+
+    def factor(self) -> float:
+        self.sparing.seen += 1
+        self.sparing.sizes.append(1)
+        self.recent.append(1)
+        self.by_name["calls"].append(1)
+        self.nested["a"][0]["b"].append(1)
+        self.note()
+        return 1.0
 
 
 class MakesNaN(Descent):
@@ -192,7 +269,7 @@ class OnlyLarge(Descent):
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 4))
 
 
 def tried(optimizer: torch.optim.Optimizer) -> int | None:
@@ -200,7 +277,7 @@ def tried(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "what"),
+    ("make", "what"),
     [
         (NormOfAll, "the parameters"),
         (CountsCalls, "the parameters"),
@@ -209,26 +286,41 @@ def tried(optimizer: torch.optim.Optimizer) -> int | None:
         (SharesState, "the parameters"),
         (NotesTheNorm, "the state"),
         (NotesTheNormInItsGroup, "the parameter groups"),
+        (lambda p: ByParameter(p, "object"), "the parameters"),
+        (lambda p: ByParameter(p, "identity"), "the parameters"),
+        (lambda p: ByParameter(p, "attribute"), "the parameters"),
     ],
 )
-def test_what_couples_tensors_is_refused(cls: type[Descent], what: str) -> None:
+def test_what_couples_tensors_is_refused(make: Callable[[Any], torch.optim.Optimizer], what: str) -> None:
+    optimizer = make(model().parameters())
     with pytest.raises(UnsupportedError) as caught:
-        tried(cls(model().parameters()))
+        tried(optimizer)
     assert str(caught.value) == (
-        f"the optimizer {cls.__name__} cannot run on pages: tried on 3 small tensors for 3 steps, {what} came out "
-        "otherwise when it was called for one tensor at a time, as pages need it, than for all at once. It couples "
-        "tensors (by a norm over all gradients?), or counts the calls of its step outside of param_groups and state. "
-        "Use torch.nn.utils.clip_grad_norm_ for norms, and state[p] for counts."
+        f"the optimizer {type(optimizer).__name__} cannot run on pages: tried on 3 small tensors for 3 steps, {what} "
+        "came out otherwise when it was called for one tensor at a time, as pages need it, than for all at once. It "
+        "couples tensors (by a norm over all gradients?), counts the calls of its step outside of param_groups and "
+        "state, or keeps by parameter what belongs into state[p]. Use torch.nn.utils.clip_grad_norm_ for norms, and "
+        "state[p] for all else."
     )
 
 
-@pytest.mark.parametrize(("cls", "name"), [(Around, "base"), (AroundSeveral, "bases")])
-def test_what_updates_through_another_is_refused(cls: type[Descent], name: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Around, "base"),
+        (AroundSeveral, "bases"),
+        (lambda p: AroundSeveral(p, lambda one: {"matrices": one}), "bases"),
+        (lambda p: AroundSeveral(p, lambda one: {one}), "bases"),
+        (lambda p: AroundSeveral(p, lambda one: deque([("name", {"of": one})])), "bases"),
+    ],
+)
+def test_what_updates_through_another_is_refused(make: Callable[[Any], torch.optim.Optimizer], name: str) -> None:
+    optimizer = make(model().parameters())
     with pytest.raises(UnsupportedError) as caught:
-        tried(cls(model().parameters()))
+        tried(optimizer)
     assert str(caught.value) == (
-        f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute {name!r}, "
-        "SGD), which would not see what is on pages. Use that one by itself."
+        f"the optimizer {type(optimizer).__name__} cannot run on pages: it updates through another one (its attribute "
+        f"{name!r}, SGD), which would not see what is on pages. Use that one by itself."
     )
 
 
@@ -245,6 +337,7 @@ def test_what_updates_through_another_is_refused(cls: type[Descent], name: str) 
         (Derived, 2),
         (lambda p: Derived(p, fused=True), 2),
         (lambda p: Derived(p, foreach=True, amsgrad=True), 3),
+        (Collects, 0),
         (torch.optim.Adafactor, None),
         (transformers.Adafactor, None),
     ],
@@ -359,3 +452,89 @@ def test_it_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
         assert engine.optimizer is first
         net(torch.ones(2, 16)).sum().backward()
         first.step()
+
+
+def test_groups_that_are_frozen_are_not_what_is_tried() -> None:
+    params = list(model().parameters())
+    frozen = [{"params": [nn.Parameter(torch.ones(3), requires_grad=False)]} for _ in range(6)]
+    with pytest.raises(UnsupportedError, match="tried on 3 small tensors"):
+        tried(NormOfAll([*frozen, {"params": params}]))
+    assert tried(NormOfAll(frozen)) is None
+
+
+def test_a_square_is_no_tensor_of_a_parameters_shape(caplog: pytest.LogCaptureFixture) -> None:
+    """Where a parameter is no square: sizes that differ stay different, however small they become."""
+    with caplog.at_level(logging.WARNING):
+        assert tried(Sides([nn.Parameter(torch.ones(1000, 1000))])) == 2
+        assert not caplog.records
+        assert tried(Sides([nn.Parameter(torch.ones(10, 2000)), nn.Parameter(torch.ones(1000, 10))])) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "the optimizer Sides keeps state that is neither as its parameters are nor small ('side0', of the shape (9, 9) "
+        "where a parameter was tried as (9, 11)). It stays in memory, and beside what host_memory counts."
+    ]
+
+
+def test_nothing_that_it_keeps_is_touched() -> None:
+    optimizer = Collects(model().parameters())
+    tried(optimizer)
+    assert (optimizer.sparing.seen, list(optimizer.sparing.sizes), list(optimizer.recent)) == (0, [], [0])
+    assert (dict(optimizer.by_name), optimizer.ordered["calls"], optimizer.nested) == ({}, [0], {"a": ({"b": [0]},)})
+
+
+class KeepsAModule(Descent):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.average = nn.Linear(2, 2)
+
+
+class Closes:
+    def __del__(self) -> None:
+        pass
+
+
+class KeepsAFile(Descent):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.log = Closes()
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (KeepsAModule, "TypeError: it keeps a Linear, which cannot be tried on small tensors"),
+        (KeepsAFile, "TypeError: it keeps a Closes, which does something when it goes"),
+    ],
+)
+def test_what_there_can_be_no_second_one_of_is_said(
+    cls: type[Descent], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert tried(cls(model().parameters())) is None
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("tier", ["host", "host+disk"])
+def test_what_is_noted_on_a_parameter_is_seen(tier: str, tmp_path: Path) -> None:
+    """As rates of layers are by some: `p.rate = 0.1` before the optimizer is made."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+        for at, param in enumerate(made.parameters(), 1):
+            param.rate = 0.5**at
+        return made
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for number in range(3):
+            loss = model(torch.full((2, 64), 1.0 + number)).square().sum()
+            losses.append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    model, plain = net(), net()
+    with on_pages(model, tier, 112 << 10 if tier == "host+disk" else 1 << 30, tmp_path) as engine:
+        paged = train(model, engine.bind_optimizer(OwnRates(model.parameters(), lr=1e-4)))
+    assert paged == train(plain, OwnRates(plain.parameters(), lr=1e-4))
