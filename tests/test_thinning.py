@@ -53,4 +53,6 @@ def test_others_are_marked(one: int, other: int, request: pytest.FixtureRequest)
     marked = Counter(item.get_closest_marker("wide") is not None for item in alike)
     assert marked[False] <= 2
     assert marked[True] <= 2
-    assert (request.node.get_closest_marker("wide") is None) == (one == other)
+    # Chosen among all four, and not where only some of them are run by name.
+    if len(alike) == 4:
+        assert (request.node.get_closest_marker("wide") is None) == (one == other)

@@ -231,7 +231,9 @@ class PTMAccelerator(PagedStates):
         if not isinstance(optimizer, AcceleratedOptimizer):
             engine = self._engine_of_optimizer(optimizer)
             before = engine.optimizer
-            if before is not None and any(known.optimizer is before for known in self._optimizers):
+            paged = engine.bind_optimizer(optimizer)
+            if before not in (None, paged) and any(known.optimizer is before for known in self._optimizers):
+                assert before is not None
                 logger.warning(
                     "the optimizer %s takes the place of %s, which was prepared for the same model and loses its "
                     "state: %s. Its step() will be refused.",
@@ -239,7 +241,6 @@ class PTMAccelerator(PagedStates):
                     type(before.inner).__name__,
                     _ONE_AT_A_TIME,
                 )
-            paged = engine.bind_optimizer(optimizer)
             optimizer = PagedAcceleratedOptimizer(paged, device_placement=False, scaler=self.scaler)
         else:
             self._check_bound(optimizer)

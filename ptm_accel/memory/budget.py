@@ -122,8 +122,8 @@ class Budget:
     @property
     def free_bytes(self) -> int:
         """Bytes that may still be charged."""
-        own = self.capacity_bytes - self.used_bytes
-        return own if self._common is None else min(own, self._common.free_bytes)
+        own, common = self.capacity_bytes - self.used_bytes, self._common
+        return own if common is None else min(own, common.free_bytes)
 
     def join(self, common: Common | None) -> None:
         """From now on a capacity is shared with other budgets, or with none."""
@@ -136,7 +136,8 @@ class Budget:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """While it lasts no other thread charges this, or one that shares its capacity."""
-        with nullcontext() if self._common is None else self._common.lock:
+        common = self._common
+        with nullcontext() if common is None else common.lock:
             yield
 
     @property
@@ -147,15 +148,17 @@ class Budget:
     @property
     def left_bytes(self) -> int:
         """What may be taken of the tier here: the capacity, less what others that share one have taken of it."""
-        if self._common is None:
+        # Read once: the last other one may leave meanwhile.
+        common = self._common
+        if common is None:
             return self.capacity_bytes
-        others = sum(other.resident_bytes for other in self._common.beside(self))
-        return min(self.capacity_bytes, self._common.capacity_bytes - others)
+        others = sum(other.resident_bytes for other in common.beside(self))
+        return min(self.capacity_bytes, common.capacity_bytes - others)
 
     def reclaim_from_others(self, nbytes: int) -> int:
         """Has those that share a capacity free up to `nbytes` that they keep; returns how many they freed."""
-        freed = 0
-        for other in [] if self._common is None else self._common.beside(self):
+        freed, common = 0, self._common
+        for other in [] if common is None else common.beside(self):
             if freed < nbytes and other._reclaim is not None:
                 freed += other._reclaim(nbytes - freed)
         return freed

@@ -7,6 +7,7 @@ still count as resident; and direct disk transfers are several times faster on p
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -122,9 +123,10 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> None:
     Raises:
         OSError: what the system said; `EOPNOTSUPP` where the file system cannot.
     """
-    if _LIBC.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes):
+    while _LIBC.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes):
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def anonymous_run(nbytes: int, purpose: str) -> MappedRun:

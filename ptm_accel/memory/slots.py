@@ -270,7 +270,7 @@ class StripedSlots:
     def _grow(self, path: int, least: int, allowance_bytes: int) -> None:
         # No file may take the growth that the others will need to hold their part.
         part = int(allowance_bytes * self._weights[path]) // self._block_bytes * self._block_bytes
-        wish = min(max(least, min(GROWTH_BYTES, part)), allowance_bytes)
+        wish = max(least, min(GROWTH_BYTES, part, allowance_bytes))
         self.files[path].grow(self._grow_file(path, least, wish))
 
 

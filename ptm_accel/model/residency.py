@@ -69,7 +69,7 @@ class _Frame:
     pins: list[Pin] = field(default_factory=list)
     reads: dict[int, Pin] = field(default_factory=dict)
     versions: dict[ParamSlot, int] = field(default_factory=dict)
-    sums: dict[ParamSlot, tuple[int, int]] | None = None
+    sums: dict[ParamSlot, int] | None = None
     saved: AbstractContextManager[Any] | None = None
     casting: Casting | None = None
     bared: Bared | None = None

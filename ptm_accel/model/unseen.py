@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import cached_property, partial, partialmethod
 from types import CodeType
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch
 from torch import nn
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PIECE_ELEMENTS = 1 << 20
+"""How many elements are summed at a time; each takes sixteen bytes while it is."""
+_FACTOR = 6364136223846793005
+"""An odd number, with which the sums of earlier pieces are multiplied, so that their order counts."""
 
 _LEFT_OUT = ("torch.", "transformers.modeling_utils", "peft.")
 """Modules whose classes name `data` in other places than forwards."""
@@ -42,12 +48,18 @@ def _functions_of(cls: type) -> Iterator[Any]:
 
 
 def _names_data(function: Any) -> bool:
-    """Of a function, a method, a property's getter; what wraps another counts with what it wraps."""
+    """Of what can be called, and of a property's getter; what wraps another counts with what it wraps."""
     code = getattr(function, "__code__", None)
     if code is not None and _code_names_data(code):
         return True
-    within = (getattr(function, name, None) for name in ("__func__", "__wrapped__", "fget"))
-    return any(_names_data(inner) for inner in within if inner is not None)
+    inner = [getattr(function, name, None) for name in ("__func__", "__wrapped__", "fget")]
+    if isinstance(function, (partial, partialmethod, cached_property)):
+        inner.append(function.func)
+    if code is None and not isinstance(function, (type, nn.Module)):
+        # An object that is called; those of Python's own classes have no code.
+        called = type(function).__call__ if callable(function) else None
+        inner.append(called if hasattr(called, "__code__") else None)
+    return any(_names_data(each) for each in inner if each is not None)
 
 
 def _code_names_data(code: CodeType) -> bool:
@@ -55,17 +67,18 @@ def _code_names_data(code: CodeType) -> bool:
     return "data" in code.co_names or any(map(_code_names_data, within))
 
 
-def checksum(values: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that change with the bits of a tensor, and with the order of its rows and of its columns.
+def checksum(values: torch.Tensor) -> int:
+    """A number that changes with any bit of a tensor, and nearly always with the order of its elements.
 
     Args:
-        values: of any shape and dtype.
+        values: of any shape and dtype. Little more than a piece of them is copied at a time.
     """
     real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
-    bits = real.reshape(-1 if values.dim() < 2 else values.shape[0], 1 if values.dim() < 2 else real[0].numel())
-    table = bits.view(_BITS[real.dtype.itemsize])
-    return _weighed(table.sum(1, dtype=torch.int64)), _weighed(table.sum(0, dtype=torch.int64))
-
-
-def _weighed(sums: torch.Tensor) -> int:
-    return int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
+    bits = real.reshape(-1).view(_BITS[real.dtype.itemsize])
+    # Times an odd number nothing is lost modulo 2**64.
+    weights = 2 * torch.arange(min(_PIECE_ELEMENTS, bits.numel()), device=bits.device) + 1
+    sums = [(piece * weights[: piece.numel()]).sum() for piece in bits.split(_PIECE_ELEMENTS)]
+    total = 0
+    for each in torch.stack(sums).tolist():
+        total = (total * _FACTOR + each) % 2**64
+    return total

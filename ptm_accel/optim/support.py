@@ -38,6 +38,8 @@ _REFUSED = {
     "GaLoreAdafactor": "layer-wise variants update inside backward through hooks of their own",
     "LayerWiseDummyOptimizer": "it updates inside backward through hooks of its own",
 }
+_WITH_STATE_OF_THEIR_OWN = ("bitsandbytes", "schedulefree", "apollo_torch", "galore_torch", "torchao")
+"""Packages whose optimizers hold more than `torch.optim` knows of: quantised state, projections, second parameters."""
 _HELP = (
     "Use optim='adamw_torch_fused', 'sgd', 'adagrad', 'adafactor', or any torch.optim optimizer that updates each "
     "tensor by itself."
@@ -58,11 +60,17 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
             raise UnsupportedError(
                 f"the optimizer {cls.__name__} cannot run on pages: {_REFUSED[base.__name__]}. {_HELP}"
             )
-    root = cls.__module__.partition(".")[0]
-    if root in ("bitsandbytes", "schedulefree", "apollo_torch"):
+    for base in cls.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in _WITH_STATE_OF_THEIR_OWN:
+            raise UnsupportedError(
+                f"the optimizer {cls.__name__} cannot run on pages: {base.__name__} of {root} keeps state or "
+                f"parameters of its own outside torch.optim's. {_HELP}"
+            )
+    if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
         raise UnsupportedError(
-            f"the optimizer {cls.__name__} of {root} cannot run on pages: it keeps state or parameters of its own "
-            f"outside torch.optim's. {_HELP}"
+            f"the optimizer {cls.__name__} cannot run on pages: its train() and eval() exchange the parameters for "
+            f"others of its own, as schedule-free optimizers do. {_HELP}"
         )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

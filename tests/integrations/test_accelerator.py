@@ -207,6 +207,9 @@ def test_several_optimizers_of_one_model(tiny: ModuleType, tmp_path: Path, caplo
     assert engine is not None
     assert engine.optimizer is None, "nothing has been bound"
     model, body = accelerator.prepare(model, body)
+    accelerator.prepare(body.optimizer.inner)
+    with pytest.raises(UnsupportedError, match="LBFGS cannot run on pages"):
+        accelerator.prepare(torch.optim.LBFGS(model.parameters()))
     assert "takes the place" not in caplog.text
     accelerator.prepare(head)
     assert "the optimizer SGD takes the place of AdamW, which was prepared for the same model" in caplog.text

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.model.unseen import checksum, names_data
 
@@ -57,6 +59,35 @@ def patched() -> nn.Module:
     return module
 
 
+class Clamp:
+    """A hook that is an object."""
+
+    def __call__(self, module: nn.Linear, args: object) -> None:
+        module.weight.data.clamp_(-1, 1)
+
+
+def hooked_with_an_object() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_forward_pre_hook(Clamp())
+    return module
+
+
+def hooked_with_a_partial() -> nn.Module:
+    def clamp(limit: float, module: nn.Linear, args: object) -> None:
+        module.weight.data.clamp_(-limit, limit)
+
+    module = nn.Linear(4, 4)
+    module.register_forward_pre_hook(functools.partial(clamp, 1.0))
+    return module
+
+
+def hooked_with_something_else() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_forward_pre_hook(functools.partial(print, end=""))
+    module.register_forward_hook(nn.Module.extra_repr)
+    return module
+
+
 def hooked() -> nn.Module:
     module = nn.Linear(4, 4)
     module.register_forward_hook(lambda module, args, output: output + module.weight.data.sum())
@@ -76,6 +107,9 @@ def test_code_that_names_it_is_found(make: type[nn.Linear]) -> None:
 def test_what_one_module_was_given_is_found() -> None:
     assert names_data(patched())
     assert names_data(hooked())
+    assert names_data(hooked_with_an_object())
+    assert names_data(hooked_with_a_partial())
+    assert not names_data(hooked_with_something_else())
     assert not names_data(nn.Linear(4, 4))
 
 
@@ -96,3 +130,32 @@ def test_a_sum_changes_with_the_values_and_their_order(dtype: torch.dtype, shape
 
 def test_a_changed_sign_of_zero_is_a_change() -> None:
     assert checksum(torch.zeros(3)) != checksum(-torch.zeros(3))
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that a new tensor has."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+            if made.untyped_storage().data_ptr() not in given:
+                self.nbytes = max(self.nbytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("shape", [(1 << 22,), (2, 1 << 21), (1 << 11, 1 << 11)])
+def test_a_sum_copies_a_piece_at_a_time(shape: tuple[int, ...]) -> None:
+    values = torch.zeros(shape, dtype=torch.bfloat16)
+    before = checksum(values)
+    with Largest() as largest:
+        values.view(-1)[-1] = 1
+        assert checksum(values) != before
+    assert 0 < largest.nbytes <= 8 << 20
+    values.view(-1)[-1] = 0
+    values.view(-1)[1 << 20] = 1
+    moved = checksum(values)
+    values.view(-1)[1 << 20], values.view(-1)[0] = 0, 1
+    assert checksum(values) != moved, "pieces in another order"

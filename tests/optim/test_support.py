@@ -95,14 +95,36 @@ def test_what_is_refused(make: Callable[[Any], torch.optim.Optimizer], text: str
     assert str(caught.value) == text + HELP
 
 
-@pytest.mark.parametrize("library", ["bitsandbytes", "schedulefree", "apollo_torch"])
-def test_libraries_with_state_of_their_own_are_refused(library: str) -> None:
+@pytest.mark.parametrize("library", ["bitsandbytes", "schedulefree", "apollo_torch", "galore_torch", "torchao"])
+@pytest.mark.parametrize("derived", [False, True])
+def test_libraries_with_state_of_their_own_are_refused(library: str, derived: bool) -> None:
     cls = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": f"{library}.optim.adamw"})
+    if derived:
+        cls = type("Mine", (cls,), {})
     with pytest.raises(UnsupportedError) as caught:
         grain_of(cls(params()))
     assert str(caught.value) == (
-        f"the optimizer AdamW8bit of {library} cannot run on pages: it keeps state or parameters of its own outside "
-        f"torch.optim's.{HELP}"
+        f"the optimizer {cls.__name__} cannot run on pages: AdamW8bit of {library} keeps state or parameters of its "
+        f"own outside torch.optim's.{HELP}"
+    )
+
+
+class ScheduleFree(torch.optim.SGD):
+    """As schedule-free optimizers are, in a copy of somebody's own."""
+
+    def train(self) -> None:
+        """Takes the parameters that are trained."""
+
+    def eval(self) -> None:
+        """Takes their average."""
+
+
+def test_parameters_that_an_optimizer_exchanges_are_refused() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        grain_of(ScheduleFree(params()))
+    assert str(caught.value) == (
+        "the optimizer ScheduleFree cannot run on pages: its train() and eval() exchange the parameters for others of "
+        f"its own, as schedule-free optimizers do.{HELP}"
     )
 
 
