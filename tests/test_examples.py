@@ -179,7 +179,6 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "bit-identical: [" in done.stdout
 
 
-@pytest.mark.thinned(1)
 @pytest.mark.parametrize("extra", [[], ["--lora"]])
 def test_sft_with_trl(extra: list[str], model_folder: Path, tmp_path: Path) -> None:
     text_file = tmp_path / "notes.txt"

@@ -75,7 +75,6 @@ accelerator.prepare(model)
 """
 
 
-@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("setup", "prefix"),
     [

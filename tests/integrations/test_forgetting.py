@@ -229,7 +229,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.thinned(1)
 @pytest.mark.skipif(not Glibc.found(), reason="another C library keeps what it likes")
 @pytest.mark.parametrize(("kind", "dtype"), [(LlamaConfig, "bfloat16"), (MixtralConfig, "float32")])
 def test_a_script_never_holds_more_than_a_few_tensors(kind: Any, dtype: str, tmp_path: Path) -> None:

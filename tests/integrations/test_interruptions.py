@@ -128,7 +128,6 @@ def test_a_disk_that_hangs_for_a_while_is_waited_for(
     _assert_as_plain(tiny, trainer, plain)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("place", "call"), [("forward", "preadv"), ("update", "preadv"), ("update", "pwritev"), ("backward", "preadv")]
 )
@@ -173,7 +172,6 @@ def _assert_ended_well(tiny: ModuleType, trainer: Any, plain: dict[str, Any], di
     _assert_as_plain(tiny, again, plain)
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("place", "call", "code"),
     [
@@ -268,7 +266,6 @@ CTRL_C = {
 }
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("where", CTRL_C)
 def test_ctrl_c_in_the_middle_of_the_books(
     where: str,
@@ -347,7 +344,6 @@ def _child(job: dict[str, Any]) -> tuple[int, str]:
     return done.returncode, done.stderr[-4000:]
 
 
-@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("sent", "place", "hangs"), [("SIGTERM", "update", False), ("SIGINT", "forward", True)])
 def test_a_process_ends_and_its_last_checkpoint_resumes(
     sent: str,

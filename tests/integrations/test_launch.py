@@ -96,7 +96,6 @@ def test_an_unchanged_script_gives_the_same(script: str, processes: int, folder:
     assert not list(tmp_path.glob("ptm_accel-*")), "nothing is left on the disk"
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", ["module", "launch as a module", "torchrun", "own command"])
 def test_other_ways_to_say_it(way: str, folder: Path, tmp_path: Path) -> None:
     command = [str(SCRIPTS / "with_trainer.py"), str(folder)]
@@ -262,7 +261,6 @@ def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
     assert found.code == 0, found.err
 
 
-@pytest.mark.thinned(1)
 @pytest.mark.parametrize("first", ["accelerate", "transformers", "peft"])
 def test_any_order_of_imports(first: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "order.py").write_text(
