@@ -101,7 +101,8 @@ class Chained:
         self._start: Callable[[], Transfer] | None = start
         self._copy: Transfer | None = None
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        # A handler of signals may ask while this thread is asking.
+        self._lock = threading.RLock()
 
     def done(self) -> bool:
         """Whether it has ended, well or not; starts the copy if it can start now."""
@@ -128,7 +129,7 @@ class Chained:
             if self._start is not None:
                 self._begin()
             if self._copy is None:
-                assert self._error is not None
+                assert self._error is not None, "waited for by a handler of signals, in the middle of being started"
                 raise self._error
             return self._copy
 
@@ -136,7 +137,11 @@ class Chained:
         start, before = self._start, self._before
         assert start is not None
         # Ctrl-C may break this off; then nothing has begun.
-        self._error = settle(before)
+        error = settle(before)
+        if self._start is None:
+            # A handler of signals has asked meanwhile.
+            return
+        self._error = error
         # Dropped together with the tensors that it holds.
         self._start, self._before = None, ()
         if self._error is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -33,7 +33,7 @@ class DeviceTier(ComputeTier, Protocol):
     block may be recycled, and a host range reused, only after the copies that touch it are done.
     """
 
-    def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """Starts copying host bytes to the device, after the compute the calling thread has queued so far.
 
         Compute queued later sees the bytes after `Transfer.order` (or `wait`), and only then.
@@ -41,16 +41,23 @@ class DeviceTier(ComputeTier, Protocol):
         Args:
             into: 1-D contiguous uint8 on the device.
             source: as many bytes in host memory; unchanged until the transfer is done.
+            after: copies of this device (`is_own`) that end before this one begins, for which the host does not wait.
+                If one that wrote `source` fails, so does this.
         """
         ...
 
-    def copy_out(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def copy_out(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """Starts copying device bytes to the host, after the compute the calling thread has queued so far.
 
         Args:
             into: 1-D contiguous uint8 in host memory; not read until the transfer is done.
             source: as many bytes on the device, alive and unchanged until the transfer is done.
+            after: copies of this device that end, well or not, before this one begins: those that read `into`.
         """
+        ...
+
+    def is_own(self, transfer: Transfer) -> bool:
+        """Whether a transfer is a single copy of a device like this, which others can be put behind."""
         ...
 
     def moved(self) -> Moved:
@@ -129,8 +136,12 @@ class CudaTransfer:
 
     def order(self) -> None:
         """Makes the calling thread's compute stream wait for the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self.precede(torch.cuda.current_stream(self._device))
         self._filled = None
+
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """Makes a stream wait for the copy."""
+        stream.wait_event(self._event)
 
     def __del__(self) -> None:
         # Nobody waits for it any more, and it may still run.
@@ -221,13 +232,17 @@ class CudaTier:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
-    def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """See `DeviceTier.copy_in`."""
-        return self._copy(CopyDirection.IN, into, source)
+        return self._copy(CopyDirection.IN, into, source, after)
 
-    def copy_out(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def copy_out(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """See `DeviceTier.copy_out`."""
-        return self._copy(CopyDirection.OUT, into, source)
+        return self._copy(CopyDirection.OUT, into, source, after)
+
+    def is_own(self, transfer: Transfer) -> bool:
+        """See `DeviceTier.is_own`."""
+        return isinstance(transfer, CudaTransfer)
 
     def moved(self) -> Moved:
         """See `DeviceTier.moved`."""
@@ -257,7 +272,9 @@ class CudaTier:
         if not 0 <= self._live_bytes <= reserved:
             raise AssertionError(f"{self.device}: live {self._live_bytes} B, reserved by torch {reserved} B")
 
-    def _copy(self, direction: CopyDirection, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def _copy(
+        self, direction: CopyDirection, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer]
+    ) -> Transfer:
         check_copy(into, source)
         on_device, on_host = (into, source) if direction is CopyDirection.IN else (source, into)
         assert on_device.device == self.device and on_host.device.type == "cpu", (
@@ -267,6 +284,9 @@ class CudaTier:
         # One copy at a time is queued, so that each event marks its own copy whatever thread asks.
         with self._lock:
             stream.wait_stream(torch.cuda.current_stream(self.device))
+            for earlier in after:
+                assert isinstance(earlier, CudaTransfer)
+                earlier.precede(stream)
             with torch.cuda.stream(stream):
                 began = torch.cuda.Event(enable_timing=True)
                 began.record(stream)

@@ -118,7 +118,8 @@ class FrameHome(FramedPages):
             try:
                 for page, start, stop, at in handle.spans(offset, source.numel()):
                     frame = self._to_frame(page, whole=stop - start == page.nbytes)
-                    copy = self.device.copy_out(frame.view(start, stop), source[at : at + stop - start])
+                    reads = self._running_reads(page)
+                    copy = self.device.copy_out(frame.view(start, stop), source[at : at + stop - start], after=reads)
                     page.writes.append(copy)
                     copies.append(copy)
             except BaseException:
@@ -130,8 +131,8 @@ class FrameHome(FramedPages):
     def load(self, handle: FrameHandle, offset: int, into: torch.Tensor) -> Transfer:
         """Starts copying frames to the device; pages on disk are read into a frame first, without blocking.
 
-        A copy that follows such a read, or a store that still runs, starts when the transfer is next asked for
-        (`Chained`).
+        A copy that follows such a read starts when the transfer is next asked for (`Chained`); one that follows a store
+        that still runs waits for it on the device.
 
         Raises:
             BudgetError: no frame can be freed.
@@ -283,12 +284,20 @@ class FrameHome(FramedPages):
         self._framed.move_to_end(page)
         source = frame.view(start, stop)
         copy: Transfer
-        if page.writes:
-            copy = Chained(page.writes[:], lambda: self.device.copy_in(into, source))
+        if all(map(self.device.is_own, page.writes)):
+            copy = self.device.copy_in(into, source, after=page.writes)
         else:
-            copy = self.device.copy_in(into, source)
+            copy = Chained(page.writes[:], lambda: self.device.copy_in(into, source))
         page.reads = [read for read in page.reads if not read.done()] + [copy]
         return copy
+
+    def _running_reads(self, page: Page) -> list[Transfer]:
+        """The device copies that may still read a page's frame; the others have been waited for."""
+        if not all(map(self.device.is_own, page.reads)):
+            # Errors are for those who wait for them.
+            settle(page.reads)
+        page.reads = [read for read in page.reads if not read.done()]
+        return page.reads
 
     def _look_at_ended(self, page: Page) -> None:
         """Forgets what has been written to a page's frame, unless that failed.

@@ -74,14 +74,14 @@ class FramedPages:
     # ---- changes of state --------------------------------------------------------------------------------------
 
     def _to_frame(self, page: Page, *, whole: bool) -> Frame:
-        """Makes a frame the only place of a page that is about to be stored to, in whole or in part."""
+        """Makes a frame the only place of a page that is about to be stored to, in whole or in part.
+
+        Copies to the device may still read it.
+        """
         if page.state is PageState.DISK and whole:
             self._framed_clean(page, self._room(page.nbytes, page.handle.tag, page.handle.name))
         elif page.state is PageState.DISK:
             self._read(page)
-        # Errors of copies to the device are for those who wait for them.
-        settle(page.reads)
-        page.reads = []
         if page.state is PageState.CLEAN:
             # Until its read has ended well, only the slot is good.
             error = settle(page.writes)

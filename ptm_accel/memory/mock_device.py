@@ -13,7 +13,7 @@ import mmap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -24,7 +24,7 @@ from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.device import check_block_size, check_copy, device_refusal
 from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
 from ptm_accel.memory.runs import RunSpace
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block
+from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer
 from ptm_accel.units import format_bytes
 
 POISON = 0xFF
@@ -83,10 +83,15 @@ class MockTransfer:
             self._error = error
             self._ended.set()
 
-    def _join(self) -> None:
+    def ended(self) -> BaseException | None:
+        """Waits for the end, and says with which error; for the device's own threads, which hold up no host."""
         self._ended.wait()
-        if self._error is not None:
-            raise self._error
+        return self._error
+
+    def _join(self) -> None:
+        error = self.ended()
+        if error is not None:
+            raise error
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class _Job:
     into: int
     source: int
     transfer: MockTransfer
+    after: tuple[MockTransfer, ...]
 
 
 @dataclass(frozen=True)
@@ -197,21 +203,25 @@ class MockDevice:
             ctypes.memset(arena.address + region.offset, POISON, region.nbytes)
             arena.runs.give(region.offset, region.nbytes)
 
-    def copy_in(self, into: torch.Tensor, source: torch.Tensor) -> MockTransfer:
+    def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> MockTransfer:
         """See `DeviceTier.copy_in`.
 
         Raises:
             PTMError: the device is closed.
         """
-        return self._start(CopyDirection.IN, into, source)
+        return self._start(CopyDirection.IN, into, source, after)
 
-    def copy_out(self, into: torch.Tensor, source: torch.Tensor) -> MockTransfer:
+    def copy_out(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> MockTransfer:
         """See `DeviceTier.copy_out`.
 
         Raises:
             PTMError: the device is closed.
         """
-        return self._start(CopyDirection.OUT, into, source)
+        return self._start(CopyDirection.OUT, into, source, after)
+
+    def is_own(self, transfer: Transfer) -> bool:
+        """See `DeviceTier.is_own`."""
+        return isinstance(transfer, MockTransfer)
 
     def moved(self) -> Moved:
         """See `DeviceTier.moved`."""
@@ -270,8 +280,12 @@ class MockDevice:
         assert offset is not None
         return _Region(len(self._arenas) - 1, offset, nbytes)
 
-    def _start(self, direction: CopyDirection, into: torch.Tensor, source: torch.Tensor) -> MockTransfer:
+    def _start(
+        self, direction: CopyDirection, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer]
+    ) -> MockTransfer:
         check_copy(into, source)
+        before = tuple(earlier for earlier in after if isinstance(earlier, MockTransfer))
+        assert len(before) == len(after), "copies of another device"
         with self._lock:
             if self._closing.is_set():
                 raise PTMError(
@@ -284,7 +298,7 @@ class MockDevice:
             self.counts[f"copy_{name}"] += 1
             self.counts[f"bytes_{name}"] += into.numel()
             self._running[transfer] = None
-            self._queues[direction].put(_Job(into.data_ptr(), source.data_ptr(), transfer))
+            self._queues[direction].put(_Job(into.data_ptr(), source.data_ptr(), transfer, before))
             return transfer
 
     def _run(self, queue: SimpleQueue[_Job | None]) -> None:
@@ -304,6 +318,10 @@ class MockDevice:
 
     def _move(self, job: _Job) -> None:
         copy = job.transfer.copy
+        for earlier in job.after:
+            error = earlier.ended()
+            if error is not None and copy.direction is CopyDirection.IN:
+                raise error
         seconds = self._latency_s + (copy.nbytes / self._bandwidth if self._bandwidth else 0.0)
         if seconds > 0:
             self._closing.wait(seconds)

@@ -256,6 +256,21 @@ def test_a_copy_in_waits_for_compute_that_still_reads_the_block(tier: CudaTier) 
 
 
 @pytest.mark.gpu
+def test_a_copy_in_waits_for_a_copy_out_to_the_same_memory_and_the_host_for_neither(tier: CudaTier) -> None:
+    first, second, frame = tier.allocate(MIB), tier.allocate(MIB), pinned(MIB)
+    buffer_of(first).fill_(1)
+    frame.fill_(2)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    out = tier.copy_out(frame, buffer_of(first))
+    copy = tier.copy_in(buffer_of(second), frame, after=[out])
+    assert not out.done()
+    copy.order()
+    assert (buffer_of(second).cpu() == 1).all()
+    give_back(tier, first)
+    give_back(tier, second)
+
+
+@pytest.mark.gpu
 def test_a_block_given_back_under_a_copy_out_is_not_reused_before_its_end(tier: CudaTier) -> None:
     into = pinned(64 * MIB)
     block = tier.allocate(64 * MIB)

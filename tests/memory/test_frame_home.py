@@ -242,6 +242,29 @@ def test_without_the_order_the_device_sees_nan() -> None:
     s.close()
 
 
+def test_the_host_waits_for_no_copy_to_start_another() -> None:
+    """A page that is loaded while it is still stored to, and stored to while it is still loaded."""
+    gate = threading.Event()
+    s = Setup(device=MockDevice(delay=lambda copy: (gate.wait(20), None)[1]))
+    handle = s.new(2)
+    source, into, again = (s.block(2 * PAGE) for _ in range(3))
+    source.fill_(1)
+    again.fill_(2)
+    s.home.store(handle, 0, source)
+    first = s.home.load(handle, 0, into)
+    s.home.store(handle, 0, again)
+    last = s.home.load(handle, 0, source)
+    assert s.device.counts["copy_in"] == s.device.counts["copy_out"] == 4
+    assert s.device.counts["wait"] == s.device.counts["order"] == 0
+    assert not first.done()
+    gate.set()
+    first.order()
+    assert (into == 1).all()
+    last.order()
+    assert (source == 2).all()
+    s.close()
+
+
 @pytest.mark.parametrize("slow", CopyDirection)
 def test_a_load_after_a_store_waits_for_it_and_a_store_after_a_load_too(slow: CopyDirection) -> None:
     # The slower direction must not be overtaken by the other, which runs in a thread of its own.

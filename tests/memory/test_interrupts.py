@@ -156,3 +156,26 @@ def test_a_chained_copy_whose_wait_is_broken_off_can_be_waited_for_again() -> No
     chained.wait()
     assert started
     assert chained.done()
+
+
+@pytest.mark.parametrize("ask", ["done", "wait", "order"])
+def test_a_chained_copy_that_a_handler_asks_for_while_it_is_waited_for_starts_once(ask: str) -> None:
+    class Asks(_Broken):
+        def wait(self) -> None:
+            self.waits += 1
+            if self.waits == 1:
+                getattr(chained, ask)()
+
+        order = wait
+
+    def start() -> _Broken:
+        started.append(True)
+        copy = _Broken()
+        copy.waits = 1
+        return copy
+
+    before, started = Asks(), []
+    chained = Chained([before], start)
+    chained.wait()
+    assert started == [True]
+    assert chained.done()

@@ -217,6 +217,44 @@ def test_an_error_in_the_thread_is_raised_by_every_wait_and_by_no_other_copy() -
     device.close()
 
 
+def test_copies_of_one_direction_come_after_those_of_the_other_where_that_is_said() -> None:
+    gate = Gate(CopyDirection.OUT)
+    device = MockDevice(delay=gate)
+    first, second, frame = device.allocate(N), device.allocate(N), host(0.0)
+    floats(first).fill_(1.0)
+    out = device.copy_out(frame, floats(first).view(torch.uint8))
+    behind = device.copy_in(floats(second).view(torch.uint8), frame, after=[out])
+    early = device.copy_in(floats(first).view(torch.uint8), host(3.0))
+    time.sleep(0.02)
+    assert not any(copy.done() for copy in (out, behind, early)), "a stream keeps its order"
+    gate.opened.set()
+    behind.order()
+    assert (floats(second) == 1.0).all()
+    early.wait()
+    device.close()
+
+
+@pytest.mark.parametrize("direction", CopyDirection)
+def test_what_reads_what_a_failed_copy_should_have_written_fails_too(direction: CopyDirection) -> None:
+    def fail(copy: MockCopy) -> None:
+        if copy.direction is not direction and copy.number == 0:
+            raise OSError(5, "link down")
+
+    device = MockDevice(delay=fail)
+    block, frame = device.allocate(N), host(2.0)
+    ours = floats(block).view(torch.uint8)
+    if direction is CopyDirection.IN:
+        behind = device.copy_in(ours, frame, after=[device.copy_out(frame, ours)])
+        with pytest.raises(OSError, match="link down"):
+            behind.wait()
+    else:
+        # Nothing was read from where it writes, which is no reason not to.
+        floats(block).fill_(1.0)
+        device.copy_out(frame, ours, after=[device.copy_in(ours, frame)]).wait()
+        assert (frame.view(torch.float32) == 1.0).all()
+    device.close()
+
+
 def test_a_full_card_is_a_device_error_that_batch_size_search_understands() -> None:
     device = MockDevice(capacity_bytes=2 * N)
     kept = device.allocate(N)
