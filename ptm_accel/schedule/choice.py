@@ -27,8 +27,11 @@ _AHEAD_UNKNOWN = 0.25
 """The one that is taken where the link has not been measured."""
 
 _AS_GOOD = 1.01
-"""Of plans whose times differ by less than this factor the one that holds most is taken: it makes up for what is not
-foreseen.
+"""Plans whose times differ by less than this factor count as equal: then what they hold ahead and move is looked at."""
+
+_ENOUGH_AHEAD = 0.15
+"""The share held for what is not used yet that makes up for what is not foreseen. Of plans that are as good and hold so
+much, the one that moves least is taken: a disk wears, and what is not moved cannot be late.
 """
 
 _WORTH_A_LOOK = 1.02
@@ -92,12 +95,16 @@ def choose_plan(
         for way, found in choices.items():
             if found[0].simulated is not None and found[0].simulated.seconds <= min(times) * _WORTH_A_LOOK:
                 found.append(task.choice(*way, False, on_host))
-    every = [each for way in ways for each in choices[way]]
-    times = [each.simulated.seconds for each in every if each.simulated is not None]
-    if not times:
-        return every[0]
-    least = min(times) * _AS_GOOD
-    return next(each for each in every if each.simulated is not None and each.simulated.seconds <= least)
+    every = [(share, each, each.simulated) for kept, share in ways for each in choices[kept, share]]
+    simulated = [(share, each, known) for share, each, known in every if known is not None]
+    if not simulated:
+        return every[0][1]
+    least = min(known.seconds for _, _, known in simulated) * _AS_GOOD
+    good = [(share, each, known) for share, each, known in simulated if known.seconds <= least]
+    steady = [(each, known) for share, each, known in good if share >= _ENOUGH_AHEAD]
+    if not steady:
+        return good[0][1]
+    return min(steady, key=lambda pair: pair[1].read_bytes + pair[1].written_bytes)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,24 @@ def test_no_share_and_no_way_to_begin_is_better_by_more_than_is_worth_it(rates: 
             assert chosen.simulated.seconds <= other.seconds * 1.01 + 1e-9
 
 
+def test_of_plans_that_are_as_good_the_one_that_moves_least_is_taken() -> None:
+    """Where the link is so fast that nothing is waited for, state still need not wear the disk."""
+    capacity = 400
+    chosen = choose_plan(recorded(), capacity_bytes=capacity, updates=UPDATES, repeats=True, rates=FAST, update_s=0.01)
+    assert chosen.simulated is not None
+    moved = {}
+    for share in (0.4, 0.25, 0.15):
+        ahead = int(capacity * share)
+        trace = with_updates(recorded(), UPDATES, most_bytes=(capacity - ahead) // 2)
+        plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=ahead, repeats=True)
+        other = simulate(trace, plan, FAST, lambda gradient: gradient.nbytes * 0.01)
+        assert chosen.simulated.seconds <= other.seconds * 1.01
+        moved[share] = other.read_bytes + other.written_bytes
+    least = chosen.simulated.read_bytes + chosen.simulated.written_bytes
+    assert least <= min(moved.values())
+    assert least < 0.9 * moved[0.4]
+
+
 def test_where_nothing_was_measured_nothing_is_foretold() -> None:
     chosen = choose_plan(recorded(), capacity_bytes=400, updates={}, repeats=True, rates=None, update_s=0.0)
     assert chosen.plan is not None
