@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -36,6 +38,41 @@ class HeldRun:
         self.page = page
         self.octets = octets
         self.awaited = awaited
+
+
+class _Runs:
+    """Parts of pages that follow one another, to be moved by one copy where their frames do so as well.
+
+    A copy of a page costs the host nearly as long as a fast link takes for it.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Page, int, int, int]] = []
+
+    def add(self, page: Page, start: int, stop: int, at: int) -> None:
+        """Bytes [start, stop) of a page in a frame, which are those from `at` on of what is moved."""
+        self._parts.append((page, start, stop, at))
+
+    def taken(self, octets: torch.Tensor) -> Iterator[tuple[list[Page], torch.Tensor, torch.Tensor]]:
+        """Each run, which is a part no more, as (pages, their bytes in host memory, the same bytes of `octets`)."""
+        parts, self._parts = self._parts, []
+        while parts:
+            count = 1
+            while count < len(parts) and _goes_on(parts[count - 1][0], parts[count][0]):
+                count += 1
+            run, parts = parts[:count], parts[count:]
+            (first, start, _, at), (last, begin, stop, after) = run[0], run[-1]
+            nbytes = after + stop - begin - at
+            assert first.frame is not None
+            yield [page for page, *_ in run], first.frame.view(start, start + nbytes), octets[at : at + nbytes]
+
+
+def _goes_on(page: Page, following: Page) -> bool:
+    """Whether the next page lies behind one in memory, and there is nothing that only one of them has to wait for."""
+    if any(each.writes and each.state is PageState.CLEAN for each in (page, following)):
+        # Being read from the disk, each by itself, and copied on as soon as it is there.
+        return False
+    return page.frame is not None and following.frame is not None and page.frame.is_followed_by(following.frame)
 
 
 class FrameHome(FramedPages):
@@ -115,13 +152,15 @@ class FrameHome(FramedPages):
         copies: list[Transfer] = []
         with self._lock:
             assert handle in self._handles, f"store to the freed handle of {handle.name}"
+            runs = _Runs()
             try:
                 for page, start, stop, at in handle.spans(offset, source.numel()):
-                    frame = self._to_frame(page, whole=stop - start == page.nbytes)
-                    reads = self._running_reads(page)
-                    copy = self.device.copy_out(frame.view(start, stop), source[at : at + stop - start], after=reads)
-                    page.writes.append(copy)
-                    copies.append(copy)
+                    if page.state is PageState.DISK:
+                        # The room for it may come from a page that is to be stored to before it.
+                        self._store_runs(runs, source, copies)
+                    self._to_frame(page, whole=stop - start == page.nbytes)
+                    runs.add(page, start, stop, at)
+                self._store_runs(runs, source, copies)
             except BaseException:
                 # The caller gets no transfer, so nothing may go on reading its tensor.
                 settle(copies)
@@ -141,10 +180,15 @@ class FrameHome(FramedPages):
         copies: list[Transfer] = []
         with self._lock:
             assert handle in self._handles, f"load from the freed handle of {handle.name}"
+            runs = _Runs()
             try:
                 self._room_ahead(handle, offset, into.numel())
                 for page, start, stop, at in handle.spans(offset, into.numel()):
-                    copies.append(self._copy_in(page, start, stop, into[at : at + stop - start]))
+                    if page.state is PageState.DISK:
+                        self._load_runs(runs, into, copies)
+                    self._to_be_read(page)
+                    runs.add(page, start, stop, at)
+                self._load_runs(runs, into, copies)
             except BaseException:
                 settle(copies)
                 raise
@@ -275,21 +319,34 @@ class FrameHome(FramedPages):
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
-    def _copy_in(self, page: Page, start: int, stop: int, into: torch.Tensor) -> Transfer:
+    def _store_runs(self, runs: _Runs, source: torch.Tensor, copies: list[Transfer]) -> None:
+        """Starts copying to the pages that were gathered, and forgets them."""
+        for pages, frames, octets in runs.taken(source):
+            reads = list(dict.fromkeys(read for page in pages for read in self._running_reads(page)))
+            copy = self.device.copy_out(frames, octets, after=reads)
+            copies.append(copy)
+            for page in pages:
+                page.writes.append(copy)
+
+    def _to_be_read(self, page: Page) -> None:
+        """Has a page in a frame, or on its way into one."""
         self._look_at_ended(page)
         if page.state is PageState.DISK:
             self._read(page)
-        frame = page.frame
-        assert frame is not None
         self._framed.move_to_end(page)
-        source = frame.view(start, stop)
-        copy: Transfer
-        if all(map(self.device.is_own, page.writes)):
-            copy = self.device.copy_in(into, source, after=page.writes)
-        else:
-            copy = Chained(page.writes[:], lambda: self.device.copy_in(into, source))
-        page.reads = [read for read in page.reads if not read.done()] + [copy]
-        return copy
+
+    def _load_runs(self, runs: _Runs, into: torch.Tensor, copies: list[Transfer]) -> None:
+        """Starts copying from the pages that were gathered, and forgets them."""
+        for pages, frames, octets in runs.taken(into):
+            writes = list(dict.fromkeys(write for page in pages for write in page.writes))
+            copy: Transfer
+            if all(map(self.device.is_own, writes)):
+                copy = self.device.copy_in(octets, frames, after=writes)
+            else:
+                copy = Chained(writes, partial(self.device.copy_in, octets, frames))
+            copies.append(copy)
+            for page in pages:
+                page.reads = [read for read in page.reads if not read.done()] + [copy]
 
     def _running_reads(self, page: Page) -> list[Transfer]:
         """The device copies that may still read a page's frame; the others have been waited for."""

@@ -58,8 +58,15 @@ class Frame:
         self.reservation = reservation
 
     def view(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop) of the frame as 1-D uint8; not to be kept beyond the frame's life."""
+        """Bytes [start, stop) from the frame's first on, as 1-D uint8; not to be kept beyond the frame's life.
+
+        They may go on in frames that follow it (`is_followed_by`).
+        """
         return self._slab.tensor()[self._offset + start : self._offset + stop]
+
+    def is_followed_by(self, other: Frame) -> bool:
+        """Whether another frame begins in memory where this one ends."""
+        return other._slab is self._slab and other._offset == self._offset + self.nbytes
 
     @property
     def piece(self) -> FilePiece:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError, PTMError
-from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
@@ -27,6 +27,12 @@ from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.units import Cursor, Unit, Work
 
 
+_LARGEST_WINDOW_BYTES = 32 << 20
+"""Of a window beside a device: what surrounds each (calls, events) costs the host as long as a fast link takes for a few
+pages. On a CPU the disk is slower than that, and what is updated at a time stays in a cache.
+"""
+
+
 class Sweep:
     """Runs steps of one optimizer over paged parameters.
 
@@ -34,7 +40,7 @@ class Sweep:
         inner: the user's optimizer.
         pool: where everything lives.
         appetite: what its update needs, and whether it may be cut.
-        window_bytes: size of a window, in bytes of the tensor that is updated.
+        window_bytes: size of a window, in bytes of the tensor that is updated; the least, where a device has room.
         batch_bytes: tells how much may be held at a time, over all tensors.
     """
 
@@ -107,7 +113,9 @@ class Sweep:
         numel, start = state.slot.value.numel, cursor.start
         new = cursor.new if start else state.fresh
         unit = Unit(group, state, grad, start, numel, last=True, new=new, stays=cursor.stays)
-        step = window_elements(self.window_bytes, state.wide.dtype.itemsize)
+        step = self._window_elements(state.wide.dtype.itemsize)
+        if cut:
+            step = min(step, window_elements(self.window_bytes, state.wide.dtype.itemsize))
         if self.appetite.whole or numel - start <= step:
             return unit
         # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
@@ -116,6 +124,13 @@ class Sweep:
             return unit
         unit.stop, unit.last = start + step, False
         return unit
+
+    def _window_elements(self, element_bytes: int) -> int:
+        """How many elements a window has, where there is room for it: several of them on a device make a batch."""
+        nbytes = self.window_bytes
+        if self.pool.budget.tier is Tier.DEVICE:
+            nbytes = max(nbytes, min(_LARGEST_WINDOW_BYTES, self.batch_bytes() // 8))
+        return window_elements(nbytes, element_bytes)
 
     def _cost(self, unit: Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""

@@ -254,7 +254,7 @@ def test_the_host_waits_for_no_copy_to_start_another() -> None:
     first = s.home.load(handle, 0, into)
     s.home.store(handle, 0, again)
     last = s.home.load(handle, 0, source)
-    assert s.device.counts["copy_in"] == s.device.counts["copy_out"] == 4
+    assert s.device.counts["copy_in"] == s.device.counts["copy_out"] == 2
     assert s.device.counts["wait"] == s.device.counts["order"] == 0
     assert not first.done()
     gate.set()
@@ -262,6 +262,33 @@ def test_the_host_waits_for_no_copy_to_start_another() -> None:
     assert (into == 1).all()
     last.order()
     assert (source == 2).all()
+    s.close()
+
+
+def test_pages_whose_frames_follow_one_another_are_moved_by_one_copy() -> None:
+    s = Setup(pages=8)
+    left, right = s.new(1, "left"), s.new(1, "right")
+    whole = s.new(2)
+    s.home.free(left)
+    # Its first page lies where the left one was, and the others behind.
+    parts = s.new(2, "parts")
+    for handle in (right, whole, parts):
+        source = s.block(handle.nbytes)
+        source.copy_(torch.randint(0, 256, (handle.nbytes,), dtype=torch.uint8))
+        s.home.store(handle, 0, source).wait()
+        assert torch.equal(s.load(handle), source)
+        for offset, nbytes in ((UNIT, handle.nbytes - UNIT), (0, handle.nbytes - UNIT)):
+            assert torch.equal(s.load(handle, offset, nbytes), source[offset : offset + nbytes])
+    before = s.device.counts.copy()
+    s.load(whole)
+    s.store(whole, 1)
+    assert s.device.counts - before == {"copy_in": 1, "copy_out": 1, "order": 1, "wait": 1} | {
+        "bytes_in": whole.nbytes,
+        "bytes_out": whole.nbytes,
+    }
+    before = s.device.counts.copy()
+    s.load(parts)
+    assert s.device.counts["copy_in"] - before["copy_in"] == 2
     s.close()
 
 

@@ -360,3 +360,43 @@ def test_a_batch_is_no_larger_than_asked(tmp_path: Path, monkeypatch: pytest.Mon
         counts[batch] = max(batches)
     assert counts[0] == 1
     assert counts[0] < counts[100 << 10] < counts[1 << 20]
+
+
+@pytest.mark.parametrize("kind", ["mock+host", "host+disk"])
+def test_windows_are_larger_on_a_device_that_has_room(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a device each window costs the host time; where there is no room they are as small as anywhere."""
+    parts: list[int] = []
+    update = Sweep._update
+
+    def watched(self: Sweep, units: list[Any], *args: Any) -> None:
+        parts.extend(unit.stop - unit.start for unit in units if not unit.whole)
+        update(self, units, *args)
+
+    monkeypatch.setattr(Sweep, "_update", watched)
+
+    def wide() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512))
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        for number in range(2):
+            model(torch.full((2, 512), 1.0 + number)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    plain = wide()
+    expected = trained(plain, fused(plain))
+    largest = {}
+    least, _ = needs(wide(), tmp_path, kind, optimizer=fused)
+    for nbytes in (least, least + (2 << 20)):
+        parts.clear()
+        model = wide()
+        with on_pages(model, kind, nbytes, tmp_path) as engine:
+            values = trained(model, engine.bind_optimizer(fused(model)))
+            assert all(same_bits(values[name], expected[name]) for name in expected)
+        largest[nbytes - least] = max(parts)
+    assert largest[0] == 4096, "the least: aligned for every dtype"
+    assert largest[2 << 20] == (8192 if kind == "mock+host" else 4096)
