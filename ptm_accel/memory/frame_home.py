@@ -61,7 +61,7 @@ class _Runs:
             while count < len(parts) and _goes_on(parts[count - 1][0], parts[count][0]):
                 count += 1
             run, parts = parts[:count], parts[count:]
-            (first, start, _, at), (last, begin, stop, after) = run[0], run[-1]
+            (first, start, _, at), (_, begin, stop, after) = run[0], run[-1]
             nbytes = after + stop - begin - at
             assert first.frame is not None
             yield [page for page, *_ in run], first.frame.view(start, start + nbytes), octets[at : at + nbytes]

@@ -26,10 +26,9 @@ from ptm_accel.model.floor import Appetite
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.units import Cursor, Unit, Work
 
-
 _LARGEST_WINDOW_BYTES = 32 << 20
-"""Of a window beside a device: what surrounds each (calls, events) costs the host as long as a fast link takes for a few
-pages. On a CPU the disk is slower than that, and what is updated at a time stays in a cache.
+"""Of a window beside a device: what surrounds each (calls, events) costs the host as long as a fast link takes for a
+few pages. On a CPU the disk is slower than that, and what is updated at a time stays in a cache.
 """
 
 
