@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +64,10 @@ class Memory:
     dials: Mapping[Tier, int] = field(default_factory=dict)
     when_closed: Callable[[], None] | None = None
     device: DeviceTier | None = None
+    _owner: int = field(default_factory=os.getpid, init=False)
 
     def close(self) -> None:
-        """Gives everything back. Idempotent.
+        """Gives everything back. Idempotent; does nothing in a fork of the process that has made it.
 
         Raises:
             BaseException: the first error of a part; the others have been closed all the same, and their errors logged.
@@ -73,6 +75,9 @@ class Memory:
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self._owner:
+            # A fork shares the memory under a device with the process that trains, and has none of its threads.
+            return
         steps = [self.pool.close, *(part.close for part in self.parts)]
         if self.when_closed is not None:
             steps.append(self.when_closed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -42,3 +44,36 @@ def test_a_pin_that_is_left_keeps_nothing_else_open(
     assert "of whoever is told" in caplog.text, "a later error is not lost"
     memory.close()
     pin.release()
+
+
+FORKED = """
+import os, sys, torch
+from pathlib import Path
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.mock_device import MockDevice
+from ptm_accel.memory.setup import Capacities, build_memory
+
+disk = [Path(sys.argv[1])] if len(sys.argv) > 1 else []
+capacities = Capacities(page_bytes=4096, host_bytes=1 << 20, device_bytes=64 << 10, disk_paths=disk)
+memory = build_memory(capacities, MockDevice())
+tensors = [memory.pool.create(f"t{n}", Tag.PARAM, (4096,), torch.float32) for n in range(12)]
+for n, tensor in enumerate(tensors):
+    memory.pool.fault(tensor, write=True).fill_(n)
+child = os.fork()
+if child == 0:
+    memory.close()
+    sys.exit(0)
+status = os.waitpid(child, 0)[1]
+print(status, all(bool((memory.pool.fault(t) == n).all()) for n, t in enumerate(tensors)))
+memory.close()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:ptm_accel. the disk path")
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_a_fork_closes_is_not_its_parents(disk: bool, tmp_path: Path) -> None:
+    """Memory under a device is shared with it."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, *([str(tmp_path)] if disk else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 True\n"
