@@ -63,8 +63,21 @@ class Tide:
         self._budget.capacity_bytes = max(self._budget.capacity_bytes, self._least_bytes)
 
     def glance(self) -> bool:
-        """Nothing is done at accesses that charge nothing: a card that is full says so."""
-        return False
+        """Called in forwards: where all pages are there already, a pass charges nothing, and other memory still grows.
+
+        Asking the allocator takes a while, and where pages have less than half there is nothing to ask for.
+
+        Returns:
+            whether the capacity is lower than before, and what is too much is to be moved away.
+
+        Raises:
+            DeviceBudgetError: other memory leaves less than the least that pages can work with.
+        """
+        if self._last_step is None or 2 * self._budget.used_bytes < self.total_bytes:
+            return False
+        before = self._budget.capacity_bytes
+        self.sample()
+        return self._budget.capacity_bytes < before
 
     def resize(self, total_bytes: int) -> None:
         """Another budget is given.

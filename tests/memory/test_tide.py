@@ -56,6 +56,26 @@ def test_a_rising_tide_lowers_the_capacity_at_once_and_a_falling_one_a_step_late
     assert budget.capacity_bytes == 1000 * MIB - int(100 * MIB * 1.05)
 
 
+def test_a_glance_sees_what_rises_while_nothing_is_charged() -> None:
+    tide, budget, card = make()
+    charge = budget.reserve(90 * MIB, Tag.PARAM, "w")
+    card.peak = 900 * MIB
+    assert not tide.glance(), "the least is all that pages have before a step has been seen"
+    card.peak = 290 * MIB
+    tide.end_step()
+    more = budget.reserve(600 * MIB, Tag.STATE, "m")
+    card.peak = 690 * MIB + 200 * MIB
+    assert not tide.glance(), "as in the step before"
+    card.peak = 690 * MIB + 300 * MIB
+    assert tide.glance()
+    assert budget.capacity_bytes == 1000 * MIB - int(300 * MIB * 1.05)
+    assert not tide.glance(), "no higher than it was"
+    more.release()
+    card.peak = 90 * MIB + 500 * MIB
+    assert not tide.glance(), "pages have less than half, and are not in the way"
+    charge.release()
+
+
 def test_a_tide_that_leaves_too_little_is_an_error_with_numbers() -> None:
     tide, _, card = make()
     card.peak = 900 * MIB
