@@ -78,9 +78,17 @@ def assert_same(ours: Path, plain: Path) -> None:
     assert not different
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("script", ["with_trainer.py", "with_accelerator.py"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("script", "processes"),
+    [
+        ("with_trainer.py", 1),
+        ("with_accelerator.py", 2),
+        ("with_states.py", 2),
+        pytest.param("with_trainer.py", 2, marks=pytest.mark.wide),
+        pytest.param("with_accelerator.py", 1, marks=pytest.mark.wide),
+        pytest.param("with_states.py", 1, marks=pytest.mark.wide),
+    ],
+)
 def test_an_unchanged_script_gives_the_same(script: str, processes: int, folder: Path, tmp_path: Path) -> None:
     command = [str(SCRIPTS / script), str(folder)]
     if processes == 1:
