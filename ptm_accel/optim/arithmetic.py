@@ -3,14 +3,17 @@
 What surrounds its kernel (a gradient is widened and scaled, a master is rounded into its parameter) costs little while
 the elements are in a processor's cache, and as much as the kernel itself when each is a pass over all of memory. So on
 a CPU, when an element-wise optimizer calls torch's fused kernel for whole windows, that call is carried out piece by
-piece, with what surrounds it done for each piece (`InPieces`). Neither the optimizer nor the numbers change.
+piece, with what surrounds it done for each piece (`InPieces`), and each core with pieces of its own (`Hands`). Neither
+the optimizer nor the numbers change.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -19,14 +22,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.model.floor import Appetite
+from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.units import Unit
 
 PIECE_ELEMENTS = 1 << 20
 """How many elements are updated at a time on a CPU; a multiple of 64.
 
-With fewer the calls begin to cost, more do not stay in the cache (`tests/benchmarks/update.py`).
+With fewer the calls begin to cost, more do not stay in the cache (`tests/benchmarks/update.py`). Where cores have
+pieces of their own, each has so many.
 """
+LEAST_ELEMENTS = 1 << 16
+"""The smallest piece that a core is given for itself."""
 
+_ALIGN = 64
+"""Pieces begin at multiples of so many elements, or numbers would depend on where they do."""
 _KERNELS = {
     torch.ops.aten._fused_adam_: torch._fused_adam_,
     torch.ops.aten._fused_adamw_: torch._fused_adamw_,
@@ -47,6 +56,7 @@ class Arithmetic:
         appetite: what its update needs, and whether it may be cut.
         device: where the windows are.
         ready: gives the elements of a window, 1-D, once they have arrived.
+        hands: who carries pieces out; the calling thread by itself if it is None.
     """
 
     def __init__(
@@ -55,7 +65,9 @@ class Arithmetic:
         appetite: Appetite,
         device: torch.device,
         ready: Callable[[Any], torch.Tensor],
+        hands: Hands | None = None,
     ) -> None:
+        self._hands = hands
         self._inner = inner
         self._device = device
         self._ready = ready
@@ -64,7 +76,9 @@ class Arithmetic:
     @property
     def grain(self) -> int | None:
         """How many elements of a window are updated at a time at the most; None for all of them."""
-        return PIECE_ELEMENTS if self._in_pieces(self._inner.param_groups) else None
+        if not self._in_pieces(self._inner.param_groups):
+            return None
+        return PIECE_ELEMENTS * (1 if self._hands is None else self._hands.count)
 
     def _in_pieces(self, groups: list[dict[str, Any]]) -> bool:
         """Whether groups of these hyperparameters are updated in pieces; a state that is loaded may change them."""
@@ -87,7 +101,7 @@ class Arithmetic:
         # Its own may be other ones by now. Some count steps in them: every part of a step starts from the same count.
         groups: list[dict[str, Any]] = [{**values, "params": []} for values in hyper]
         params: list[nn.Parameter] = []
-        pieces = InPieces(scale) if self._in_pieces(hyper) else None
+        pieces = InPieces(scale, self._hands) if self._in_pieces(hyper) else None
         try:
             for unit in units:
                 param = self._parameter(unit, scale, pieces, hyper[unit.group])
@@ -165,14 +179,19 @@ class InPieces(TorchDispatchMode):
 
     Args:
         scale: what gradients are multiplied by first, if anything.
+        hands: who carries pieces out; the calling thread by itself if it is None.
     """
 
-    def __init__(self, scale: torch.Tensor | None) -> None:
+    def __init__(self, scale: torch.Tensor | None, hands: Hands | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._scale = scale
+        self._hands = hands
         self._operands: dict[int, _Operand] = {}
         self._widened = 0
-        self._scratch: torch.Tensor | None = None
+        self._piece = PIECE_ELEMENTS
+        self._by_hands = False
+        # Of each thread its own.
+        self._scratch = threading.local()
 
     def take(self, param: torch.Tensor, grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
         """Has the kernel run over `param` in pieces, if anything surrounds it.
@@ -203,19 +222,35 @@ class InPieces(TorchDispatchMode):
         kernel = _KERNELS.get(func.overloadpacket)
         if kernel is None:
             return func(*args, **(kwargs or {}))
-        rows: list[_Row] = []
-        elements = 0
-        for index in range(len(args[0])):
-            for row in self._cut([column[index] if column else None for column in args]):
-                rows.append(row)
-                elements += row[0].numel()
-                # Small tensors share a call; the piece that fills it is its last.
-                if elements >= PIECE_ELEMENTS:
-                    self._run(kernel, rows, args, kwargs)
-                    rows, elements = [], 0
-        if rows:
-            self._run(kernel, rows, args, kwargs)
+        with self._given(sum(param.numel() for param in args[0])) as give:
+            rows: list[_Row] = []
+            elements = 0
+            for index in range(len(args[0])):
+                for row in self._cut([column[index] if column else None for column in args]):
+                    rows.append(row)
+                    elements += row[0].numel()
+                    # Small tensors share a call; the piece that fills it is its last.
+                    if elements >= self._piece:
+                        # One that is not cut is for all cores.
+                        here = self._by_hands and elements > 2 * self._piece
+                        (_at_once if here else give)(partial(self._run, kernel, rows, args, kwargs))
+                        rows, elements = [], 0
+            if rows:
+                give(partial(self._run, kernel, rows, args, kwargs))
         return None
+
+    @contextmanager
+    def _given(self, elements: int) -> Iterator[Callable[[Callable[[], object]], object]]:
+        """Who carries out the pieces of a call over so many elements, of which each core has one at least."""
+        count = 1 if self._hands is None or not self._operands else self._hands.count
+        self._by_hands = count > 1 and elements >= 2 * LEAST_ELEMENTS
+        if self._hands is None or not self._by_hands:
+            self._piece = PIECE_ELEMENTS
+            yield _at_once
+            return
+        self._piece = max(min(PIECE_ELEMENTS, -(-elements // count) // _ALIGN * _ALIGN), LEAST_ELEMENTS)
+        with self._hands.at_work() as give:
+            yield give
 
     def _cut(self, tensors: list[Any]) -> Iterator[_Row]:
         numel = tensors[0].numel()
@@ -224,12 +259,15 @@ class InPieces(TorchDispatchMode):
             yield [*tensors, None]
             return
         tensors = [tensors[0], operand.grad, *tensors[2:], operand.value]
-        if numel <= PIECE_ELEMENTS:
+        if self._by_hands:
+            # In another thread torch would count each change of what it is a view of once more.
+            tensors = [tensor if tensor is None else tensor.data for tensor in tensors]
+        if numel <= self._piece:
             yield tensors
             return
         # What is not of this size belongs to the tensor as a whole: a step count.
         cut = [
-            repeat(tensor) if tensor is None or tensor.numel() != numel else tensor.view(-1).split(PIECE_ELEMENTS)
+            repeat(tensor) if tensor is None or tensor.numel() != numel else tensor.view(-1).split(self._piece)
             for tensor in tensors
         ]
         for row in zip(*cut, strict=False):
@@ -251,9 +289,14 @@ class InPieces(TorchDispatchMode):
 
     def _room(self) -> torch.Tensor:
         """Memory for the widened gradients of one call, whose last piece may find it nearly full of others."""
-        if self._scratch is None:
-            self._scratch = torch.empty(min(self._widened, 2 * PIECE_ELEMENTS), dtype=torch.float32)
-        return self._scratch
+        scratch: torch.Tensor | None = getattr(self._scratch, "room", None)
+        if scratch is None:
+            scratch = self._scratch.room = torch.empty(min(self._widened, 2 * self._piece), dtype=torch.float32)
+        return scratch
+
+
+def _at_once(piece: Callable[[], object]) -> None:
+    piece()
 
 
 def _follow(unit: Unit, master: torch.Tensor, value: torch.Tensor) -> None:

@@ -144,7 +144,9 @@ class HostUpdates:
         """Makes ready for the first update, if there is room for what the arithmetic of one window allocates."""
         if self._arithmetic is not None:
             return True
-        arithmetic = Arithmetic(twin_of(self._owner.inner), self._appetite, torch.device("cpu"), _there)
+        arithmetic = Arithmetic(
+            twin_of(self._owner.inner), self._appetite, torch.device("cpu"), _there, self._owner.hands
+        )
         elements = window_elements(self._window_bytes, 4)
         elements = elements if arithmetic.grain is None else min(elements, arithmetic.grain)
         nbytes = update_extra_bytes(self._appetite, elements, 4, new=False, widened=True)

@@ -9,6 +9,7 @@ import torch
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
+from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.worker import Worker
 
 _MOST_OF_HOST = 4
@@ -25,9 +26,11 @@ class OnHost:
         window_bytes: see `Sweep`.
         chosen: tells whether the update of a parameter, by name, is to be done on the CPU.
         spent: is told the seconds of arithmetic that the updates of a step have taken.
+        hands: who carries them out.
 
     Attributes:
         chosen: see above.
+        hands: see above.
     """
 
     def __init__(
@@ -38,7 +41,9 @@ class OnHost:
         window_bytes: int,
         chosen: Callable[[str], bool],
         spent: Callable[[float], None],
+        hands: Hands,
     ) -> None:
+        self.hands = hands
         self.inner = inner
         self.pool = pool
         self.appetite = appetite

@@ -19,6 +19,7 @@ from ptm_accel.model.looks import refuse_looked_at
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
+from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.on_host import OnHost
@@ -93,9 +94,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._scale: torch.Tensor | None = None
         self._states = States(inner, slots, pool, masters=master_weights, settle=self.settle)
         self._groups: dict[int, int] = {}
-        self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes)
+        self._hands = Hands("ptm_accel arithmetic")
+        self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._hands)
         on_host = run_ahead.updates_on_host
-        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, run_ahead.spent_on_host)
+        spent = run_ahead.spent_on_host
+        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._hands)
         self.in_backward = InBackward(self._sweep, run_ahead, self._entry_of, self._begin_in_backward)
         self._closed = False
         self._take_from(gradients)
@@ -467,6 +470,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._chase is not None:
             self._chase.give_up()
         self.on_host.close()
+        self._hands.close()
         self._states.close()
 
     def __repr__(self) -> str:
