@@ -9,7 +9,6 @@ the optimizer nor the numbers change.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -190,8 +189,8 @@ class InPieces(TorchDispatchMode):
         self._widened = 0
         self._piece = PIECE_ELEMENTS
         self._by_hands = False
-        # Of each thread its own.
-        self._scratch = threading.local()
+        # Memory for the widened gradients of a call each, of those that are under way at a time.
+        self._rooms: list[torch.Tensor] = []
 
     def take(self, param: torch.Tensor, grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
         """Has the kernel run over `param` in pieces, if anything surrounds it.
@@ -246,22 +245,35 @@ class InPieces(TorchDispatchMode):
         self._by_hands = count > 1 and elements >= 2 * LEAST_ELEMENTS
         if self._hands is None or not self._by_hands:
             self._piece = PIECE_ELEMENTS
+            self._make_rooms(1)
             yield _at_once
             return
         self._piece = max(min(PIECE_ELEMENTS, -(-elements // count) // _ALIGN * _ALIGN), LEAST_ELEMENTS)
+        # And one for this thread.
+        self._make_rooms(count + 1)
         with self._hands.at_work() as give:
             yield give
+
+    def _make_rooms(self, count: int) -> None:
+        """Makes them in this thread: what another allocates the C library keeps for that one.
+
+        The last piece of a call may find its room nearly full of others; what is not used takes no memory.
+        """
+        size = min(self._widened, 2 * self._piece)
+        if len(self._rooms) >= count and self._rooms[0].numel() >= size:
+            return
+        self._rooms = list(torch.empty(count * size, dtype=torch.float32).split(size)) if size else []
 
     def _cut(self, tensors: list[Any]) -> Iterator[_Row]:
         numel = tensors[0].numel()
         operand = self._operands.pop(tensors[0].data_ptr(), None)
-        if operand is None:
-            yield [*tensors, None]
-            return
-        tensors = [tensors[0], operand.grad, *tensors[2:], operand.value]
+        tensors = [*tensors, None] if operand is None else [tensors[0], operand.grad, *tensors[2:], operand.value]
         if self._by_hands:
             # In another thread torch would count each change of what it is a view of once more.
             tensors = [tensor if tensor is None else tensor.data for tensor in tensors]
+        if operand is None:
+            yield tensors
+            return
         if numel <= self._piece:
             yield tensors
             return
@@ -274,25 +286,21 @@ class InPieces(TorchDispatchMode):
             yield list(row)
 
     def _run(self, kernel: Any, rows: list[_Row], columns: Any, kwargs: Any) -> None:
-        used = 0
+        used, room = 0, self._rooms.pop() if self._rooms else None
         for row in rows:
             param, grad = row[0], row[1]
             if grad.dtype != param.dtype:
+                assert room is not None
                 begin, used = used, used + grad.numel()
-                row[1] = grad = self._room()[begin:used].view(param.shape).copy_(grad)
+                row[1] = grad = room[begin:used].view(param.shape).copy_(grad)
             if self._scale is not None:
                 grad.mul_(self._scale)
         kernel(*([row[at] for row in rows] if column else [] for at, column in enumerate(columns)), **(kwargs or {}))
         for row in rows:
             if row[-1] is not None:
                 row[-1].copy_(row[0])
-
-    def _room(self) -> torch.Tensor:
-        """Memory for the widened gradients of one call, whose last piece may find it nearly full of others."""
-        scratch: torch.Tensor | None = getattr(self._scratch, "room", None)
-        if scratch is None:
-            scratch = self._scratch.room = torch.empty(min(self._widened, 2 * self._piece), dtype=torch.float32)
-        return scratch
+        if room is not None:
+            self._rooms.append(room)
 
 
 def _at_once(piece: Callable[[], object]) -> None:
