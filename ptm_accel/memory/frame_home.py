@@ -184,9 +184,11 @@ class FrameHome(FramedPages):
             try:
                 self._room_ahead(handle, offset, into.numel())
                 for page, start, stop, at in handle.spans(offset, into.numel()):
+                    self._look_at_ended(page)
                     if page.state is PageState.DISK:
                         self._load_runs(runs, into, copies)
-                    self._to_be_read(page)
+                        self._read(page)
+                    self._framed.move_to_end(page)
                     runs.add(page, start, stop, at)
                 self._load_runs(runs, into, copies)
             except BaseException:
@@ -327,13 +329,6 @@ class FrameHome(FramedPages):
             copies.append(copy)
             for page in pages:
                 page.writes.append(copy)
-
-    def _to_be_read(self, page: Page) -> None:
-        """Has a page in a frame, or on its way into one."""
-        self._look_at_ended(page)
-        if page.state is PageState.DISK:
-            self._read(page)
-        self._framed.move_to_end(page)
 
     def _load_runs(self, runs: _Runs, into: torch.Tensor, copies: list[Transfer]) -> None:
         """Starts copying from the pages that were gathered, and forgets them."""

@@ -49,17 +49,25 @@ def _functions_of(cls: type) -> Iterator[Any]:
 
 def _names_data(function: Any) -> bool:
     """Of what can be called, and of a property's getter; what wraps another counts with what it wraps."""
-    code = getattr(function, "__code__", None)
-    if code is not None and _code_names_data(code):
+    code = _attribute(function, "__code__")
+    if isinstance(code, CodeType) and _code_names_data(code):
         return True
-    inner = [getattr(function, name, None) for name in ("__func__", "__wrapped__", "fget")]
+    inner = [_attribute(function, name) for name in ("__func__", "__wrapped__", "fget")]
     if isinstance(function, (partial, partialmethod, cached_property)):
         inner.append(function.func)
     if code is None and not isinstance(function, (type, nn.Module)):
         # An object that is called; those of Python's own classes have no code.
         called = type(function).__call__ if callable(function) else None
         inner.append(called if hasattr(called, "__code__") else None)
-    return any(_names_data(each) for each in inner if each is not None)
+    return any(_names_data(each) for each in inner if each is not None and each is not function)
+
+
+def _attribute(of: Any, name: str) -> Any:
+    try:
+        return getattr(of, name, None)
+    except Exception:
+        # Attributes of somebody's own, which may do anything: a dictionary that has its entries for attributes.
+        return None
 
 
 def _code_names_data(code: CodeType) -> bool:
@@ -73,7 +81,7 @@ def checksum(values: torch.Tensor) -> int:
     Args:
         values: of any shape and dtype. Little more than a piece of them is copied at a time.
     """
-    real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
+    real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
     bits = real.reshape(-1).view(_BITS[real.dtype.itemsize])
     # Times an odd number nothing is lost modulo 2**64.
     weights = 2 * torch.arange(min(_PIECE_ELEMENTS, bits.numel()), device=bits.device) + 1

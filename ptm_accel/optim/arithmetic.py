@@ -33,6 +33,8 @@ pieces of their own, each has so many.
 LEAST_ELEMENTS = 1 << 16
 """The smallest piece that a core is given for itself."""
 
+NAMES = "param_names"
+"""Of a group that was made from named parameters: one for each."""
 _ALIGN = 64
 """Pieces begin at multiples of so many elements, or numbers would depend on where they do."""
 _KERNELS = {
@@ -106,6 +108,10 @@ class Arithmetic:
                 param = self._parameter(unit, scale, pieces, hyper[unit.group])
                 groups[unit.group]["params"].append(param)
                 params.append(param)
+            for group, whole in zip(groups, present, strict=False):
+                if NAMES in group and group["params"] and pieces is None:
+                    names = dict(zip(map(id, whole["params"]), whole[NAMES], strict=True))
+                    group[NAMES] = [names[id(unit.state.slot.param)] for unit in units if groups[unit.group] is group]
             inner.param_groups = [group for group in groups if group["params"]]
             with pieces if pieces is not None else nullcontext():
                 bare_step(inner)
@@ -113,11 +119,11 @@ class Arithmetic:
                 pieces.check_done()
             for unit, param in zip(units, params, strict=True):
                 param.grad = None
-                if pieces is None and unit.state.master is not None:
-                    self._ready(unit.windows[""]).copy_(param.view(-1))
+                if pieces is None:
+                    self._keep(unit, param)
             # Those whose updates may come after their step change nothing in them.
             for group, before, now in zip(groups, hyper, present, strict=False):
-                now.update({k: v for k, v in group.items() if k != "params" and v is not before.get(k)})
+                now.update({k: v for k, v in group.items() if k not in ("params", NAMES) and v is not before.get(k)})
             return [inner.state.pop(param, {}) for param in params]
         finally:
             inner.param_groups = present
@@ -150,6 +156,16 @@ class Arithmetic:
             small = {key: self._beside(entry, options) for key, entry in small.items()}
             self._inner.state[param] = {**small, **{key: tensors[f"state.{key}"] for key in state.paged}}
         return param
+
+    def _keep(self, unit: Unit, param: nn.Parameter) -> None:
+        """Sees to it that what the optimizer has made of a window is in it, and rounds a master into its parameter."""
+        master = unit.windows.get("master")
+        updated = self._ready(unit.windows[""] if master is None else master)
+        if param.data_ptr() != updated.data_ptr():
+            # It was given other data (`p.data = ...`).
+            updated.copy_(param.view(-1))
+        if master is not None:
+            self._ready(unit.windows[""]).copy_(param.view(-1))
 
     def _beside(self, entry: Any, options: dict[str, Any]) -> Any:
         """A step count where the optimizer wants it: the update before this one may have been on another device."""

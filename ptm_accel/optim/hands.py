@@ -70,6 +70,8 @@ class Hands:
     def _begin(self, count: int) -> None:
         assert self._stop.alive, f"{self._name}: work after the end"
         with self._lock:
+            # In a fork there are none any more.
+            self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
             missing = count - len(self._threads)
             if missing <= 0:
                 return

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from enum import Enum
-from types import MethodType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,6 +29,41 @@ def optimizers_in(value: Any, depth: int = 0) -> Iterator[torch.optim.Optimizer]
     elif depth < _DEEPEST and isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
         for entry in value.values() if isinstance(value, Mapping) else value:
             yield from optimizers_in(entry, depth + 1)
+
+
+def knows_parameters(optimizer: torch.optim.Optimizer) -> str | None:
+    """The attribute by which an optimizer looks parameters up by the object, or goes by some of its groups; or None.
+
+    A list of parameters may be for anything; a set of them, and a dictionary that has them for keys, are for that.
+    """
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = {id(group) for group in optimizer.param_groups}
+
+    def known(value: Any, depth: int = 0) -> bool:
+        if depth == _DEEPEST or not isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
+            return False
+        if isinstance(value, (set, frozenset, Mapping)) and any(
+            id(key) in params or (type(key) is int and key in params) for key in value
+        ):
+            return True
+        inside = value.values() if isinstance(value, Mapping) else value
+        return any(id(entry) in groups or known(entry, depth + 1) for entry in inside)
+
+    own = ("state", "param_groups", "defaults")
+    return next((name for name, value in vars(optimizer).items() if name not in own and known(value)), None)
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Leaves the random numbers of Python and of numpy as they were; torch's are for whoever draws them."""
+    numpy = sys.modules.get("numpy")
+    before, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(theirs)
 
 
 def copy_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Copied]:
@@ -79,7 +118,15 @@ class Copied:
             return value.clone_state()
         if isinstance(value, MethodType):
             return MethodType(value.__func__, self.of(value.__self__))
-        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        if isinstance(value, partial):
+            return partial(self.of(value.func), *map(self.of, value.args), **self.of(value.keywords))
+        if isinstance(value, FunctionType):
+            if self._is_bound(value):
+                raise TypeError(f"it keeps a function that is bound to it ({value.__name__})")
+            return value
+        if isinstance(value, random.Random) or type(value).__module__.partition(".")[0] == "numpy":
+            return deepcopy(value)
+        if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
             raise TypeError(f"it keeps a {type(value).__name__}, which cannot be tried on small tensors")
         if isinstance(value, (dict, list, set, deque)):
             return self._container(value)
@@ -91,6 +138,20 @@ class Copied:
             raise TypeError(f"it keeps a {type(value).__name__}, which does something when it goes")
         return self._with_attributes(value, object.__new__(type(value)))
 
+    def _is_bound(self, function: Any, depth: int = 0) -> bool:
+        """Whether what a function closes over is the optimizer, a method of it, or another such function."""
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                inside = cell.cell_contents
+            except ValueError:
+                # Not filled yet.
+                continue
+            if id(inside) in self._known or id(getattr(inside, "__self__", None)) in self._known:
+                return True
+            if depth < _DEEPEST and isinstance(inside, FunctionType) and self._is_bound(inside, depth + 1):
+                return True
+        return False
+
     def _container(self, value: Any) -> Any:
         """Known before it is filled, since it may be among what it contains."""
         cls: Any = type(value)
@@ -99,7 +160,8 @@ class Copied:
             made.default_factory = value.default_factory
         self._known[id(value)] = (value, made)
         if isinstance(value, dict):
-            made.update((key, self.of(entry)) for key, entry in value.items())
+            # Not by a method of a class that counts or checks.
+            dict.update(made, {key: self.of(entry) for key, entry in value.items()})
         elif isinstance(value, set):
             made.update(value)
         else:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.optim.arithmetic import bare_step
-from ptm_accel.optim.isolation import Copied, copy_of, optimizers_in
+from ptm_accel.optim.arithmetic import NAMES, bare_step
+from ptm_accel.optim.isolation import Copied, copy_of, knows_parameters, nothing_drawn, optimizers_in
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ _STEPS = 3
 """The first makes the state; what couples tensors through it alone shows in the one after."""
 _GROUPS = 4
 """How many parameter groups have tensors in it: enough to see what one group has to do with another."""
+_LARGE_GRADIENTS = 1e4
+"""What gradients are multiplied by in one step: a norm of all that is limited shows where it is above the limit."""
+_LONGEST_TEXT = 200
+"""Characters of an error of somebody's own that are shown."""
 _EDGE = 8
 """Dimensions up to this one stay as long as they are; of the longer ones, each length becomes one a little above it."""
 _KNOWN = ("torch.optim", "transformers.optimization")
@@ -35,11 +39,12 @@ _KNOWN = ("torch.optim", "transformers.optimization")
 
 @dataclass
 class _Row:
-    """A small tensor in the place of a parameter: its group's number, and what somebody has noted on the parameter."""
+    """A small tensor in the place of a parameter, the number of its group and its name there, if it has one."""
 
     group: int
     value: torch.Tensor
-    notes: dict[str, Any]
+    param: nn.Parameter
+    name: str | None
 
 
 @dataclass
@@ -51,17 +56,22 @@ class _Outcome:
     groups: list[dict[str, Any]]
 
     def full_size(self, at: int) -> int:
-        """How many tensors of the shape of one are in its state."""
-        shape = self.values[at].shape
-        return sum(isinstance(v, torch.Tensor) and v.dim() > 0 and v.shape == shape for v in self.states[at].values())
+        """How many tensors of the shape and the width of one its state is as large as."""
+        value = self.values[at]
+        kept = [
+            v for v in self.states[at].values() if isinstance(v, torch.Tensor) and v.dim() and v.shape == value.shape
+        ]
+        return -(-sum(tensor.dtype.itemsize for tensor in kept) // value.dtype.itemsize)
 
     def beside(self) -> tuple[str, torch.Size, torch.Size] | None:
         """A state tensor that does not go onto pages and is large, as (key, its shape, the parameter's)."""
         for value, state in zip(self.values, self.states, strict=True):
-            for key, kept in state.items():
-                # Sums over rows or columns are small.
-                if isinstance(kept, torch.Tensor) and kept.shape != value.shape and kept.numel() > 2 * sum(value.shape):
-                    return key, kept.shape, value.shape
+            for key, entry in state.items():
+                for kept in entry if isinstance(entry, (list, tuple)) else (entry,):
+                    # Sums over rows or columns are small. Tensors in a list never go onto pages.
+                    large = isinstance(kept, torch.Tensor) and kept.numel() > 2 * sum(value.shape)
+                    if large and (kept is not entry or kept.shape != value.shape):
+                        return key, kept.shape, value.shape
         return None
 
     def differs_in(self, other: _Outcome) -> str | None:
@@ -100,12 +110,21 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
                 f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute "
                 f"{name!r}, {type(other).__name__}), which would not see what is on pages. Use that one by itself."
             )
+    known = knows_parameters(optimizer)
+    if known is not None:
+        raise UnsupportedError(
+            f"the optimizer {cls.__name__} cannot run on pages: its attribute {known!r} holds parameters or groups by "
+            "the object, and its step is given others in their place. Keep what it says of a parameter in its group, "
+            "in state[p], or on the parameter itself (p.rate = 0.1)."
+        )
     rows = _small(optimizer, masters=masters, device=device)
     if not rows:
         return None
     try:
-        whole = _steps(optimizer, rows, apart=False)
-        apart = _steps(optimizer, rows, apart=True)
+        # What is compiled for small tensors would count against what may be compiled for true ones.
+        with torch.compiler.set_stance("force_eager"), nothing_drawn():
+            whole = _steps(optimizer, rows, apart=False)
+            apart = _steps(optimizer, rows, apart=True)
     except Exception as error:
         # It may still do its work on tensors of their true size, where an error of its own ends the step.
         logger.warning(
@@ -113,7 +132,7 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
             "if it couples tensors, or counts the calls of its step, its numbers will differ from a plain run's.",
             cls.__name__,
             type(error).__name__,
-            error,
+            str(error).partition("\n")[0][:_LONGEST_TEXT],
         )
         return None
     what = whole.differs_in(apart)
@@ -161,7 +180,11 @@ def _small(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.dev
     for index, param in chosen:
         narrow = param.is_floating_point() and param.dtype.itemsize < torch.float32.itemsize
         value = torch.randn([shorter.get(size, size) for size in param.shape], generator=generator) * 0.1
-        rows.append(_Row(index, value.to(device, torch.float32 if masters and narrow else param.dtype), vars(param)))
+        group = optimizer.param_groups[index]
+        at = next(at for at, other in enumerate(group["params"]) if other is param)
+        name = group[NAMES][at] if NAMES in group else None
+        value = value.to(device, torch.float32 if masters and narrow else param.dtype)
+        rows.append(_Row(index, value, param, name))
     return rows
 
 
@@ -173,7 +196,8 @@ def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: boo
     """
     copy, copied = copy_of(optimizer)
     groups = [
-        copied.of({key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
+        copied.of({key: value for key, value in group.items() if key not in ("params", NAMES)})
+        for group in optimizer.param_groups
     ]
     for group in groups:
         if "lr" in group and not group["lr"]:
@@ -181,6 +205,10 @@ def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: boo
             group["lr"] = group["lr"] + 1e-3
     params = [_parameter(row.value.clone(), row, copied) for row in rows]
     copy.state = defaultdict(dict)
+    for param, row in zip(params, rows, strict=True):
+        given = optimizer.state.get(row.param)
+        if given:
+            copy.state[param] = {key: _smaller(entry, row, copied) for key, entry in given.items()}
     # Kept, so that no other object comes to have their identity.
     left: list[nn.Parameter] = []
     devices = [row.value.device for row in rows if row.value.is_cuda][:1]
@@ -195,36 +223,49 @@ def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: boo
                 left += params
                 params = [_moved(copy, param, row, copied) for param, row in zip(params, rows, strict=True)]
             for size, param in enumerate(params, 1):
-                param.grad = (torch.randn(param.shape, generator=generator) * size).to(param.device, param.dtype)
+                factor = size * (_LARGE_GRADIENTS if number == 1 else 1.0)
+                param.grad = (torch.randn(param.shape, generator=generator) * factor).to(param.device, param.dtype)
             before = [dict(group) for group in groups]
-            whole = list(zip((row.group for row in rows), params, strict=True))
+            whole = list(zip(rows, params, strict=True))
             for part in [[one] for one in whole] if apart else [whole]:
                 # As in `Arithmetic.update`: each part of a step starts from the same hyperparameters.
-                called = [
-                    {**values, "params": [param for index, param in part if index == at]}
-                    for at, values in enumerate(before)
-                ]
+                called = [_called(values, at, part) for at, values in enumerate(before)]
                 copy.param_groups = [group for group in called if group["params"]]
                 with torch.no_grad():
                     bare_step(copy)
                 for at, group in enumerate(called):
                     if group["params"]:
-                        groups[at] = {key: value for key, value in group.items() if key != "params"}
+                        groups[at] = {key: value for key, value in group.items() if key not in ("params", NAMES)}
     return _Outcome([param.detach() for param in params], [dict(copy.state.get(p, {})) for p in params], groups)
 
 
+def _called(values: dict[str, Any], at: int, part: Sequence[tuple[_Row, nn.Parameter]]) -> dict[str, Any]:
+    """A group as a step sees it that is called for some of its parameters."""
+    mine = [(row, param) for row, param in part if row.group == at]
+    names = {NAMES: [row.name for row, _ in mine]} if any(row.name is not None for row, _ in mine) else {}
+    return {**values, **names, "params": [param for _, param in mine]}
+
+
+def _smaller(entry: Any, row: _Row, copied: Copied) -> Any:
+    """What a constructor has put in a parameter's state, for the small tensor in its place."""
+    if isinstance(entry, torch.Tensor) and entry.dim() and entry.shape == row.param.shape:
+        return torch.zeros(row.value.shape, dtype=entry.dtype, device=row.value.device)
+    return copied.of(entry)
+
+
 def _parameter(value: torch.Tensor, row: _Row, copied: Copied) -> nn.Parameter:
+    """In the place of another; with what somebody has noted on that."""
     param = nn.Parameter(value)
-    vars(param).update(copied.of(row.notes))
+    vars(param).update(copied.of(vars(row.param)))
     return param
 
 
 def _moved(copy: torch.optim.Optimizer, param: nn.Parameter, row: _Row, copied: Copied) -> nn.Parameter:
-    """Another parameter with the values and the state of one."""
+    """Another parameter with the values and the state of one; each entry of it is a tensor of its own."""
     other = _parameter(param.detach(), row, copied)
     state = copy.state.pop(param, None)
     if state:
-        copy.state[other] = dict(state)
+        copy.state[other] = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
     return other
 
 

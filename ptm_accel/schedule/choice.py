@@ -95,7 +95,7 @@ def choose_plan(
         for way, found in choices.items():
             if found[0].simulated is not None and found[0].simulated.seconds <= min(times) * _WORTH_A_LOOK:
                 found.append(task.choice(*way, False, on_host))
-    every = [(share, each, each.simulated) for kept, share in ways for each in choices[kept, share]]
+    every = [(share * (1 - kept), each, each.simulated) for kept, share in ways for each in choices[kept, share]]
     simulated = [(share, each, known) for share, each, known in every if known is not None]
     if not simulated:
         return every[0][1]

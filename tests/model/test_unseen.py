@@ -104,6 +104,28 @@ def test_code_that_names_it_is_found(make: type[nn.Linear]) -> None:
     assert names_data(make(4, 4))
 
 
+class Entries(dict[str, int]):
+    """Its entries are its attributes, as in many a configuration."""
+
+    __getattr__ = dict.__getitem__  # type: ignore[assignment]
+
+
+class Everything:
+    """Has every attribute, itself."""
+
+    def __getattr__(self, name: str) -> object:
+        return self
+
+
+class WithOddAttributes(nn.Linear):
+    options = Entries(a=1)
+    anything = Everything()
+
+
+def test_attributes_of_any_kind_are_looked_at() -> None:
+    assert not names_data(WithOddAttributes(4, 4))
+
+
 def test_what_one_module_was_given_is_found() -> None:
     assert names_data(patched())
     assert names_data(hooked())
@@ -126,6 +148,11 @@ def test_a_sum_changes_with_the_values_and_their_order(dtype: torch.dtype, shape
     assert checksum(flat.reshape(shape)) != before
     for dim in range(values.dim() if values.is_floating_point() else 0):
         assert checksum(values.flip(dim)) != before
+
+
+def test_numbers_that_are_shown_conjugated() -> None:
+    values = torch.randn(3, dtype=torch.complex64)
+    assert checksum(values.conj()) == checksum(values.conj().resolve_conj()) != checksum(values)
 
 
 def test_a_changed_sign_of_zero_is_a_change() -> None:

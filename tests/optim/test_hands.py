@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -143,6 +145,28 @@ def test_those_that_are_forgotten_end(monkeypatch: pytest.MonkeyPatch) -> None:
     del hands, give
     gc.collect()
     assert not set(threading.enumerate()) - before
+
+
+FORKED = """
+import os, sys
+from ptm_accel.optim.hands import Hands
+
+Hands.count = 2
+hands, done = Hands("hands"), []
+for _ in range(2):
+    with hands.at_work() as give:
+        give(lambda: done.append(1))
+    if len(done) == 1 and os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+print(len(done), flush=True)
+hands.close()
+"""
+
+
+def test_a_fork_has_hands_of_its_own() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 @pytest.fixture

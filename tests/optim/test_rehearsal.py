@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -236,6 +239,107 @@ class Collects(Descent):
         return 1.0
 
 
+class Assigns(Descent):
+    """Gives parameters other data in the place of changing what they have."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+class ByName(Descent):
+    """Goes by the names of its groups (`named_parameters()`)."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * (0.1 if name.endswith("bias") else 1.0))
+
+
+class BeginsWithState(Descent):
+    """Three tensors for each parameter, and what kind of one it is, from the start."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {key: torch.zeros_like(p) for key in "abc"} | {"matrix": p.dim() == 2}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    for key in "abc":
+                        state[key].add_(p.grad)
+                    p.sub_(state["c"], alpha=group["lr"] * (1.0 if state["matrix"] else 0.1))
+
+
+class Wide(Descent):
+    """Two moments in fp32 whatever the parameter is."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                for key in "mv":
+                    self.state[p].setdefault(key, torch.zeros_like(p, dtype=torch.float32)).add_(p.grad)
+                p.sub_(self.state[p]["m"].to(p.dtype), alpha=group["lr"])
+
+
+class OneForTwo(Descent):
+    """Two entries of its state are one tensor, which pages would make two of."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["a"] = state["b"] = torch.zeros_like(p)
+                state["a"].add_(p.grad)
+                p.sub_(state["b"], alpha=group["lr"])
+
+
+class Limits(Descent):
+    """Clips by the norm of all, far above what small gradients have."""
+
+    def factor(self) -> float:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return min(1.0, 1000.0 / float(torch.nn.utils.get_total_norm(grads)))
+
+
+class LooksUp(Descent):
+    def __init__(self, params: Iterable[Any], keep: Callable[[Any], Any]) -> None:
+        super().__init__(params)
+        self.special = keep(self.param_groups)
+
+
+class Bound(Descent):
+    """Its arithmetic is a function that it closes over itself."""
+
+    def __init__(self, params: Iterable[Any], how: str) -> None:
+        super().__init__(params)
+        self.update = partial(self.one) if how == "partial" else lambda p: self.one(p)
+
+    def one(self, p: nn.Parameter) -> None:
+        state = self.state[p]
+        state["m"] = state.get("m", torch.zeros_like(p)) * 0.9 + p.grad
+        p.sub_(state["m"], alpha=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p)
+
+
 class MakesNaN(Descent):
     def factor(self) -> float:
         return float("nan")
@@ -286,6 +390,8 @@ def tried(optimizer: torch.optim.Optimizer) -> int | None:
         (SharesState, "the parameters"),
         (NotesTheNorm, "the state"),
         (NotesTheNormInItsGroup, "the parameter groups"),
+        (OneForTwo, "the parameters"),
+        (Limits, "the parameters"),
         (lambda p: ByParameter(p, "object"), "the parameters"),
         (lambda p: ByParameter(p, "identity"), "the parameters"),
         (lambda p: ByParameter(p, "attribute"), "the parameters"),
@@ -338,6 +444,9 @@ def test_what_updates_through_another_is_refused(make: Callable[[Any], torch.opt
         (lambda p: Derived(p, fused=True), 2),
         (lambda p: Derived(p, foreach=True, amsgrad=True), 3),
         (Collects, 0),
+        (Assigns, 0),
+        (BeginsWithState, 3),
+        (lambda p: Bound(p, "partial"), 1),
         (torch.optim.Adafactor, None),
         (transformers.Adafactor, None),
     ],
@@ -513,9 +622,82 @@ def test_what_there_can_be_no_second_one_of_is_said(
     assert why in caplog.text
 
 
-@pytest.mark.parametrize("tier", ["host", "host+disk"])
-def test_what_is_noted_on_a_parameter_is_seen(tier: str, tmp_path: Path) -> None:
-    """As rates of layers are by some: `p.rate = 0.1` before the optimizer is made."""
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda groups: {groups[0]["params"][0]},
+        lambda groups: {id(groups[0]["params"][0])},
+        lambda groups: {groups[0]["params"][0]: 0.1},
+        lambda groups: [{"of": {id(groups[0]["params"][0]): "name"}}],
+        lambda groups: [groups[0]],
+    ],
+    ids=["set", "identities", "keys", "nested", "groups"],
+)
+def test_what_looks_parameters_up_is_refused(keep: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        tried(LooksUp(model().parameters(), keep))
+    assert str(caught.value) == (
+        "the optimizer LooksUp cannot run on pages: its attribute 'special' holds parameters or groups by the object, "
+        "and its step is given others in their place. Keep what it says of a parameter in its group, in state[p], or "
+        "on the parameter itself (p.rate = 0.1)."
+    )
+
+
+@pytest.mark.parametrize("keep", [lambda groups: list(groups[0]["params"]), lambda groups: {1, 2, "three"}])
+def test_what_may_be_for_anything_is_taken(keep: Callable[[Any], Any]) -> None:
+    assert tried(LooksUp(model().parameters(), keep)) == 0
+
+
+def test_state_that_is_wider_than_its_parameter_is_counted_by_its_bytes() -> None:
+    assert tried(Wide(model().parameters())) == 2
+    assert tried(Wide(model().bfloat16().parameters())) == 4
+
+
+def test_a_function_that_is_bound_cannot_be_tried(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = Bound(model().parameters(), "closure")
+    with caplog.at_level(logging.WARNING):
+        assert tried(optimizer) is None
+    assert "TypeError: it keeps a function that is bound to it (<lambda>)" in caplog.text
+    assert not optimizer.state
+
+
+class KeepsASchedule(Descent):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self, 1)
+
+
+def test_a_schedule_that_it_keeps_is_not_moved(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = KeepsASchedule(model().parameters())
+    with caplog.at_level(logging.WARNING):
+        assert tried(optimizer) is None
+    assert "it keeps a StepLR" in caplog.text
+    assert optimizer.schedule.last_epoch == 0
+
+
+class Draws(Descent):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.own = random.Random(0)
+
+    def factor(self) -> float:
+        return 1.0 + 0.0 * (self.own.random() + random.random() + float(numpy.random.random()))
+
+
+def test_pythons_own_random_numbers_are_left_alone() -> None:
+    optimizer = Draws(model().parameters())
+
+    numpy.random.seed(0)
+    before = random.getstate(), optimizer.own.getstate()
+    assert tried(optimizer) == 0
+    assert before == (random.getstate(), optimizer.own.getstate())
+    assert numpy.random.random() == numpy.random.RandomState(0).random()
+
+
+@pytest.mark.parametrize("tier", ["host", "host+disk", "mock+host"])
+@pytest.mark.parametrize("cls", [OwnRates, Assigns, ByName, BeginsWithState])
+def test_what_is_taken_gives_the_numbers_of_plain(cls: type[Descent], tier: str, tmp_path: Path) -> None:
+    """Rates that are noted on parameters, other data that is given to them, names in groups, state from the start."""
 
     def net() -> nn.Module:
         torch.manual_seed(0)
@@ -535,6 +717,8 @@ def test_what_is_noted_on_a_parameter_is_seen(tier: str, tmp_path: Path) -> None
         return losses
 
     model, plain = net(), net()
-    with on_pages(model, tier, 112 << 10 if tier == "host+disk" else 1 << 30, tmp_path) as engine:
-        paged = train(model, engine.bind_optimizer(OwnRates(model.parameters(), lr=1e-4)))
-    assert paged == train(plain, OwnRates(plain.parameters(), lr=1e-4))
+    tight = (176 if cls is BeginsWithState else 112) << 10
+    kind, nbytes = ("host+disk", 1 << 30) if tier == "host" else (tier, tight)
+    with on_pages(model, kind, nbytes, tmp_path) as engine:
+        paged = train(model, engine.bind_optimizer(cls(model.named_parameters(), lr=1e-4)))
+    assert paged == train(plain, cls(plain.named_parameters(), lr=1e-4))
