@@ -211,6 +211,7 @@ def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: boo
             copy.state[param] = {key: _smaller(entry, row, copied) for key, entry in given.items()}
     # Kept, so that no other object comes to have their identity.
     left: list[nn.Parameter] = []
+    kept: list[dict[str, Any]] = []
     devices = [row.value.device for row in rows if row.value.is_cuda][:1]
     with torch.random.fork_rng(devices):
         # `torch.manual_seed` means all cards, also those that nobody has used yet.
@@ -221,7 +222,8 @@ def _steps(optimizer: torch.optim.Optimizer, rows: Sequence[_Row], *, apart: boo
         for number in range(_STEPS):
             if apart and number:
                 left += params
-                params = [_moved(copy, param, row, copied) for param, row in zip(params, rows, strict=True)]
+                params = [_moved(copy, *each, copied) for each in zip(params, rows, kept, strict=True)]
+            kept = [dict(copy.state.get(param, {})) for param in params]
             for size, param in enumerate(params, 1):
                 factor = size * (_LARGE_GRADIENTS if number == 1 else 1.0)
                 param.grad = (torch.randn(param.shape, generator=generator) * factor).to(param.device, param.dtype)
@@ -260,10 +262,16 @@ def _parameter(value: torch.Tensor, row: _Row, copied: Copied) -> nn.Parameter:
     return param
 
 
-def _moved(copy: torch.optim.Optimizer, param: nn.Parameter, row: _Row, copied: Copied) -> nn.Parameter:
-    """Another parameter with the values and the state of one; each entry of it is a tensor of its own."""
+def _moved(
+    copy: torch.optim.Optimizer, param: nn.Parameter, row: _Row, kept: dict[str, Any], copied: Copied
+) -> nn.Parameter:
+    """Another parameter with the values and the state of one; each entry of it is a tensor of its own.
+
+    What goes onto pages stays there, also where a step has taken it out of the state.
+    """
     other = _parameter(param.detach(), row, copied)
-    state = copy.state.pop(param, None)
+    paged = {key: v for key, v in kept.items() if isinstance(v, torch.Tensor) and v.dim() and v.shape == param.shape}
+    state = {**paged, **copy.state.pop(param, {})}
     if state:
         copy.state[other] = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
     return other

@@ -307,6 +307,19 @@ class OneForTwo(Descent):
                 p.sub_(state["b"], alpha=group["lr"])
 
 
+class TakesOut(Descent):
+    """Every other step its state is gone, which pages would keep."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                before = self.state[p].pop("before", None)
+                if before is None:
+                    self.state[p]["before"] = p.grad.clone()
+                p.sub_(p.grad if before is None else before, alpha=group["lr"])
+
+
 class Limits(Descent):
     """Clips by the norm of all, far above what small gradients have."""
 
@@ -391,6 +404,7 @@ def tried(optimizer: torch.optim.Optimizer) -> int | None:
         (NotesTheNorm, "the state"),
         (NotesTheNormInItsGroup, "the parameter groups"),
         (OneForTwo, "the parameters"),
+        (TakesOut, "the parameters"),
         (Limits, "the parameters"),
         (lambda p: ByParameter(p, "object"), "the parameters"),
         (lambda p: ByParameter(p, "identity"), "the parameters"),
