@@ -110,8 +110,10 @@ class Arithmetic:
                 params.append(param)
             for group, whole in zip(groups, present, strict=False):
                 if NAMES in group and group["params"] and pieces is None:
-                    names = dict(zip(map(id, whole["params"]), whole[NAMES], strict=True))
-                    group[NAMES] = [names[id(unit.state.slot.param)] for unit in units if groups[unit.group] is group]
+                    # Groups may be others by now than they were at the step.
+                    names = dict(zip(map(id, whole["params"]), whole.get(NAMES, ()), strict=False))
+                    slots = [unit.state.slot for unit in units if groups[unit.group] is group]
+                    group[NAMES] = [names.get(id(slot.param), slot.name) for slot in slots]
             inner.param_groups = [group for group in groups if group["params"]]
             with pieces if pieces is not None else nullcontext():
                 bare_step(inner)
