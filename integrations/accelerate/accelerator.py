@@ -232,8 +232,8 @@ class PTMAccelerator(PagedStates):
             engine = self._engine_of_optimizer(optimizer)
             before = engine.optimizer
             paged = engine.bind_optimizer(optimizer)
-            if before not in (None, paged) and any(known.optimizer is before for known in self._optimizers):
-                assert before is not None
+            known = any(other.optimizer is before for other in self._optimizers)
+            if before is not None and before is not paged and known:
                 logger.warning(
                     "the optimizer %s takes the place of %s, which was prepared for the same model and loses its "
                     "state: %s. Its step() will be refused.",

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -21,6 +22,7 @@ MOST = 16
 """More do not help: between its operations each needs Python, which runs in one thread at a time."""
 
 Piece = Callable[[], object]
+Jobs = SimpleQueue["Piece | None"]
 
 
 class Hands:
@@ -32,7 +34,7 @@ class Hands:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: SimpleQueue[_Given | None] = SimpleQueue()
+        self._queue: Jobs = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         # They know the queue alone: their owner is free to go.
@@ -105,12 +107,11 @@ class _Round:
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._given = 0
 
-    def give(self, queue: SimpleQueue[_Given | None], piece: Piece) -> None:
+    def give(self, queue: Jobs, piece: Piece) -> None:
         self._given += 1
-        queue.put(_Given(self, piece))
+        queue.put(partial(self._carry_out, piece))
 
-    def carry_out(self, piece: Piece) -> None:
-        """For the threads only."""
+    def _carry_out(self, piece: Piece) -> None:
         try:
             if not self.off:
                 piece()
@@ -126,32 +127,19 @@ class _Round:
         self._given = 0
 
 
-class _Given:
-    """A piece, with the work that it is of."""
-
-    __slots__ = ("_piece", "_round")
-
-    def __init__(self, round_: _Round, piece: Piece) -> None:
-        self._round = round_
-        self._piece = piece
-
-    def carry_out(self) -> None:
-        self._round.carry_out(self._piece)
-
-
-def _work(queue: SimpleQueue[_Given | None], ready: SimpleQueue[None]) -> None:
+def _work(queue: Jobs, ready: SimpleQueue[None]) -> None:
     # With OpenMP each thread has its own number; that of all is taken over when it is first asked for, not after that.
     torch.get_num_threads()
     torch.set_num_threads(1)
     ready.put(None)
     with torch.no_grad():
-        while (given := queue.get()) is not None:
-            given.carry_out()
+        while (job := queue.get()) is not None:
+            job()
             # Until the next one comes nothing here may keep what was worked on.
-            del given
+            del job
 
 
-def _end(queue: SimpleQueue[_Given | None], threads: list[threading.Thread]) -> None:
+def _end(queue: Jobs, threads: list[threading.Thread]) -> None:
     for _ in threads:
         queue.put(None)
     for thread in threads:

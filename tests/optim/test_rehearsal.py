@@ -385,6 +385,17 @@ class OnlyLarge(Descent):
         return 1.0
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> list[float]:
+    losses = []
+    for number in range(3):
+        loss = model(torch.full((2, width), 1.0 + number)).square().sum()
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 4))
 
@@ -481,16 +492,6 @@ def test_what_is_kept_is_part_of_the_least_budget(tmp_path: Path) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 8))
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for number in range(3):
-            loss = model(torch.full((2, 128), 1.0 + number)).square().sum()
-            losses.append(float(loss.detach()))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
     refused = net()
     with (
         at_floor(refused, tmp_path) as engine,
@@ -500,8 +501,8 @@ def test_what_is_kept_is_part_of_the_least_budget(tmp_path: Path) -> None:
     (nbytes,) = re.findall(r"at least (\d+) bytes", str(least.value))
     model, plain = net(), net()
     with on_pages(model, "host+disk", int(nbytes), tmp_path) as engine:
-        paged = train(model, engine.bind_optimizer(Hoards(model.parameters(), lr=1e-4)))
-    assert paged == train(plain, Hoards(plain.parameters(), lr=1e-4))
+        paged = train(model, engine.bind_optimizer(Hoards(model.parameters(), lr=1e-4)), 128)
+    assert paged == train(plain, Hoards(plain.parameters(), lr=1e-4), 128)
 
 
 @pytest.mark.parametrize("lr", [0.0, torch.zeros(())])
@@ -720,19 +721,9 @@ def test_what_is_taken_gives_the_numbers_of_plain(cls: type[Descent], tier: str,
             param.rate = 0.5**at
         return made
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for number in range(3):
-            loss = model(torch.full((2, 64), 1.0 + number)).square().sum()
-            losses.append(float(loss.detach()))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
     model, plain = net(), net()
     tight = (176 if cls is BeginsWithState else 112) << 10
     kind, nbytes = ("host+disk", 1 << 30) if tier == "host" else (tier, tight)
     with on_pages(model, kind, nbytes, tmp_path) as engine:
-        paged = train(model, engine.bind_optimizer(cls(model.named_parameters(), lr=1e-4)))
-    assert paged == train(plain, cls(plain.named_parameters(), lr=1e-4))
+        paged = train(model, engine.bind_optimizer(cls(model.named_parameters(), lr=1e-4)), 64)
+    assert paged == train(plain, cls(plain.named_parameters(), lr=1e-4), 64)
