@@ -81,7 +81,9 @@ def copy_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Co
     # Whoever asked to be called at steps means those of the training.
     left_out |= {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
     for name, value in vars(optimizer).items():
-        vars(copy)[name] = left_out[name] if name in left_out else copied.of(value)
+        # What somebody has put in the place of its step, to count its calls, is not what is called here.
+        if name != "step":
+            vars(copy)[name] = left_out[name] if name in left_out else copied.of(value)
     return copy, copied
 
 

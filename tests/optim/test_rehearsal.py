@@ -676,6 +676,22 @@ def test_a_function_that_is_bound_cannot_be_tried(caplog: pytest.LogCaptureFixtu
     assert not optimizer.state
 
 
+def test_what_is_put_around_a_step_is_not_called(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = Descent(model().parameters())
+    calls: list[int] = []
+    step = optimizer.step
+
+    def counted(closure: Callable[[], float] | None = None) -> None:
+        calls.append(1)
+        step(closure)
+
+    optimizer.step = counted  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        assert tried(optimizer) == 0
+    assert not caplog.records
+    assert not calls
+
+
 class KeepsASchedule(Descent):
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params)
