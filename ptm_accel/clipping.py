@@ -60,7 +60,7 @@ def clip_grad_norm(
 
     Args:
         engine: that has them.
-        parameters: all that have gradients.
+        parameters: all that have gradients, in the order in which torch would sum.
         max_norm: the most that their norm may be.
         norm_type: the p of the p-norm.
         error_if_nonfinite: a norm that is infinite or NaN is an error.
@@ -74,7 +74,7 @@ def clip_grad_norm(
         RuntimeError: see `error_if_nonfinite`; nothing has been clipped.
     """
     _refuse_part(engine, parameters, "clip_grad_norm_")
-    return engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    return engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters)
 
 
 @torch.no_grad()
@@ -104,13 +104,10 @@ def clip_grads_with_norm(
     _refuse_part(engine, parameters, "clip_grads_with_norm_")
     with INTERRUPTS:
         engine.synchronise()
-        if not engine.gradients.arrived():
-            return
-        coefficient = clip_coefficient(total_norm, float(max_norm)).to(engine.pool.compute.device)
-        if engine.optimizer is not None:
-            engine.optimizer.scale_gradients(coefficient)
-        else:
-            engine.gradients.multiply(coefficient)
+        given = engine.gradients.among(parameters)
+        if given:
+            coefficient = clip_coefficient(total_norm, float(max_norm)).to(engine.pool.compute.device)
+            engine.scale_gradients(coefficient, given)
 
 
 def clip_grad_value(
@@ -186,7 +183,10 @@ def _refuse_part(engine: Engine, parameters: Sequence[torch.Tensor], name: str) 
 def _own(engine: Engine, parameters: Sequence[torch.Tensor], name: str) -> set[int]:
     """The parameters that are the engine's, by identity; others may have no gradients."""
     from ptm_accel.engine import engine_holding
+    from ptm_accel.model.looks import refuse_shown
 
+    assert engine.gradients is not None
+    refuse_shown(engine.gradients.slots(), f"{name} was called")
     others = [param for param in parameters if engine.slots.of(param) is None]
     strange = [param for param in others if param.grad is not None or engine_holding([param]) is not None]
     if strange:
@@ -208,7 +208,8 @@ def _knowing(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
         # Nothing is on pages as long as nobody has imported what puts it there.
         module = sys.modules.get("ptm_accel.engine")
         engine = None if module is None else module.engine_holding(given["parameters"])
-        return stock(**given) if engine is None else ours(engine, **given)
+        # Those that somebody may write to where they are shown are in `p.grad`.
+        return stock(**given) if engine is None or engine.gives_gradients else ours(engine, **given)
 
     vars(clip)["knows_pages"] = True
     return clip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -18,7 +19,8 @@ from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.floor import Appetite
-from ptm_accel.model.gradients import Gradients, Sums
+from ptm_accel.model.gradients import Gradients, GradSlot, Sums
+from ptm_accel.model.looks import Look, refuse_shown
 from ptm_accel.model.norms import clip_coefficient, total_norm
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.rehearsal import rehearse
@@ -208,25 +210,43 @@ class TrainedModel(PagedModel):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        parameters: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over all parameters with gradients; bit-equal to it.
+
+        Args:
+            max_norm: the most that their norm may be.
+            norm_type: the p of the p-norm.
+            error_if_nonfinite: a norm that is infinite or NaN is an error.
+            parameters: all that have gradients, in the order in which to sum; by default that of the model.
 
         Returns:
             the norm before clipping, a scalar.
 
         Raises:
             RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` was asked for; nothing has been clipped.
+            UnsupportedError: somebody looks at gradients.
         """
         with INTERRUPTS:
-            return self._clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+            norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
+            if present:
+                self.scale_gradients(clip_coefficient(norm, float(max_norm)), present)
+        return norm
 
-    def _clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    def _grad_norm(
+        self, norm_type: float, error_if_nonfinite: bool, parameters: Sequence[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, list[GradSlot]]:
         assert self.gradients is not None
+        refuse_shown(self.gradients.slots(), "gradients were clipped")
         self.synchronise()
         if self.optimizer is not None:
             self.optimizer.apply_scale()
-        present = self.gradients.arrived()
+        present = self.gradients.arrived() if parameters is None else self.gradients.among(parameters)
         norm = total_norm([grad.norm(norm_type) for grad in present], norm_type, self.pool.compute.device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -242,13 +262,32 @@ class TrainedModel(PagedModel):
                 "Read them by their names (module.weight), or within ptm_accel.gathered(model).",
                 len(present),
             )
-        if present:
-            coefficient = clip_coefficient(norm, max_norm)
-            if self.optimizer is not None:
-                self.optimizer.scale_gradients(coefficient)
-            else:
-                self.gradients.multiply(coefficient)
-        return norm
+        return norm, present
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether all gradients are shown in `p.grad` to somebody who may write to them."""
+        return self.gradients is not None and {grad.look for grad in self.gradients.slots()} == {Look.WRITE}
+
+    def scale_gradients(self, coefficient: torch.Tensor, given: Sequence[GradSlot]) -> None:
+        """Multiplies all gradients by `coefficient`, as torch's clipping does.
+
+        Args:
+            coefficient: a scalar.
+            given: all that there are; one that is there twice is multiplied twice, as in torch.
+
+        Raises:
+            UnsupportedError: updates that have begun in backward have used some up.
+        """
+        assert self.gradients is not None
+        for grad, times in Counter(given).items():
+            if times > 1 and self.optimizer is not None:
+                self.optimizer.in_backward.refuse("gradients were multiplied twice")
+            self.gradients.multiply(coefficient, [grad] * (times - 1))
+        if self.optimizer is not None:
+            self.optimizer.scale_gradients(coefficient)
+        else:
+            self.gradients.multiply(coefficient)
 
     def replicate(self) -> None:
         """From now on this model is one of several, each in a process of `torch.distributed`, that stay alike.
@@ -305,12 +344,13 @@ class TrainedModel(PagedModel):
             for slot in slots:
                 slot.meet()
                 stack.callback(self.pool.pin(slot.value, write=write).release)
+            if write:
+                # What was written before an exception is written, as without pages.
+                stack.callback(self._weights_touched)
             if grads:
                 assert self.gradients is not None
                 stack.enter_context(self.gradients.shown(slots, write=write))
             yield self.model
-        if write:
-            self._weights_touched()
 
     def _weights_touched(self) -> None:
         if self.optimizer is not None:

@@ -303,7 +303,7 @@ class PTMAccelerator(PagedStates):
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         engine = engine_holding(given)
-        if engine is None:
+        if engine is None or engine.gives_gradients:
             norm: torch.Tensor | None = super().clip_grad_norm_(given, max_norm, norm_type)
             return norm
         self.unscale_gradients()
@@ -313,7 +313,7 @@ class PTMAccelerator(PagedStates):
         """As `Accelerator.clip_grad_value_`, over gradients on pages."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         engine = engine_holding(given)
-        if engine is None:
+        if engine is None or engine.gives_gradients:
             super().clip_grad_value_(given, clip_value)
             return
         self.unscale_gradients()

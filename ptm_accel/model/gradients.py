@@ -92,6 +92,11 @@ class GradSlot:
         """Whether there is a sum that the next gradient will be added to in fp32, and that is not that yet."""
         return self._norms.wide and self.value is not None and self.value.dtype != torch.float32
 
+    def give(self, gradient: torch.Tensor) -> None:
+        """Has a copy of `gradient`, which stays somebody's: it may be written to before it is used here."""
+        self._norm = None
+        self._hold(self._copied(gradient, gradient.dtype))
+
     def _keep(self, gradient: torch.Tensor) -> None:
         self._hold(self._paged(gradient.shape, gradient.dtype))
         assert self.value is not None
@@ -191,7 +196,7 @@ class GradSlot:
         after, self.slot.param.grad = self.slot.param.grad, None
         if pin is not None:
             if write and after is not None and after.data_ptr() != pin.tensor.data_ptr():
-                pin.tensor.copy_(after)
+                _take_over(pin.tensor, after)
             pin.release()
         if write:
             self.changed()
@@ -207,6 +212,17 @@ class GradSlot:
             value, self.value = self.value, None
             value.occupant = None
             self._pool.forget(value)
+
+
+def _take_over(total: torch.Tensor, shown: torch.Tensor) -> None:
+    """Writes to a sum what it was shown as, but for elements of which it was shown rounded and that are still that."""
+    if shown.dtype == total.dtype or shown.shape != total.shape:
+        total.copy_(shown)
+        return
+    # By their bits: NaN is not equal to itself.
+    bits = {2: torch.int16, 4: torch.int32}[shown.element_size()]
+    changed = total.to(shown.dtype).view(bits) != shown.contiguous().view(bits)
+    total.copy_(torch.where(changed, shown.to(total.dtype), total))
 
 
 class Gradients:
@@ -318,7 +334,7 @@ class Gradients:
                 # What is pending of clipping is for those that were there when it was asked for.
                 self.arriving()
             grad.forget()
-            grad.add(given)
+            grad.give(given)
 
     def covers(self, slots: list[ParamSlot]) -> bool:
         """Whether these are exactly the parameters whose gradients are taken."""
@@ -335,6 +351,11 @@ class Gradients:
     def arrived(self) -> list[GradSlot]:
         """As `present`, with those that updates have used up during this backward."""
         return [g for g in self._by_param.values() if g.value is not None or g.spent]
+
+    def among(self, parameters: Iterable[torch.Tensor]) -> list[GradSlot]:
+        """Those of `arrived` that are of `parameters`, in their order; of one that is there twice, twice."""
+        known = [self._by_param.get(id(param)) for param in parameters]
+        return [g for g in known if g is not None and (g.value is not None or g.spent)]
 
     @contextmanager
     def shown(self, slots: Iterable[ParamSlot], *, write: bool) -> Iterator[None]:

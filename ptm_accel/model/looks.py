@@ -36,6 +36,24 @@ def refuse_looked_at(gradients: Iterable[GradSlot]) -> None:
         )
 
 
+def refuse_shown(gradients: Iterable[GradSlot], what: str) -> None:
+    """Says that something was done with gradients on pages while somebody has them in `p.grad`.
+
+    Args:
+        gradients: which ones.
+        what: was done.
+
+    Raises:
+        UnsupportedError: so it is.
+    """
+    shown = [grad.slot.name for grad in gradients if grad.look is not Look.NONE]
+    if shown:
+        raise UnsupportedError(
+            f"{what} within ptm_accel.gathered(model, grads=True), which shows {len(shown)} gradients, such as that of "
+            f"{shown[0]}, in p.grad: it takes what they are then only at its end. Do it after that."
+        )
+
+
 def refuse_hooks_of_others(grad: GradSlot, *, last: bool) -> None:
     """Says that somebody's post-accumulate hook does not see in `p.grad` what it would see in torch.
 

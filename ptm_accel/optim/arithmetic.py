@@ -49,6 +49,22 @@ The first list is of parameters, the second of their gradients.
 """
 
 
+def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of each group as they are now, all but its parameters.
+
+    The names of parameters are in a dictionary, by the identity of their parameter: each part of a step has other ones,
+    and looks up a few.
+    """
+    return [
+        {k: _by_parameter(group) if k == NAMES else v for k, v in group.items() if k != "params"} for group in groups
+    ]
+
+
+def _by_parameter(group: dict[str, Any]) -> dict[int, str]:
+    # Either may have been changed alone.
+    return dict(zip(map(id, group["params"]), group[NAMES], strict=False))
+
+
 class Arithmetic:
     """Updates windows by calling an optimizer.
 
@@ -93,27 +109,27 @@ class Arithmetic:
         Args:
             units: the windows; what they hold as `extra` covers what is allocated here.
             scale: what gradients are multiplied by first (clipping), if anything.
-            hyper: the hyperparameters of each group.
+            hyper: the hyperparameters of each group (`hyperparameters`).
 
         Returns:
             what the optimizer has left in its state for each window.
         """
         inner, present = self._inner, self._inner.param_groups
         # Its own may be other ones by now. Some count steps in them: every part of a step starts from the same count.
-        groups: list[dict[str, Any]] = [{**values, "params": []} for values in hyper]
+        groups: list[dict[str, Any]] = [
+            {**values, "params": []} | ({NAMES: []} if NAMES in values else {}) for values in hyper
+        ]
         params: list[nn.Parameter] = []
         pieces = InPieces(scale, self._hands) if self._in_pieces(hyper) else None
         try:
             for unit in units:
                 param = self._parameter(unit, scale, pieces, hyper[unit.group])
-                groups[unit.group]["params"].append(param)
+                group = groups[unit.group]
+                group["params"].append(param)
+                if NAMES in group:
+                    slot = unit.state.slot
+                    group[NAMES].append(hyper[unit.group][NAMES].get(id(slot.param), slot.name))
                 params.append(param)
-            for group, whole in zip(groups, present, strict=False):
-                if NAMES in group and group["params"] and pieces is None:
-                    # Groups may be others by now than they were at the step.
-                    names = dict(zip(map(id, whole["params"]), whole.get(NAMES, ()), strict=False))
-                    slots = [unit.state.slot for unit in units if groups[unit.group] is group]
-                    group[NAMES] = [names.get(id(slot.param), slot.name) for slot in slots]
             inner.param_groups = [group for group in groups if group["params"]]
             with pieces if pieces is not None else nullcontext():
                 bare_step(inner)

@@ -15,7 +15,7 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.gradients import Gradients, GradSlot
-from ptm_accel.model.looks import refuse_looked_at
+from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
@@ -110,7 +110,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Updates every parameter that has a gradient; the gradients are used up.
 
         Raises:
-            UnsupportedError: a closure was given, or the state of this optimizer has been given up (`close`).
+            UnsupportedError: a closure was given, the state of this optimizer has been given up (`close`), or it was
+                called within `ptm_accel.gathered(model, grads=True)`.
             BudgetError: its groups have been given hyperparameters with which updates need more than there is.
             DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
         """
@@ -122,6 +123,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "the same model, or the model was taken off its pages. A model on pages has one optimizer at a time; "
                 "where you need several, give one optimizer a parameter group for each."
             )
+        refuse_shown(self._gradients.slots(), "optimizer.step() was called")
         self._run_ahead.end_step()
         self._states.meet_given()
         if self.in_backward.chase is None:

@@ -23,7 +23,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
 from ptm_accel.model.floor import Appetite
-from ptm_accel.optim.arithmetic import Arithmetic
+from ptm_accel.optim.arithmetic import Arithmetic, hyperparameters
 from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.units import Cursor, Unit, Work
 
@@ -89,7 +89,7 @@ class Sweep:
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Those of each group, as they are now."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
+        return hyperparameters(self.inner.param_groups)
 
     def carry_out(
         self, batch: list[Unit], opened: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]
