@@ -242,6 +242,7 @@ class PagedModel:
         if self.gradients is not None:
             self.gradients.norms.release()
         self.memory.resize(capacities)
+        self.run_ahead.resized()
         if self.gradients is not None:
             if self.pool.room.tide is None:
                 self._watch_heap()

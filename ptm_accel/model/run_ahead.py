@@ -27,7 +27,7 @@ from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
-from ptm_accel.schedule.watch import LinkUse, rates_as_seen
+from ptm_accel.schedule.watch import Backoff, LinkUse, rates_as_seen
 
 _DEPARTURES = 0.05
 """The share of accesses that may differ from the trace before it is written down anew."""
@@ -221,6 +221,11 @@ class RunAhead(Following):
         self._coming.clear()
         self._going.clear()
         self._pool.adviser = None
+
+    def resized(self) -> None:
+        """The budget has another size, which is no tide that may turn: plans are made anew for it at once."""
+        for route in self.routes.values():
+            route.watch.budget = Backoff()
 
     def forget(self) -> None:
         """The model has other parameters than before: what was seen of its passes is of no use."""

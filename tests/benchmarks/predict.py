@@ -85,6 +85,8 @@ class Turn:
         configuration: which one.
         settle: steps that are left out.
         times: of the others, in seconds.
+        passes: of those, the seconds of each pass; one makes a step.
+        computes: of those, the seconds of each pass in which something was computed.
         peak_mib: the most that pages took in them.
         foretold: what steps under the other configurations should take by these, where this is the calibration.
     """
@@ -92,6 +94,8 @@ class Turn:
     configuration: Configuration
     settle: int
     times: list[float] = field(default_factory=list)
+    passes: list[float] = field(default_factory=list)
+    computes: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
     foretold: dict[Configuration, Foretold] = field(default_factory=dict)
 
@@ -114,6 +118,7 @@ class Turns(TrainerCallback):
         self._steps = 0
         self._ended_s = 0.0
         self._before: tuple[Tally, LinkUse] | None = None
+        self._last = Tally()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
@@ -121,17 +126,21 @@ class Turns(TrainerCallback):
         assert engine is not None
         turn, budget = self._turn, engine.memory.budgets[Tier.HOST]
         self._steps += 1
+        tally, last = engine.run_ahead.tally, self._last
         if self._steps > turn.settle:
+            assert tally.passes == last.passes + 1
             turn.times.append(now - self._ended_s)
+            turn.passes.append(tally.passes_s - last.passes_s)
+            turn.computes.append(tally.compute_s - last.compute_s)
         elif self._steps == turn.settle:
             budget.peak_bytes = budget.used_bytes
             self._before = replace(engine.run_ahead.tally), link_use(engine)
-        self._ended_s = now
+        self._ended_s, self._last = now, replace(tally)
         if len(turn.times) == MEASURED:
             turn.peak_mib = budget.peak_bytes / MIB
             if turn.configuration == CALIBRATION:
                 assert self._before is not None
-                turn.foretold = {other: foretell(engine, other, turn.step_s, *self._before) for other in OTHERS}
+                turn.foretold = {other: foretell(engine, other, turn, *self._before) for other in OTHERS}
             if self._left:
                 self._change(engine, args)
 
@@ -147,25 +156,24 @@ def link_use(engine: Engine) -> LinkUse:
     return engine.run_ahead.link_use()
 
 
-def foretell(engine: Engine, other: Configuration, step_s: float, warm: Tally, moved: LinkUse) -> Foretold:
+def foretell(engine: Engine, other: Configuration, seen: Turn, warm: Tally, moved: LinkUse) -> Foretold:
     """What a step takes under another budget, by what was seen under this one.
 
     Args:
         engine: it was seen in.
         other: the other budget.
-        step_s: what a step takes under this one.
+        seen: the steps under this one.
         warm: what passes had taken before the steps that are gone by.
         moved: what the disk had moved then.
     """
     run_ahead, pool = engine.run_ahead, engine.pool
     (route,) = (route for route in run_ahead.routes.values() if route.updates is Updates.FORWARD)
     assert run_ahead.rates is not None
-    tally = run_ahead.tally
-    pass_s = (tally.foretold_took_s - warm.foretold_took_s) / (tally.foretold - warm.foretold)
-    # What lies between two passes, and in holes of the heap, is the same under each budget.
-    outside_s = max(step_s - pass_s, 0.0)
-    # The pass that was recorded is one of many; its arithmetic is what all of them took.
-    excess_s = route.recorded.compute_s - (tally.compute_s - warm.compute_s) / (tally.passes - warm.passes)
+    # What lies between two passes, and in holes of the heap, is the same under each budget. Medians throughout, as of
+    # what is measured: one step beside a busy neighbour says nothing of the others.
+    outside_s = statistics.median(step - a_pass for step, a_pass in zip(seen.times, seen.passes, strict=True))
+    # The pass that was recorded is one of many; its arithmetic is what others took.
+    excess_s = route.recorded.compute_s - statistics.median(seen.computes)
     holes_bytes = pool.room.limit_bytes - pool.budget.capacity_bytes
     choice = choose_plan(
         route.recorded,
@@ -175,7 +183,7 @@ def foretell(engine: Engine, other: Configuration, step_s: float, warm: Tally, m
         in_backward=not other.clip,
         repeats=True,
         rates=rates_as_seen(run_ahead.rates, moved, link_use(engine)),
-        update_s=tally.update_s_per_byte(warm),
+        update_s=run_ahead.tally.update_s_per_byte(warm),
     )
     assert choice.simulated is not None, f"no plan for {other}"
     return Foretold(choice.simulated.seconds - excess_s + outside_s, choice.simulated.peak_bytes / MIB)

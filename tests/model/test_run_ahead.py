@@ -15,6 +15,7 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.ahead import Ahead
+from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.route import Route
@@ -274,6 +275,21 @@ def test_a_budget_that_goes_up_and_down_is_planned_for_ever_rarer(
             engine.settle()
             engine.pool.budget.capacity_bytes += 4096 if number % 2 else -4096
     assert len(planned) <= 9, planned
+
+
+def test_a_budget_that_is_given_is_planned_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often one has changed before, as holes in the heap come and go."""
+    monkeypatch.setattr("ptm_accel.schedule.watch._TOLERANCE", 1e9)
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for number in range(12):
+            step(model, optimizer, number)
+            engine.pool.budget.capacity_bytes += 4096 if number % 2 else -4096
+        assert beside_updates(engine).watch.budget.wait > 1
+        given = engine.memory.capacity_bytes(Tier.HOST) + 65536
+        engine.resize({Tier.HOST: given})
+        step(model, optimizer, 12)
+        engine.settle()
+        assert beside_updates(engine).capacity_bytes == engine.pool.budget.capacity_bytes == given
 
 
 def test_a_pass_is_planned_when_its_kind_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
