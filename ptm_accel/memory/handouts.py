@@ -48,7 +48,7 @@ class Handouts:
         if not self._pins:
             return False
         with self._pool.lock:
-            ended = [t for t in self._pins if t.extent is None or not t.extent.viewed(t.tag)]
+            ended = [t for t in self._pins if not t.viewed]
             for tensor in ended:
                 self.end(tensor)
         return bool(ended)

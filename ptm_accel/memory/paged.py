@@ -83,10 +83,14 @@ class Extent:
         self.block = block
         self.reservation = reservation
 
-    def viewed(self, tag: Tag) -> bool:
-        """Whether somebody holds a view of it, beside the parameter that it is shown through, if it is one's."""
+    def viewed(self, *, shown: bool) -> bool:
+        """Whether somebody holds a view of it.
+
+        Args:
+            shown: whether a parameter does, through which it is shown, and which is not meant.
+        """
         users: int = torch._C._storage_Use_Count(self.octets.untyped_storage()._cdata)
-        return users > _OF_AN_EXTENT + (self.block is not None) + (tag is Tag.PARAM)
+        return users > _OF_AN_EXTENT + (self.block is not None) + shown
 
 
 class PagedTensor:
@@ -158,6 +162,11 @@ class PagedTensor:
         self.numel = math.prod(shape)
         self.nbytes = self.numel * dtype.itemsize
         self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
+
+    @property
+    def viewed(self) -> bool:
+        """Whether it is in the compute tier, and somebody holds a view of it beside its parameter, if it is one's."""
+        return self.extent is not None and self.extent.viewed(shown=self.tag is Tag.PARAM)
 
     def __repr__(self) -> str:
         return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"

@@ -82,7 +82,7 @@ class Snapshots:
         if self._patience:
             self._patience -= 1
             return
-        kept = [each for each in self._aliased if each.extent is not None and each.extent.viewed(each.tag)]
+        kept = [each for each in self._aliased if each.viewed]
         self._aliased = {each: each.slot_bytes for each in kept}
         self._aliased_bytes = sum(self._aliased.values())
         self._patience = len(self._aliased) // 2

@@ -147,7 +147,8 @@ class ParamSlot:
         Called before its values are used, since nothing tells when it happens.
 
         Raises:
-            PagedModelError: what was given is of another shape or type, and a forward uses the values.
+            PagedModelError: a forward uses the values, and what was given is of another shape or type, or somebody has
+                kept a view of what there was.
             BudgetError: no room for it.
         """
         if not self.exchanged:
@@ -157,6 +158,14 @@ class ParamSlot:
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(self.value.shape)} and {self.value.dtype} was given data of "
                 f"shape {tuple(given.shape)} and {given.dtype} while it was in use. Change it between two forwards."
+            )
+        extent = self.value.extent
+        if self.value.pins and extent is not None and extent.viewed(shown=False):
+            # What is given is copied there, as long as it is in use.
+            raise PagedModelError(
+                f"parameter {self.name} of shape {tuple(self.value.shape)} was given other data while it was in use, "
+                "and what it had before is kept by somebody (such as `kept = module.weight.data`), who would see it "
+                "change. Keep a copy (`module.weight.data.clone()`), or write in place (`module.weight.data.copy_()`)."
             )
         with INTERRUPTS:
             self._pool.renew(self.value, given)

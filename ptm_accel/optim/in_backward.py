@@ -177,4 +177,4 @@ def _is_viewed(value: PagedTensor) -> bool:
     Autograd does where a parameter was used outside of all forwards, without a gradient of it: of that nothing is known
     here. (Values that have left stay what they are for those who hold views of them.)
     """
-    return value.extent is not None and value.place.resident and value.extent.viewed(value.tag)
+    return value.place.resident and value.viewed

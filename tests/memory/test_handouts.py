@@ -80,8 +80,7 @@ def test_adopted_bytes_are_nobodys_view(tmp_path: Path) -> None:
     memory = open_memory("host+disk", CAPACITY, tmp_path)
     tensor = memory.pool.create("adopted", Tag.STATE, torch.Size([32, 32]), torch.float32)
     memory.pool.adopt(tensor, torch.ones(ELEMENTS).view(32, 32))
-    assert tensor.extent is not None
-    assert not tensor.extent.viewed(Tag.STATE)
+    assert not tensor.viewed
     held = memory.pool.handouts.give(tensor)
     assert memory.pool.handouts.viewed(tensor)
     del held

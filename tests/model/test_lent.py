@@ -193,6 +193,46 @@ def test_data_of_another_shape_in_the_middle_of_a_forward_is_refused(tmp_path: P
         model[1].weight.data = torch.zeros(WIDTH, WIDTH)
 
 
+class Masked(nn.Linear):
+    """Computes with other values than its own, and puts those back."""
+
+    copies = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.weight.data.clone() if self.copies else self.weight.data
+        self.weight.data = self.weight.data * (self.weight.data > 0)
+        y = nn.functional.linear(x, self.weight, self.bias)
+        self.weight.data = kept
+        return y
+
+
+def masked() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Masked(WIDTH, WIDTH) for _ in range(4)))
+
+
+def test_values_that_are_exchanged_in_a_forward_and_put_back(tmp_path: Path) -> None:
+    model, plain = masked(), masked()
+    with at_floor(model, tmp_path) as engine, torch.no_grad():
+        for _ in range(3):
+            assert same_bits(model(inputs()), plain(inputs()))
+        evict(engine)
+        assert all(same_bits(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_view_that_is_kept_of_values_that_are_exchanged_in_a_forward_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Masked, "copies", False)
+    model = masked()
+    with at_floor(model, tmp_path) as engine, torch.no_grad():
+        with pytest.raises(
+            PagedModelError, match=r"0\.weight of shape .* other data while it was in use, and what it h"
+        ):
+            model(inputs())
+        engine.abort()
+
+
 def test_data_that_finds_no_room_stays_where_it_is(tmp_path: Path) -> None:
     model = net(2)
     with at_floor(model, tmp_path) as engine:

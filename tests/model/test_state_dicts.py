@@ -67,13 +67,13 @@ def test_views_that_are_kept_leave_the_least_budget(tmp_path: Path) -> None:
         pool = engine.pool
         # What somebody has read by its name is no exception.
         kept = [model[0].weight, *(model.state_dict() for _ in range(3))]
-        viewed = [s.value for s in engine.slots if s.value.extent is not None and s.value.extent.viewed(s.value.tag)]
+        viewed = [s.value for s in engine.slots if s.value.viewed]
         assert viewed
         assert sum(value.slot_bytes for value in viewed if value.movable) <= pool.budget.capacity_bytes // 4
         pool.least_bytes = pool.budget.capacity_bytes
         del kept
         again = model.state_dict()
-        viewed = [s.value for s in engine.slots if s.value.extent is not None and s.value.extent.viewed(s.value.tag)]
+        viewed = [s.value for s in engine.slots if s.value.viewed]
         assert not [value for value in viewed if value.movable]
         assert len(again) == len(list(engine.slots))
 
