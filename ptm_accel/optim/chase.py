@@ -16,6 +16,7 @@ on the CPU beside a device (`ptm_accel.optim.host_updates`) is left to another t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Cursor, Entry, Unit, Work
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""
@@ -96,8 +99,8 @@ class Chase:
         """
         try:
             self._add_all(work)
-        except BaseException:
-            self.give_up()
+        except BaseException as error:
+            self._lose(error)
             raise
 
     def _add_all(self, work: Work) -> None:
@@ -240,13 +243,15 @@ class Chase:
             UnsupportedError: so it is.
         """
         if not self.whole and self._sweep.pool.owed is not self:
-            host = self._on_host
-            done = self._done + (0 if host is None else len(host.entries) - len(host.unfinished))
             raise UnsupportedError(
                 f"optimizer.step() was called after an update of that step had failed: of {len(self.work)} that had "
-                f"begun during backward {done} were carried out, so the weights are between two steps. Resume from "
-                "the last checkpoint; with update='blocking' no update begins before optimizer.step()."
+                f"begun during backward {self._count_done()} were carried out, so the weights are between two steps. "
+                "Resume from the last checkpoint; with update='blocking' no update begins before optimizer.step()."
             )
+
+    def _count_done(self) -> int:
+        host = self._on_host
+        return self._done + (0 if host is None else len(host.entries) - len(host.unfinished))
 
     @property
     def work(self) -> Work:
@@ -278,6 +283,18 @@ class Chase:
             with self._at_work():
                 self._update()
         return True
+
+    def _lose(self, error: BaseException) -> None:
+        """Gives up what is left because of an error, which whoever looked at a parameter is given, and may not log."""
+        logger.error(
+            "an optimizer step was broken off (%s: %s) when %d of its %d parameters had been updated: the weights are "
+            "between two steps. Resume from the last checkpoint.",
+            type(error).__name__,
+            error,
+            self._count_done(),
+            len(self.work),
+        )
+        self.give_up()
 
     def give_up(self) -> None:
         """Ends what is open without updating it; what was asked for is lost."""
@@ -410,8 +427,8 @@ class Chase:
                 except PlaceholderError:
                     # Somebody's write is lost; the update has been done, and the others are still owed.
                     raise
-                except BaseException:
-                    self.give_up()
+                except BaseException as error:
+                    self._lose(error)
                     raise
         finally:
             self._working = False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -418,7 +420,9 @@ def test_detaching_ends_the_step_first(tmp_path: Path) -> None:
             assert same_bits(param.detach(), expected.get_parameter(name).detach()), name
 
 
-def test_an_update_that_fails_is_told_by_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_is_told_by_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     failing = threading.Event()
 
     def pwritev(*args: Any) -> int:
@@ -432,6 +436,13 @@ def test_an_update_that_fails_is_told_by_the_next_look(tmp_path: Path, monkeypat
         with pytest.raises(DiskError, match="Input/output error"):
             go_on(model, engine, optimizer)
         failing.clear()
+        # Whoever has looked may have gone on.
+        (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
+        told = re.match(r"an optimizer step was broken off \(DiskError: .*\) when (\d+) of its (\d+) parameters", said)
+        assert told is not None, said
+        count = len(list(model.parameters()))
+        assert int(told[1]) < count
+        assert int(told[2]) <= count
         engine.close()
         assert engine.pool.owed is None
 
