@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +69,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny: ModuleType) -> Path:
     return folder
 
 
+PlainRuns = Callable[[str, int], tuple[Run, Path]]
+
+
+@pytest.fixture(scope="session")
+def plain_runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
+    """Runs a script without the flag in so many processes, once; gives how it ended and what it saved."""
+
+    @functools.cache
+    def run_plain(script: str, processes: int) -> tuple[Run, Path]:
+        cwd = tmp_path_factory.mktemp("plain")
+        command = [str(SCRIPTS / script), str(folder), str(cwd / "plain")]
+        if processes == 1:
+            return run(*ACCELERATE, "--cpu", *command, cwd=cwd), cwd / "plain"
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
+        return run(*torchrun, *command, cwd=cwd, ACCELERATE_USE_CPU="true"), cwd / "plain"
+
+    return run_plain
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -89,32 +110,29 @@ def assert_same(ours: Path, plain: Path) -> None:
         pytest.param("with_states.py", 1, marks=pytest.mark.wide),
     ],
 )
-def test_an_unchanged_script_gives_the_same(script: str, processes: int, folder: Path, tmp_path: Path) -> None:
+def test_an_unchanged_script_gives_the_same(
+    script: str, processes: int, folder: Path, plain_runs: PlainRuns, tmp_path: Path
+) -> None:
+    plain, saved = plain_runs(script, processes)
     command = [str(SCRIPTS / script), str(folder)]
-    if processes == 1:
-        plain = run(*ACCELERATE, "--cpu", *command, str(tmp_path / "plain"), cwd=tmp_path)
-    else:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-        plain = run(*torchrun, *command, str(tmp_path / "plain"), cwd=tmp_path, ACCELERATE_USE_CPU="true")
     number = ["--num_processes", str(processes), "--main_process_port", "0"]
     ours = run(*ACCELERATE, *flags(tmp_path), "--cpu", *number, *command, str(tmp_path / "ours"), cwd=tmp_path)
     assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
     assert ours.result == plain.result
-    assert_same(tmp_path / "ours", tmp_path / "plain")
+    assert_same(tmp_path / "ours", saved)
     assert not list(tmp_path.glob("ptm_accel-*")), "nothing is left on the disk"
 
 
 @pytest.mark.parametrize("way", ["module", "launch as a module", "torchrun", "own command"])
-def test_other_ways_to_say_it(way: str, folder: Path, tmp_path: Path) -> None:
-    command = [str(SCRIPTS / "with_trainer.py"), str(folder)]
-    plain = run(*command, str(tmp_path / "plain"), cwd=tmp_path)
+def test_other_ways_to_say_it(way: str, folder: Path, plain_runs: PlainRuns, tmp_path: Path) -> None:
+    plain, saved = plain_runs("with_trainer.py", 1)
     dials = {
         **{f"PTM_{k.upper()}": v for k, v in DIALS.items()},
         "PTM_DISK": str(tmp_path),
         "ACCELERATE_USE_PTM": "true",
     }
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [*command, str(tmp_path / "ours")]
+    command = [str(SCRIPTS / "with_trainer.py"), str(folder), str(tmp_path / "ours")]
     if way == "module":
         ours = run(*ACCELERATE, "--cpu", "-m", "ptm_accel", *command, cwd=tmp_path, **dials, **off)
     elif way == "launch as a module":
@@ -126,7 +144,7 @@ def test_other_ways_to_say_it(way: str, folder: Path, tmp_path: Path) -> None:
     assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
     assert "host_memory: " in ours.err, "the resolved dials are shown"
     assert ours.result == plain.result
-    assert_same(tmp_path / "ours", tmp_path / "plain")
+    assert_same(tmp_path / "ours", saved)
 
 
 def test_a_section_of_the_configuration_file_switches_it_on_and_flags_win(folder: Path, tmp_path: Path) -> None:
