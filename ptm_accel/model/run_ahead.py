@@ -23,7 +23,7 @@ from ptm_accel.model.clock import clock_of
 from ptm_accel.model.following import Following
 from ptm_accel.model.gradients import Sums
 from ptm_accel.model.route import Ended, Route
-from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.choice import Way, choose_plan
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
@@ -36,6 +36,9 @@ _MOST_KINDS = 64
 """So many kinds of passes are remembered, the last ones that were seen: where rows are padded to the longest of their
 batch, or a text is generated, nearly each pass is of another kind, and some of them never come again.
 """
+
+_MANY_ACCESSES = 1000
+"""From so many on (some 300 tensors), to look at all ways of dividing the budget takes seconds."""
 
 _CAPACITY_GRAIN = 64
 """A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
@@ -79,6 +82,8 @@ class RunAhead(Following):
         self._updates: dict[str, list[Item]] = {}
         self._overwritten: Collection[str] = ()
         self._on_host: Collection[str] = ()
+        # How the last plans divided the budget: those that follow need not look at all ways again.
+        self._ways: dict[Updates, Way] = {}
         self._ended: deque[Ended] = deque()
         self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
         self._passes_a_step = self._passes = 0
@@ -224,6 +229,7 @@ class RunAhead(Following):
 
     def resized(self) -> None:
         """The budget has another size, which is no tide that may turn: plans are made anew for it at once."""
+        self._ways.clear()
         for route in self.routes.values():
             route.watch.budget = Backoff()
 
@@ -231,6 +237,7 @@ class RunAhead(Following):
         """The model has other parameters than before: what was seen of its passes is of no use."""
         self.give_up()
         self.routes.clear()
+        self._ways.clear()
         self._ended.clear()
         self._tensors.clear()
         self._updates, self._overwritten, self._on_host = {}, (), ()
@@ -319,5 +326,8 @@ class RunAhead(Following):
             rates=self.rates,
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
+            near=self._ways.get(updates) if len(recorded.accesses) > _MANY_ACCESSES else None,
         )
+        if choice.simulated is not None:
+            self._ways[updates] = choice.way
         return Route(choice.trace, choice.plan, capacity, recorded, updates, choice.simulated, choice.on_host)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ptm_accel.errors import ScheduleError
 from ptm_accel.hardware.profile import LinkRates
@@ -38,21 +40,50 @@ _WORTH_A_LOOK = 1.02
 """Plans that take longer than the best by more than this factor are not tried with another beginning."""
 
 
+class Way(NamedTuple):
+    """How the budget is divided.
+
+    Attributes:
+        kept_share: of the budget, for state that never leaves.
+        ahead_share: of the rest, for what is not used yet.
+    """
+
+    kept_share: float
+    ahead_share: float
+
+    def neighbours(self) -> list[Way]:
+        """Those with the next greater or smaller share of one of the two."""
+        kept, ahead = _KEPT_SHARES.index(self.kept_share), _AHEAD_SHARES.index(self.ahead_share)
+        beside = [Way(share, self.ahead_share) for share in _beside(_KEPT_SHARES, kept)]
+        return beside + [Way(self.kept_share, share) for share in _beside(_AHEAD_SHARES, ahead)]
+
+
+def _beside(shares: Sequence[float], index: int) -> list[float]:
+    return [shares[at] for at in (index - 1, index + 1) if 0 <= at < len(shares)]
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A plan with what it is of.
 
     Attributes:
+        way: how it divides the budget.
         trace: the pass, with the updates that are carried out beside it.
         plan: what to start when; None where none can be made.
         simulated: what it should come to; None where the link has not been measured.
         on_host: the parameters whose updates are carried out on the CPU beside a device, by name.
     """
 
+    way: Way
     trace: Trace
     plan: Plan | None
     simulated: Simulation | None
     on_host: frozenset[str] = frozenset()
+
+    @property
+    def seconds(self) -> float:
+        """What it should take; without end where that is not known."""
+        return math.inf if self.simulated is None else self.simulated.seconds
 
 
 def choose_plan(
@@ -66,8 +97,12 @@ def choose_plan(
     rates: LinkRates | None,
     update_s: float,
     host_s: float | None = None,
+    near: Way | None = None,
 ) -> Choice:
     """The best plan for a pass.
+
+    To look at all ways of dividing the budget takes a while where tensors are many. Passes of one model under one
+    budget have much in common: what was the best way for one of them is nearly that for the next.
 
     Args:
         recorded: the pass, without updates.
@@ -80,31 +115,39 @@ def choose_plan(
         rates: of the link between the compute tier and the home; None where they are not known.
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
         host_s: the same for updates on the CPU beside a device; None where there are none.
+        near: the way of a plan for a pass like this one: from there on a better one is looked for; None to look at all.
     """
     task = _Task(recorded, capacity_bytes, updates, overwritten, in_backward, repeats, rates, update_s, host_s)
     ways = [
-        (kept, share)
+        Way(kept, share)
         for kept in (_KEPT_SHARES if updates and rates is not None else (0.0,))
         for share in ((_AHEAD_UNKNOWN,) if rates is None else _AHEAD_SHARES)
     ]
     on_host = task.best_on_host(repeats)
-    choices = {way: [task.choice(*way, repeats, on_host)] for way in ways}
-    times = [found.simulated.seconds for (found,) in choices.values() if found.simulated is not None]
-    if repeats and times:
+    found = {} if near is None else task.climb(near, ways, on_host)
+    if not any(each.simulated for each in found.values()):
+        found = {way: found.get(way) or task.choice(way, repeats, on_host) for way in ways}
+    # In one order, whatever they were found in: of those that are alike in all, the first is taken.
+    every = [found[way] for way in ways if way in found]
+    least = min(each.seconds for each in every)
+    if repeats:
         # The other way to begin changes little: it is looked at only where that could make a plan the best.
-        for way, found in choices.items():
-            if found[0].simulated is not None and found[0].simulated.seconds <= min(times) * _WORTH_A_LOOK:
-                found.append(task.choice(*way, False, on_host))
-    every = [(share * (1 - kept), each, each.simulated) for kept, share in ways for each in choices[kept, share]]
-    simulated = [(share, each, known) for share, each, known in every if known is not None]
-    if not simulated:
-        return every[0][1]
-    least = min(known.seconds for _, _, known in simulated) * _AS_GOOD
-    good = [(share, each, known) for share, each, known in simulated if known.seconds <= least]
-    steady = [(each, known) for share, each, known in good if share >= _ENOUGH_AHEAD]
-    if not steady:
-        return good[0][1]
-    return min(steady, key=lambda pair: pair[1].read_bytes + pair[1].written_bytes)[0]
+        worth = [each.way for each in every if each.simulated and each.seconds <= least * _WORTH_A_LOOK]
+        every += [task.choice(way, False, on_host) for way in worth]
+        every.sort(key=lambda each: ways.index(each.way))
+    return _best(every)
+
+
+def _best(choices: Sequence[Choice]) -> Choice:
+    least = min(each.seconds for each in choices)
+    good = [each for each in choices if each.simulated and each.seconds <= least * _AS_GOOD]
+    steady = [each for each in good if each.way.ahead_share * (1 - each.way.kept_share) >= _ENOUGH_AHEAD]
+    return min(steady, key=_moved_bytes) if steady else [*good, *choices][0]
+
+
+def _moved_bytes(choice: Choice) -> int:
+    assert choice.simulated is not None
+    return choice.simulated.read_bytes + choice.simulated.written_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +174,7 @@ class _Task:
             final = set(final_gradients(self.recorded).values())
             updates = {name: used for name, used in updates.items() if name in final}
         sets = [nobody, *(spread(self.recorded, updates, share) for share in SHARES)]
-        found = [(self.choice(0.0, _AHEAD_UNKNOWN, repeats, names), names) for names in sets]
+        found = [(self.choice(Way(0.0, _AHEAD_UNKNOWN), repeats, names), names) for names in sets]
         times = [(each.simulated.seconds, names) for each, names in found if each.simulated is not None]
         if not times:
             return nobody
@@ -139,8 +182,22 @@ class _Task:
         alone = next((time for time, names in times if not names), None)
         return best if alone is None or seconds * _WORTH_A_LOOK < alone else nobody
 
-    def choice(self, kept_share: float, ahead_share: float, repeats: bool, on_host: frozenset[str]) -> Choice:
+    def climb(self, near: Way, ways: Sequence[Way], on_host: frozenset[str]) -> dict[Way, Choice]:
+        """Goes from one way to the best beside it, and on from there, as long as that is better; all that it met."""
+        found: dict[Way, Choice] = {}
+        here = near if near in ways else ways[0]
+        while True:
+            for way in [here, *here.neighbours()]:
+                if way in ways and way not in found:
+                    found[way] = self.choice(way, self.ends_step, on_host)
+            best = min(found.values(), key=lambda each: each.seconds)
+            if best.seconds >= found[here].seconds:
+                return found
+            here = best.way
+
+    def choice(self, way: Way, repeats: bool, on_host: frozenset[str]) -> Choice:
         """One plan, with what it should come to."""
+        kept_share, ahead_share = way
         updates = {name: used for name, used in self.updates.items() if name not in on_host}
         kept_bytes = int(self.capacity_bytes * kept_share)
         ahead_bytes = int((self.capacity_bytes - kept_bytes) * ahead_share)
@@ -162,11 +219,11 @@ class _Task:
             )
         except ScheduleError:
             # What was held when the trace was made does not fit what there is now; paging on demand still may.
-            return Choice(trace, None, None)
+            return Choice(way, trace, None, None)
         if self.rates is None:
-            return Choice(trace, plan, None)
+            return Choice(way, trace, plan, None)
         simulated = simulate(trace, plan, self.rates, lambda gradient: gradient.nbytes * self.update_s, host)
-        return _with_the_rest(Choice(trace, plan, simulated, on_host), updates, self.rates, self.update_s)
+        return _with_the_rest(Choice(way, trace, plan, simulated, on_host), updates, self.rates, self.update_s)
 
     def _with(self, updates: Mapping[str, Sequence[Item]], most_bytes: int) -> Trace:
         if not updates:

@@ -37,6 +37,7 @@ class _Residents:
         self._order: list[tuple[int, int]] = []
         self.used_bytes = 0
         for item in sorted(there):
+            self.use(item)
             self.put(item, first_use[item])
 
     def __contains__(self, item: int) -> bool:
@@ -49,8 +50,7 @@ class _Residents:
         self._next[item] = _NOW
 
     def put(self, item: int, wanted: int) -> None:
-        """The item is there, or has been used, and is wanted next at `wanted`."""
-        self.use(item)
+        """The item has been used, and is wanted next at `wanted`."""
         self._next[item] = wanted
         if item not in self._kept:
             heappush(self._order, (-wanted, -item))
@@ -109,9 +109,12 @@ def plan_pass(
             )
     after = kept
     never_there = created | on_host.seconds.keys()
+    next_uses = trace.next_uses()
     for _ in range(_ROUNDS):
         there = after - never_there
-        leaving, loading, used, after = _go_through(trace, there, first_use, kept, capacity_bytes, ahead_bytes, on_host)
+        leaving, loading, used, after = _go_through(
+            trace, next_uses, there, first_use, kept, capacity_bytes, ahead_bytes, on_host
+        )
         if after - never_there == there:
             break
     starts: list[list[Action]] = [[Action(Move.EVICT, item) for item in items] for items in leaving]
@@ -129,6 +132,7 @@ def plan_pass(
 
 def _go_through(
     trace: Trace,
+    next_uses: list[int],
     there: frozenset[int],
     first_use: dict[int, int],
     kept: frozenset[int],
@@ -148,28 +152,30 @@ def _go_through(
     loading: list[tuple[int, int]] = []
     used: list[int] = []
     done_with: list[int] = []
-    for index, (access, wanted) in enumerate(zip(trace.accesses, trace.next_uses(), strict=True)):
+    free_bytes, made_anew = capacity_bytes - ahead_bytes, trace.made_anew
+    for index, (access, wanted) in enumerate(zip(trace.accesses, next_uses, strict=True)):
         gone: list[int] = []
         for item in done_with:
             if item in residents:
                 residents.remove(item)
                 gone.append(item)
-        done_with = [access.item] if wanted >= trace.made_anew else []
-        if access.item in on_host.gradients and wanted >= len(trace.accesses):
-            done_with = [access.item, *([on_host.gradients[access.item]] if on_host.in_backward else [])]
-        size = trace.items[access.item].nbytes
-        if access.item not in residents and access.use is not Use.CREATE:
-            loading.append((index, access.item))
-        residents.use(access.item)
-        least = kept_bytes + (0 if access.item in kept else size)
-        room = max(capacity_bytes - ahead_bytes - access.held_bytes, least)
-        while residents.used_bytes > room:
-            gone.append(residents.last_wanted())
-        residents.put(access.item, wanted)
+        item = access.item
+        done_with = [item] if wanted >= made_anew else []
+        if item in on_host.gradients and wanted >= len(trace.accesses):
+            done_with = [item, *([on_host.gradients[item]] if on_host.in_backward else [])]
+        if item not in residents and access.use is not Use.CREATE:
+            loading.append((index, item))
+        residents.use(item)
+        room = free_bytes - access.held_bytes
+        if residents.used_bytes > room:
+            room = max(room, kept_bytes + (0 if item in kept else trace.items[item].nbytes))
+            while residents.used_bytes > room:
+                gone.append(residents.last_wanted())
+        residents.put(item, wanted)
         leaving.append(gone)
         used.append(residents.used_bytes)
         if access.use is Use.CONSUME:
-            residents.remove(access.item)
+            residents.remove(item)
     return leaving, loading, used, residents.items()
 
 

@@ -10,7 +10,7 @@ reported.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -137,6 +137,8 @@ class _Run:
         # Updates that follow their gradients; the last is being gathered as long as it has no gradient.
         self._waiting: deque[_Waiting] = deque()
         self._piled_bytes = 0
+        # How many of them use each item, and what leaves when none does any more.
+        self._awaited: Counter[int] = Counter()
         self._going: list[int] = []
         self._lag_bytes = plan.capacity_bytes // LAG
         first = {access.item: access.use for access in reversed(trace.accesses)}
@@ -160,26 +162,28 @@ class _Run:
         self._now += self._trace.lead_s
         for index, (access, actions) in enumerate(zip(self._trace.accesses, self._plan.starts, strict=True)):
             for action in actions:
-                if action.move is Move.EVICT:
+                if action.move is Move.LOAD:
+                    self._coming.append((action.due, action.item))
+                elif action.item in self._awaited:
                     self._going.append(action.item)
                 else:
-                    self._coming.append((action.due, action.item))
-            self._send_away()
+                    self._evict(action.item)
             if access.update and access.backward:
                 self._gather(access)
             else:
                 self._access(access)
-                self._catch_up(access.held_bytes)
-            self._send(access.held_bytes, index)
+                if self._waiting:
+                    self._catch_up(access.held_bytes)
+            if self._coming:
+                self._send(access.held_bytes, index)
             self._now += access.compute_s
         self._catch_up(self._trace.accesses[-1].held_bytes if self._trace.accesses else 0)
         count = len(self._trace.accesses)
-        awaited = self._awaited()
-        self._coming = deque((due - count, item) for due, item in self._coming if due >= count or item in awaited)
+        self._coming = deque((due - count, item) for due, item in self._coming if due >= count or item in self._awaited)
         for item in self._on_host.gradients:
             self._evict(item)
         # What the pass has brought into being is used up by an update after it.
-        for item in (self._made & self._arrival.keys()) - awaited:
+        for item in (self._made & self._arrival.keys()) - self._awaited.keys():
             del self._arrival[item]
             self._dirty.discard(item)
             self._used -= self._trace.items[item].nbytes
@@ -196,19 +200,18 @@ class _Run:
             return
         if not self._waiting or self._waiting[-1].gradient >= 0:
             self._waiting.append(_Waiting(set()))
-        self._waiting[-1].items.add(access.item)
+        if access.item not in self._waiting[-1].items:
+            self._waiting[-1].items.add(access.item)
+            self._awaited[access.item] += 1
         if access.use is Use.CONSUME:
             self._waiting[-1].gradient = access.item
             self._piled_bytes += self._trace.items[access.item].nbytes
 
-    def _awaited(self) -> set[int]:
-        return set().union(*(update.items for update in self._waiting))
-
     def _send_away(self) -> None:
-        awaited = self._awaited() if self._going and self._waiting else set()
+        """An update has been carried out: what was to leave, and it used, does."""
         going, self._going = self._going, []
         for item in going:
-            if item in awaited:
+            if item in self._awaited:
                 self._going.append(item)
             else:
                 self._evict(item)
@@ -241,6 +244,10 @@ class _Run:
 
     def _carry_out(self, update: _Waiting, held_bytes: int) -> None:
         self._piled_bytes -= self._trace.items[update.gradient].nbytes
+        for item in update.items:
+            self._awaited[item] -= 1
+            if not self._awaited[item]:
+                del self._awaited[item]
         if update.made is not None:
             if update.made not in self._arrival:
                 self._take(update.made, self._now)
@@ -264,11 +271,12 @@ class _Run:
 
     def _access(self, access: Access) -> None:
         item = access.item
-        missing = item not in self._arrival
-        if missing:
-            self._catch_up(access.held_bytes, self._trace.items[item].nbytes)
-        self._wait_for_room(self._trace.items[item].nbytes if missing else 0, access.held_bytes)
-        if missing:
+        if item in self._arrival:
+            self._wait_for_room(0, access.held_bytes)
+        else:
+            nbytes = self._trace.items[item].nbytes
+            self._catch_up(access.held_bytes, nbytes)
+            self._wait_for_room(nbytes, access.held_bytes)
             if access.use is Use.CREATE:
                 self._take(item, self._now)
             else:
@@ -281,7 +289,8 @@ class _Run:
         if access.use is not Use.READ or access.update or self._updated:
             self._dirty.add(item)
         self._updated = False
-        self.peak_bytes = max(self.peak_bytes, self._used + access.held_bytes)
+        if self._used + access.held_bytes > self.peak_bytes:
+            self.peak_bytes = self._used + access.held_bytes
         if access.use is Use.CONSUME:
             self._use_up(item)
             # The parameter that the update writes is read next.
@@ -298,11 +307,10 @@ class _Run:
         self._used += self._trace.items[item].nbytes
 
     def _send(self, held_bytes: int, index: int) -> None:
-        awaited = self._awaited() if self._coming and self._waiting else set()
         passed: list[tuple[int, int]] = []
         while self._coming:
             due, item = self._coming[0]
-            if item not in self._arrival and (due > index or item in awaited):
+            if item not in self._arrival and (due > index or item in self._awaited):
                 if self._ready.get(item, 0.0) > self._now:
                     passed.append(self._coming.popleft())
                     continue

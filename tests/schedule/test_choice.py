@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.actions import Plan
+from ptm_accel.schedule.choice import Choice, Way, choose_plan
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import simulate
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
@@ -87,3 +90,52 @@ def test_a_plan_without_a_place_for_some_updates_is_not_taken_to_be_faster() -> 
     assert not any(access.update for access in none.trace.accesses)
     assert none.simulated is not None
     assert none.simulated.seconds > COUNT * 120 / SLOW.read_bytes_s
+
+
+@pytest.mark.parametrize("rates", [SLOW, FAST])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_plan_that_is_looked_for_near_another_is_found_with_less_work(
+    in_backward: bool, rates: LinkRates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+
+    def counted(trace: Trace, **dials: Any) -> Plan:
+        planned.append(dials["ahead_bytes"])
+        return plan_pass(trace, **dials)
+
+    monkeypatch.setattr("ptm_accel.schedule.choice.plan_pass", counted)
+
+    def chosen(near: Way | None) -> tuple[Choice, int]:
+        planned.clear()
+        found = choose_plan(
+            recorded(),
+            capacity_bytes=400,
+            updates=UPDATES,
+            in_backward=in_backward,
+            repeats=True,
+            rates=rates,
+            update_s=0.01,
+            near=near,
+        )
+        assert found.plan is not None
+        return found, len(planned)
+
+    best, all_ways = chosen(None)
+    again, some = chosen(best.way)
+    assert again.seconds <= best.seconds * 1.01
+    assert some <= all_ways // 2
+    # From wherever it begins, it ends no worse.
+    for start in (Way(0.0, 0.4), Way(0.7, 0.4), Way(0.0, 0.05), Way(0.7, 0.05)):
+        monkeypatch.setattr(Way, "neighbours", lambda way: [])
+        alone, _ = chosen(start)
+        monkeypatch.undo()
+        assert chosen(start)[0].seconds <= alone.seconds * 1.01
+
+
+def test_where_nothing_fits_near_another_all_ways_are_looked_at() -> None:
+    """As much kept as there was when more could be: single accesses need all that there is now."""
+    tight: dict[str, Any] = {"capacity_bytes": 60, "updates": UPDATES, "repeats": True, "rates": SLOW, "update_s": 0.0}
+    everywhere = choose_plan(recorded(held=40), **tight)
+    assert everywhere.plan is not None
+    near = choose_plan(recorded(held=40), **tight, near=Way(0.7, 0.05))
+    assert near.seconds <= everywhere.seconds * 1.01
