@@ -40,7 +40,7 @@ class PagedModelError(PTMError, TypeError):
 
 
 class StaleGraphError(PTMError, RuntimeError):
-    """A parameter was changed between a forward and its backward."""
+    """A parameter was changed between a forward and its backward, or another tensor that backward needs."""
 
 
 class PlaceholderError(PTMError, RuntimeError):

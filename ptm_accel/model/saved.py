@@ -5,6 +5,11 @@ recipe: which parameter, and which view of it. Unpacking it in backward brings t
 is saved as it would have been: by the hooks of whoever put some on before us (activation checkpointing, offloading of
 activations to the CPU), or as it is. Autograd calls the innermost pair of hooks only, so ours hand on to theirs. Those
 never see a parameter: a checkpoint would otherwise keep all parameters of a recomputed layer alive at once.
+
+Where there are hooks, autograd does not look whether what was saved has been changed in place since. Without ours there
+would be none, so that is done here, by the same count. Where there are hooks of others it would not look either. They
+may keep a parameter as it was, which a recipe does not; so one that has been changed is refused there too, but for
+activation checkpointing, which computes with what it finds.
 """
 
 from __future__ import annotations
@@ -22,13 +27,49 @@ from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot
 Hook = Callable[[Any], Any]
 """Packs a tensor into anything, or unpacks it again."""
 
+_CHECKPOINTING = "torch.utils.checkpoint"
+"""Where the hooks of activation checkpointing are defined."""
+
+
+class SavedTensor:
+    """Any other tensor that backward will need."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: what is packed is kept by the node that saves it, and may be an output of that very node. That
+        # would be a circle which nothing breaks if no backward comes.
+        self._tensor = tensor.detach()
+        self._version = self._tensor._version
+
+    def look(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            StaleGraphError: it has been changed in place since.
+        """
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise StaleGraphError(
+                f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that backward needs has been modified by "
+                f"an inplace operation: it is at version {tensor._version}, and was at version {self._version} when it "
+                "was saved. Use an operation there that is not in place, or change a clone()."
+            )
+        return tensor
+
 
 class SavedView:
-    """A view of a paged parameter, or of a cast of it, that backward will need."""
+    """A view of a paged parameter, or of a cast of it, that backward will need.
 
-    __slots__ = ("dtype", "generation", "offset", "shape", "source", "strides")
+    Args:
+        source: what it is a view of.
+        view: the view.
+        checked: whether a change in place to it is an error.
+    """
 
-    def __init__(self, source: ParamSlot | CastSource, view: torch.Tensor) -> None:
+    __slots__ = ("_counter", "_version", "dtype", "generation", "offset", "shape", "source", "strides")
+
+    def __init__(self, source: ParamSlot | CastSource, view: torch.Tensor, *, checked: bool) -> None:
         slot = source if isinstance(source, ParamSlot) else source.slot
         self.source = source
         self.shape = view.shape
@@ -36,12 +77,20 @@ class SavedView:
         self.dtype = view.dtype
         self.offset = view.storage_offset()
         self.generation = slot.generation
+        self._counter: torch.Tensor | None = None
+        if checked and isinstance(source, CastSource):
+            # The copy is made anew from what the parameter is by then.
+            self._counter, self._version = slot.param, source.version
+        elif checked:
+            # Counts with the view, which may be one that torch counts by itself (`weight.data`), and holds no bytes.
+            self._counter, self._version = view.detach(), view._version
+            self._counter.data = view.new_empty(0)
 
     def make(self) -> torch.Tensor:
         """The view, with the parameter brought in.
 
         Raises:
-            StaleGraphError: the parameter has been updated since.
+            StaleGraphError: the parameter has been updated since, or changed in place.
         """
         source = self.source
         slot = source if isinstance(source, ParamSlot) else source.slot
@@ -49,6 +98,12 @@ class SavedView:
             raise StaleGraphError(
                 f"parameter {slot.name} was updated {slot.generation - self.generation} time(s) between a forward and "
                 "its backward, so the gradient would be wrong. Call backward before optimizer.step()."
+            )
+        if self._counter is not None and self._counter._version != self._version:
+            raise StaleGraphError(
+                f"parameter {slot.name} of shape {tuple(slot.value.shape)} has been modified by an inplace operation "
+                f"between a forward and its backward, which needs it: it is at version {self._counter._version}, and "
+                f"was at version {self._version} when it was saved. Change it before the forward or after backward."
             )
         whole = slot.fetch().detach() if isinstance(source, ParamSlot) else source.make()
         if whole.dtype != self.dtype:
@@ -61,16 +116,16 @@ class _Pack:
 
     def __init__(self, table: ExtentTable, other: Hook | None) -> None:
         self.table = table
+        theirs = other.recomputed if isinstance(other, _Pack) else getattr(other, "__module__", None) == _CHECKPOINTING
+        self.recomputed: bool = theirs
         self._other = other
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in self.table.kinds:
             source = self.table.find(tensor)
             if source is not None:
-                return SavedView(source, tensor)
-        # Detached: what is returned is kept by the node that saves it, and may be an output of that very node. That
-        # would be a circle which nothing breaks if no backward comes.
-        return tensor.detach() if self._other is None else self._other(tensor)
+                return SavedView(source, tensor, checked=not self.recomputed)
+        return SavedTensor(tensor) if self._other is None else self._other(tensor)
 
 
 class _Unpack:
@@ -82,6 +137,8 @@ class _Unpack:
     def __call__(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedView):
             return packed.make()
+        if isinstance(packed, SavedTensor):
+            return packed.look()
         unpacked: torch.Tensor = packed if self._other is None else self._other(packed)
         return unpacked
 

@@ -77,7 +77,7 @@ class CastSource:
     Its bytes are never kept: `make` casts them anew from the parameter.
     """
 
-    __slots__ = ("__weakref__", "dtype", "generation", "offset", "shape", "slot", "strides")
+    __slots__ = ("__weakref__", "dtype", "generation", "offset", "shape", "slot", "strides", "version")
 
     def __init__(self, slot: ParamSlot, view: torch.Tensor, dtype: torch.dtype) -> None:
         self.slot = slot
@@ -86,6 +86,7 @@ class CastSource:
         self.strides = view.stride()
         self.offset = int(view.storage_offset())
         self.generation = slot.generation
+        self.version = slot.param._version
 
     def make(self) -> torch.Tensor:
         """The copy, cast from the parameter's present values."""
