@@ -93,6 +93,8 @@ class Ahead:
         """
         pool = self._pool
         with pool.lock:
+            if tensor.place.resident:
+                tensor.note_changes()
             if tensor.place is not Place.DIRTY:
                 pool.evict(tensor)
                 return

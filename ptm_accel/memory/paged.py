@@ -54,6 +54,10 @@ class Occupant(Protocol):
         """The bytes are in the compute tier, as `tensor`."""
         ...
 
+    def was_written(self) -> bool:
+        """Whether somebody has changed the bytes in place since they came, or since this was last asked."""
+        ...
+
     def leaving(self, tensor: torch.Tensor) -> None:
         """The bytes are about to leave the compute tier; the last moment to read them, and to let go of them."""
         ...
@@ -170,6 +174,11 @@ class PagedTensor:
 
     def __repr__(self) -> str:
         return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
+
+    def note_changes(self) -> None:
+        """Takes note of changes to resident bytes that only their occupant knows of."""
+        if self.occupant is not None and self.occupant.was_written():
+            self.place, self.origin = Place.DIRTY, None
 
     def check(self) -> None:
         """Raises `AssertionError` where the place and what is held disagree."""

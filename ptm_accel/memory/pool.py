@@ -416,6 +416,7 @@ class Pool:
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
                 return
+            tensor.note_changes()
             if tensor.place is Place.DIRTY or (tensor.place is Place.LENT and not self.traffic.is_stored(tensor)):
                 self.traffic.store_whole(tensor)
             self.let_go(tensor)
@@ -424,6 +425,7 @@ class Pool:
     def flush(self, tensor: PagedTensor) -> None:
         """Makes the home hold the newest bytes of a resident tensor; it stays resident."""
         with self.lock:
+            tensor.note_changes()
             if tensor.place in (Place.DIRTY, Place.LENT) and self.home is not None:
                 self.traffic.store_whole(tensor)
                 lent = tensor.place is Place.LENT or self.handouts.holds(tensor)

@@ -37,6 +37,7 @@ from ptm_accel.memory.transfer import Block
 from ptm_accel.model.attach import check_model, small_bytes, take_parameters
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.gradients import Gradients
+from ptm_accel.model.hooks import Hook
 from ptm_accel.model.meter import Meter, storage_key
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.run_ahead import RunAhead
@@ -278,7 +279,7 @@ def _on_fake_pages(model: nn.Module, meter: Meter, device: torch.device, small: 
     trainable = [slot for slot in slots if slot.param.requires_grad]
     for slot in trainable:
         # Before the hook that takes the gradient: from there on it is a tensor on pages.
-        slot.param.register_post_accumulate_grad_hook(lambda param: meter.leave_out([param.grad]))
+        slot.param.register_post_accumulate_grad_hook(Hook(lambda param: meter.leave_out([param.grad])))
     gradients = Gradients(trainable, pool, wide=False)
     residency = Residency(pool, slots, table)
     fixed = sum(buffer.nbytes for buffer in model.buffers())

@@ -19,7 +19,7 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pin, Pool
-from ptm_accel.model.looks import Look, refuse_hooks_of_others, refuse_sparse
+from ptm_accel.model.looks import Look, lend_to_hooks, refuse_hooks_of_others, refuse_sparse
 from ptm_accel.model.norms import NORM_TYPE, Norms
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
@@ -121,6 +121,10 @@ class GradSlot:
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the sum in."""
+
+    def was_written(self) -> bool:
+        """Whoever writes to a sum says so."""
+        return False
 
     def leaving(self, tensor: torch.Tensor) -> None:
         """The pool moves the sum away: its norm is taken now, if it may still be asked for."""
@@ -248,7 +252,8 @@ class Gradients:
         self._by_param = {id(s.param): GradSlot(s, pool, self.norms) for s in slots}
         self._landing_bytes = max((s.value.nbytes for s in slots), default=0)
         self._landing: Reservation | None = None
-        self._hooks = [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
+        self._hooks = lend_to_hooks(slots)
+        self._hooks += [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
         self._told_of_used = False
         self.arrivals = 0
         self.arriving: Callable[[], object] | None = None
@@ -296,6 +301,7 @@ class Gradients:
         # Norms are put together in the order of the model's parameters.
         place = {id(slot.param): number for number, slot in enumerate(every)}
         self._by_param = dict(sorted(self._by_param.items(), key=lambda known: place[known[0]]))
+        self._hooks += lend_to_hooks(new)
         self._hooks += [slot.param.register_post_accumulate_grad_hook(self._taker()) for slot in new]
         self.expect_together(max(slot.value.nbytes for slot in new))
         for slot in new:

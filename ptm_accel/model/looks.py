@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.model.hooks import Hook
+from ptm_accel.model.slots import ParamSlot
 
 if TYPE_CHECKING:
     from ptm_accel.model.gradients import GradSlot
@@ -52,6 +56,35 @@ def refuse_shown(gradients: Iterable[GradSlot], what: str) -> None:
             f"{what} within ptm_accel.gathered(model, grads=True), which shows {len(shown)} gradients, such as that of "
             f"{shown[0]}, in p.grad: it takes what they are then only at its end. Do it after that."
         )
+
+
+def lend_to_hooks(slots: Iterable[ParamSlot]) -> list[RemovableHandle]:
+    """Has parameters there when somebody's post-accumulate hooks are called, which may write to them (an update).
+
+    Such a hook is given its parameter, so that nothing tells when it reads or writes it, and what torch's fused
+    optimizers write it does not count. On a placeholder they would write beyond its end.
+
+    Args:
+        slots: parameters whose gradients are not taken yet.
+
+    Returns:
+        the hooks that do it.
+    """
+    handles = []
+    for slot in slots:
+        hooks = (slot.param._post_accumulate_grad_hooks or {}).values()
+        if not all(isinstance(hook, Hook) for hook in hooks):
+            handles.append(slot.param.register_hook(_lender(slot)))
+    return handles
+
+
+def _lender(slot: ParamSlot) -> Callable[[torch.Tensor], None]:
+    def lend(gradient: torch.Tensor) -> None:
+        with INTERRUPTS:
+            slot.meet()
+            slot.lend()
+
+    return lend
 
 
 def refuse_hooks_of_others(grad: GradSlot, *, last: bool) -> None:

@@ -56,9 +56,7 @@ class _Frame:
         module: whose forward.
         pins: of the module's own parameters.
         reads: of parameters of others that it has read, by slot.
-        versions: torch's counts of changes in place to both, as it found them: a forward may write to its parameters
-            (`nn.Embedding(max_norm=...)`, weights that are clamped).
-        sums: the checksums with which they were met, where they may be written through `.data`.
+        sums: the checksums with which both were met, where they may be written through `.data`.
         saved: the saved-tensor hooks, if it was this forward that put them on.
         casting: the casting mode, if this is where autocast was first met.
         bared: the modules of the compiled region that this is.
@@ -68,7 +66,6 @@ class _Frame:
     module: nn.Module
     pins: list[Pin] = field(default_factory=list)
     reads: dict[int, Pin] = field(default_factory=dict)
-    versions: dict[ParamSlot, int] = field(default_factory=dict)
     sums: dict[ParamSlot, int] | None = None
     saved: AbstractContextManager[Any] | None = None
     casting: Casting | None = None
@@ -253,14 +250,15 @@ class Residency:
         if value.movable and self.pool.owed is not None:
             # A pin may be that of the update which is still owed to it.
             self.pool.owed.before_use(value)
-        if stack:
-            stack[-1].versions.setdefault(slot, slot.param._version)
         if (value.pins or not value.movable) and value.place.resident and not self.writing:
             self._sum(stack, slot)
             return
         with INTERRUPTS:
             if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
                 self._lend(slot)
+            elif not stack and self._names_data and not self.writing:
+                # A hook in backward may write to it, and torch would not count that.
+                slot.lend()
             elif not stack:
                 self.pool.fault(value, write=self.writing)
             elif id(slot) not in stack[-1].reads:
@@ -327,7 +325,6 @@ class Residency:
             slot.meet()
             if slot.value.movable:
                 frame.pins.append(self.pool.pin(slot.value, write=self.writing))
-            frame.versions[slot] = slot.param._version
             self._sum(frames.stack, slot)
         if module._parameters:
             self._meet_autocast(frames, frame)
@@ -336,7 +333,6 @@ class Residency:
         for slot in region.slots:
             slot.meet()
             frame.pins.append(self.pool.pin(slot.value, write=self.writing))
-            frame.versions[slot] = slot.param._version
         running = next((f.casting for f in frames.stack if f.casting is not None), None)
         if running is not None and not any(f.suspended for f in frames.stack):
             frame.suspended = Suspended(running)
@@ -377,9 +373,8 @@ class Residency:
         if frame.saved is not None:
             frame.saved.__exit__(None, None, None)
         self.casts.leave()
-        for slot, version in frame.versions.items():
-            changed = slot.param._version != version
-            if changed or (frame.sums and slot in frame.sums and checksum(slot.param) != frame.sums[slot]):
+        for slot, met in (frame.sums or {}).items():
+            if checksum(slot.param) != met:
                 slot.written()
         for pin in (*frame.pins, *frame.reads.values()):
             pin.release()

@@ -101,7 +101,6 @@ class ParamSlot:
         param: the model's own `nn.Parameter`; its `.data` is the extent or a placeholder.
         value: its values on pages.
         generation: counts updates, so that a backward through an older forward is noticed.
-        writes: counts how often somebody outside may have written to the values.
         veiled: whether the parameter shows its placeholder although its values are there: an update is owed to them.
     """
 
@@ -110,12 +109,13 @@ class ParamSlot:
         "_placeholder",
         "_pool",
         "_table",
+        "_version",
+        "_writes",
         "generation",
         "name",
         "param",
         "value",
         "veiled",
-        "writes",
     )
 
     def __init__(self, name: str, param: nn.Parameter, value: PagedTensor, pool: Pool, table: ExtentTable) -> None:
@@ -123,8 +123,9 @@ class ParamSlot:
         self.param = param
         self.value = value
         self.generation = 0
-        self.writes = 0
         self.veiled = False
+        self._writes = 0
+        self._version = param._version
         self._pool = pool
         self._table = table
         self._placeholder: torch.Tensor | None = None
@@ -173,7 +174,7 @@ class ParamSlot:
             assert self.value.extent is not None
             self._address = self._placeholder = None
             self.generation += 1
-            self.writes += 1
+            self._writes += 1
             self.arrived(self.value.extent.tensor)
 
     def arrived(self, tensor: torch.Tensor) -> None:
@@ -181,6 +182,7 @@ class ParamSlot:
         if self.veiled:
             return
         stand_in, self._placeholder = self._placeholder, None
+        self._version = self.param._version
         self._give(tensor)
         self._table.add(tensor, self)
         if stand_in is not None and stand_in.device.type == "cpu" and not is_intact(stand_in):
@@ -189,6 +191,25 @@ class ParamSlot:
                 f"(shape {tuple(self.param.shape)}); that write is lost. Write to parameters inside "
                 "`with ptm_accel.gathered(model, write=True):`."
             )
+
+    def was_written(self) -> bool:
+        """Whether somebody has changed the values in place since they came, or since this was last asked.
+
+        Torch counts that, whoever does it: a forward that clamps its weight, a hook of a backward.
+        """
+        version = self.param._version
+        if self.veiled or version == self._version:
+            return False
+        self._version = version
+        self._writes += 1
+        return True
+
+    @property
+    def writes(self) -> int:
+        """How often somebody outside may have written to the values."""
+        if self.value.place.resident:
+            self.value.note_changes()
+        return self._writes
 
     def leaving(self, tensor: torch.Tensor) -> None:
         """The pool is about to take the values away."""
@@ -203,6 +224,7 @@ class ParamSlot:
         """An update is owed to the values: until it is done nobody is to see them."""
         if self.value.place.resident:
             assert self.value.extent is not None
+            self.value.note_changes()
             self.leaving(self.value.extent.tensor)
         self.veiled = True
 
@@ -254,13 +276,13 @@ class ParamSlot:
     def lend(self) -> None:
         """Brings the values in for somebody outside, who may write to them."""
         self._pool.lend(self.value)
-        self.writes += 1
+        self._writes += 1
 
     def written(self) -> None:
-        """Somebody's code has changed the values in place, where they were read in a forward."""
+        """Somebody's code has changed the values where they were read in a forward, and torch has not counted that."""
         with self._pool.unadvised():
             self._pool.fault(self.value, write=True)
-        self.writes += 1
+        self._writes += 1
 
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""

@@ -1,6 +1,6 @@
 """Writes to parameters that torch does not count: `self.weight.data.clamp_(...)` in a forward.
 
-What is changed in place raises the version of its tensor, and the end of a forward sees by that what has to be kept. A
+What is changed in place raises the version of its tensor, and when it leaves it is seen by that what has to be kept. A
 write through `.data` does not. So the values are summed before and after, in those modules alone whose code, or that of
 whose hooks, names `data` at all.
 """
@@ -37,7 +37,8 @@ def names_data(module: nn.Module) -> bool:
     cls = type(module)
     if cls not in _by_class:
         _by_class[cls] = any(_names_data(function) for function in _functions_of(cls))
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    hooks = [hook for kind in kinds for hook in kind.values()]
     return _by_class[cls] or any(map(_names_data, (*hooks, module.__dict__.get("forward"))))
 
 
@@ -48,7 +49,7 @@ def _functions_of(cls: type) -> Iterator[Any]:
 
 
 def _names_data(function: Any) -> bool:
-    """Of what can be called, and of a property's getter; what wraps another counts with what it wraps."""
+    """As `names_data`, of what can be called, or of a property's getter; with what it wraps."""
     code = _attribute(function, "__code__")
     if isinstance(code, CodeType) and _code_names_data(code):
         return True

@@ -50,6 +50,11 @@ class Told:
 
     def __init__(self) -> None:
         self.news: list[tuple[str, float]] = []
+        self.writes = 0
+
+    def was_written(self) -> bool:
+        written, self.writes = self.writes > 0, 0
+        return written
 
     def arrived(self, tensor: torch.Tensor) -> None:
         self.news.append(("arrived", float(tensor[0])))
@@ -82,6 +87,31 @@ def test_the_life_of_a_tensor(kind: str, tmp_path: Path) -> None:
         assert (pool.fault(tensor) == 3.0).all()
         pool.forget(tensor)
         assert tensor not in pool.tensors()
+
+
+@pytest.mark.parametrize("how", ["evicted", "sent away", "flushed", "looked at"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_only_its_occupant_knows_to_be_changed_is_stored(how: str, kind: str, tmp_path: Path) -> None:
+    with pool_of(2, tmp_path, kind) as pool:
+        tensor = made(pool, "a", fill=3.0)
+        tensor.occupant = told = Told()
+        pool.fault(tensor)
+        pool.evict(tensor)
+        pool.fault(tensor).fill_(5.0)
+        assert tensor.place is Place.CLEAN
+        told.writes = 1
+        if how == "evicted":
+            pool.evict(tensor)
+        elif how == "sent away":
+            pool.ahead.evict(tensor)
+        elif how == "flushed":
+            pool.flush(tensor)
+        else:
+            assert (pool.snapshot(tensor) == 5.0).all()
+        assert (pool.snapshot(tensor) == 5.0).all()
+        if tensor.place.resident:
+            pool.evict(tensor)
+        assert (pool.fault(tensor) == 5.0).all()
 
 
 def test_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
