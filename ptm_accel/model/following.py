@@ -26,6 +26,13 @@ from ptm_accel.schedule.updates import Updates
 _JOIN_WITHIN = 64
 """How many accesses ahead a place is searched for where the next one is not the expected one."""
 
+_MOST_AFTER = 16
+"""A pass is given up that has so many times the accesses of its forward: a backward, with all of it computed anew, has
+a few times as many, and where parts of the model are called and never the whole, a pass would have no end.
+"""
+_FEW = 1000
+"""So many accesses are no matter."""
+
 _FOLLOWED = (Tag.PARAM, Tag.GRAD)
 
 
@@ -79,9 +86,25 @@ class Following:
         self._position = 0
         self._strays = 0
         self._marks: list[Mark] = []
+        self._most: int | None = None
         # What is to be sent for, with the access that it is for.
         self._coming: deque[tuple[int, PagedTensor]] = deque()
         self._going: deque[PagedTensor] = deque()
+
+    def forward_ended(self) -> None:
+        """The whole model's forward has returned; what comes after it belongs to the pass, up to a point."""
+        if self._recorder is not None and self._most is None:
+            self._most = _MOST_AFTER * len(self._recorder) + _FEW
+
+    def give_up(self) -> None:
+        """The pass was torn down by an exception, or has no end: what was seen of it says nothing."""
+        if self._recorder is not None:
+            self._clock.give_up()
+        self._recorder = self._route = self._most = None
+        self._marks = []
+        self._coming.clear()
+        self._going.clear()
+        self._pool.adviser = None
 
     # ---- accesses --------------------------------------------------------------------------------------------
 
@@ -119,6 +142,11 @@ class Following:
     def _see(self, tensor: PagedTensor, use: Use) -> None:
         recorder = self._recorder
         assert recorder is not None
+        if self._most is not None and len(recorder) >= self._most:
+            self._clock.end()
+            self._recorder = None
+            self.give_up()
+            return
         self._tensors[tensor.name] = tensor
         self._marks.append(self._clock.mark())
         recorder.record(

@@ -380,6 +380,8 @@ class Residency:
             pin.release()
         if not frames.stack:
             self.casts.end()
+            if frame.module is self.root:
+                self.run_ahead.forward_ended()
 
     def _meet_autocast(self, frames: _Frames, frame: _Frame) -> None:
         """Turns casting on for the rest of `frame`, if autocast is on and it is not yet."""

@@ -122,7 +122,7 @@ class RunAhead(Following):
             self._on_host = route.on_host
         self._updates_when = updates
         self._marks = [self._clock.begin()]
-        self._recorder = Recorder(key)
+        self._recorder, self._most = Recorder(key), None
         self._route, self._position, self._strays = route, 0, 0
         self._pool.adviser = self
 
@@ -217,15 +217,6 @@ class RunAhead(Following):
             tally.foretold += 1
             tally.foretold_s += route.simulated.seconds
             tally.foretold_took_s += took_s
-
-    def give_up(self) -> None:
-        """The pass was torn down by an exception: what was seen of it says nothing."""
-        if self._recorder is not None:
-            self._clock.give_up()
-        self._recorder = self._route = None
-        self._coming.clear()
-        self._going.clear()
-        self._pool.adviser = None
 
     def resized(self) -> None:
         """The budget has another size, which is no tide that may turn: plans are made anew for it at once."""

@@ -516,3 +516,33 @@ def test_on_a_device_a_pass_that_was_planned_meanwhile_is_only_counted(tmp_path:
         ahead.end()
         assert ahead.tally.passes == 3, "nothing is kept of a model that has become another"
         assert not ahead.routes
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_pass_after_which_only_parts_are_called_comes_to_an_end(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Net()
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    with tight(kind, tmp_path, monkeypatch) as (model, engine, optimizer):
+        longest = 0
+        for number in range(4):
+            for net, updates in ((model, optimizer), (plain, theirs)):
+                step(net, updates, number)
+                with torch.no_grad():
+                    net(batch(number))
+            for call in range(3000 if number == 2 else 0):
+                layer = call % LAYERS
+                with torch.no_grad():
+                    assert torch.equal(model.layers[layer](batch(call)), plain.layers[layer](batch(call)))
+                recorder = engine.run_ahead._recorder
+                longest = max(longest, 0 if recorder is None else len(recorder))
+            if number == 2:
+                assert engine.run_ahead._recorder is None
+                assert not engine.run_ahead._marks
+        assert 1000 < longest < 1000 + 40 * 2 * LAYERS
+        # The next is followed again.
+        assert engine.run_ahead._recorder is not None
+        engine.settle()
+        values = plain.state_dict()
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
