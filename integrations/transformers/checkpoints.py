@@ -43,10 +43,15 @@ _NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 class PagedCheckpoints(_Host):
-    """The part of the Trainer's mixin that saves and loads."""
+    """The part of the Trainer's mixin that knows where checkpoints are, and which of them are whole."""
 
     _staging: Path | None = None
     _pushes_when_done = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, transformers.Trainer):
+            _put_before_stock(cls)
 
     def _attach(self) -> Engine:
         raise NotImplementedError
@@ -67,6 +72,67 @@ class PagedCheckpoints(_Host):
         if self._staging is not None:
             return str(self._staging)
         return super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is not None:
+            # An upload runs in the background; it must find the files under their final name.
+            self._pushes_when_done = True
+            return
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    # ---- finding a checkpoint --------------------------------------------------------------------------------
+
+    def _clear_leftovers(self, trial: Any) -> None:
+        """Removes what a killed save has left."""
+        if self.args.should_save:
+            for path in remove_incomplete(Path(self._get_output_dir(trial))):
+                logger.warning("%s was left by a save that did not end, and was tidied up.", path)
+        self.accelerator.wait_for_everyone()
+
+    def _find_checkpoint(self, asked: str | bool) -> str | bool:
+        """The complete checkpoint to resume from.
+
+        Raises:
+            CheckpointError: the one asked for is not complete.
+        """
+        if not isinstance(asked, bool):
+            path = Path(asked)
+            if path.is_dir() and not _whole(path):
+                raise CheckpointError(
+                    f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no "
+                    f"{TRAINER_STATE_NAME}, which is written last. Resume from another one, or pass "
+                    "resume_from_checkpoint=True for the newest that is complete."
+                )
+            return asked
+        found = _numbered(Path(self._get_output_dir(None)))
+        for path in found:
+            if _whole(path):
+                return str(path)
+            logger.warning("%s is incomplete (no %s); it is not resumed from.", path, TRAINER_STATE_NAME)
+        if found:
+            raise CheckpointError(
+                f"cannot resume: all {len(found)} checkpoints in {found[0].parent} are incomplete (no "
+                f"{TRAINER_STATE_NAME}), such as {found[0].name}. Set output_dir to where complete ones are, or train "
+                "without resume_from_checkpoint."
+            )
+        # The Trainer says that there is none.
+        return asked
+
+
+if TYPE_CHECKING:
+    _StockHost = PagedCheckpoints
+else:
+    _StockHost = transformers.Trainer
+
+
+class StockOnPages(_StockHost):
+    """What stands in the place of the stock Trainer's own saving and loading, and of nothing else.
+
+    Every class of a Trainer on pages has it right before `transformers.Trainer` in its order of resolution. So the
+    methods of subclasses run as ever, and their `super()` finds these.
+    """
+
+    # ---- saving ----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))
@@ -95,7 +161,7 @@ class PagedCheckpoints(_Host):
             self._staging = None
             pushes, self._pushes_when_done = self._pushes_when_done, False
         if pushes:
-            super()._push_from_checkpoint(str(final))
+            self._push_from_checkpoint(str(final))
         if self.args.should_save:
             # The Trainer has done this as well, in the staging directory, where there was nothing to remove.
             rotate_checkpoints(
@@ -136,13 +202,6 @@ class PagedCheckpoints(_Host):
             if written is not None:
                 state.save_to_json(str(written / TRAINER_STATE_NAME))
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging is not None:
-            # An upload runs in the background; it must find the files under their final name.
-            self._pushes_when_done = True
-            return
-        super()._push_from_checkpoint(checkpoint_folder)
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._engine
         if engine is None or engine.optimizer is None:
@@ -155,44 +214,6 @@ class PagedCheckpoints(_Host):
             if self.lr_scheduler is not None:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
         reissue_pt_warnings(caught)
-
-    # ---- finding a checkpoint --------------------------------------------------------------------------------
-
-    def _clear_leftovers(self, trial: Any) -> None:
-        """Removes what a killed save has left."""
-        if self.args.should_save:
-            for path in remove_incomplete(Path(self._get_output_dir(trial))):
-                logger.warning("%s was left by a save that did not end, and was tidied up.", path)
-        self.accelerator.wait_for_everyone()
-
-    def _find_checkpoint(self, asked: str | bool) -> str | bool:
-        """The complete checkpoint to resume from.
-
-        Raises:
-            CheckpointError: the one asked for is not complete.
-        """
-        if not isinstance(asked, bool):
-            path = Path(asked)
-            if path.is_dir() and not _whole(path):
-                raise CheckpointError(
-                    f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no "
-                    f"{TRAINER_STATE_NAME}, which is written last. Resume from another one, or pass "
-                    "resume_from_checkpoint=True for the newest that is complete."
-                )
-            return asked
-        found = _numbered(Path(self._get_output_dir(None)))
-        for path in found:
-            if _whole(path):
-                return str(path)
-            logger.warning("%s is incomplete (no %s); it is not resumed from.", path, TRAINER_STATE_NAME)
-        if found:
-            raise CheckpointError(
-                f"cannot resume: all {len(found)} checkpoints in {found[0].parent} are incomplete (no "
-                f"{TRAINER_STATE_NAME}), such as {found[0].name}. Set output_dir to where complete ones are, or train "
-                "without resume_from_checkpoint."
-            )
-        # The Trainer says that there is none.
-        return asked
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
@@ -239,6 +260,18 @@ class PagedCheckpoints(_Host):
             with warnings.catch_warnings(record=True) as caught:
                 self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
             reissue_pt_warnings(caught)
+
+
+def _put_before_stock(cls: type) -> None:
+    """Puts `StockOnPages` right before `transformers.Trainer` in the order in which `cls` looks for its methods."""
+    stock, order = transformers.Trainer, cls.__mro__
+    if order[order.index(stock) - 1] is StockOnPages:
+        return
+    bases: list[type] = [StockOnPages if base is stock else base for base in cls.__bases__]
+    if StockOnPages not in bases:
+        last = max(index for index, base in enumerate(bases) if issubclass(base, stock))
+        bases.insert(last + 1, StockOnPages)
+    cls.__bases__ = tuple(bases)
 
 
 def _whole(path: Path) -> bool:
