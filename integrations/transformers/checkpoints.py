@@ -30,6 +30,7 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 
 from .loading import load_weights
+from .own_loading import own_loading
 
 if TYPE_CHECKING:
     _Host = transformers.Trainer
@@ -233,9 +234,17 @@ class StockOnPages(_StockHost):
 
         There may be none (adapters, older formats), or the model may load its state in a way of its own.
         """
-        if type(self._bare_model).load_state_dict is not nn.Module.load_state_dict:
-            return False
         if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+            return False
+        own = own_loading(self._bare_model)
+        if own is not None:
+            logger.warning(
+                "%s loads its state in a way of its own (%s): each file of weights in %s is read whole, into memory "
+                "beside the budgets.",
+                type(self._bare_model).__name__,
+                own,
+                directory,
+            )
             return False
         load_weights(self._bare_model, directory)
         return True

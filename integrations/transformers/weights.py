@@ -30,11 +30,11 @@ from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.units import format_bytes
 
 from .forgetting import MATERIALIZE, SET, Forgetting
+from .own_loading import own_loading
 
 Setter = Callable[..., None]
 """As `transformers.core_model_loading.set_param_for_module`."""
 
-_EXTRA_STATE = "_extra_state"
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 _SHOWN_NAMES = 3
 
@@ -186,7 +186,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         directory: where `save_pretrained` (or the Trainer) has written; sharded or not.
 
     Raises:
-        UnsupportedError: the model is not on pages.
+        UnsupportedError: the model is not on pages, or adds something of its own to `load_state_dict`.
         CheckpointError: files are missing or damaged, or are of another model; nothing has been changed then.
     """
     engine = engine_of(model)
@@ -196,6 +196,12 @@ def load_weights(model: nn.Module, directory: Path) -> None:
             "ptm_accel.from_pretrained()."
         )
     model = getattr(model, "_orig_mod", model)
+    own = own_loading(model)
+    if own is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} loads its state in a way of its own ({own}), which reading it tensor by tensor "
+            "would leave out. Use model.load_state_dict(), which works on pages, or the Trainer's resuming."
+        )
     files = weight_files(Path(directory))
     load: _Load = _load_converted if isinstance(model, PreTrainedModel) else _load_plain
     with engine.state_dicts.names_only():
@@ -208,9 +214,19 @@ def load_weights(model: nn.Module, directory: Path) -> None:
             for file in files:
                 shard = stack.enter_context(opened(file))
                 tensors.update((name, shard.get_slice(name)) for name in shard.keys())  # noqa: SIM118
-            load(model, tensors, _Write(model, engine), "cpu")
+            load(model, tensors, _Write(check, engine), "cpu")
     if engine.optimizer is not None:
         engine.optimizer.weights_changed()
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Where `load_state_dict` puts tensors, by name: a module and a name there, in the order in which it does."""
+    return {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in (*dict.keys(module._parameters), *module._buffers)
+        if _tensor_of(module, name) is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 @dataclass
@@ -218,9 +234,10 @@ class _Target:
     """Where tensors of a checkpoint go, one after the other, under the names and in the form that the model has."""
 
     model: nn.Module
+    places: dict[str, tuple[nn.Module, str]]
 
-    def take(self, module: nn.Module, name: str, full_name: str, value: torch.Tensor) -> None:
-        """One tensor: the parameter or buffer `name` of `module`, which the model calls `full_name`."""
+    def take(self, full_name: str, value: torch.Tensor) -> None:
+        """One tensor, for the parameter or buffer that the model calls `full_name`."""
         raise NotImplementedError
 
     def end(self, missing: set[str], unexpected: set[str], failures: dict[str, str]) -> None:
@@ -231,27 +248,36 @@ class _Check(_Target):
     """Compares names and shapes, and changes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+        super().__init__(model, _places(model))
         self.reached: set[int] = set()
+        self.unexpected: set[str] = set()
         self.differences: list[str] = []
 
-    def take(self, module: nn.Module, name: str, full_name: str, value: torch.Tensor) -> None:
-        ref = _tensor_of(module, name)
+    def take(self, full_name: str, value: torch.Tensor) -> None:
+        if full_name not in self.places:
+            # The model's state dictionary has it, by a hook of somebody's, and there is nothing to load it into.
+            self.unexpected.add(full_name)
+            return
+        ref = _tensor_of(*self.places[full_name])
+        assert ref is not None
         self.reached.add(id(ref))
-        if ref is not None and ref.shape != value.shape:
+        if ref.shape != value.shape:
             self.differences.append(
                 f"{full_name} is of shape {tuple(value.shape)} there and of {tuple(ref.shape)} in the model"
             )
 
     def end(self, missing: set[str], unexpected: set[str], failures: dict[str, str]) -> None:
         # Under the other names of a tied parameter there is nothing to load.
-        missing = {name for name in missing if id(_tensor_of(*owner_of(self.model, name))) not in self.reached}
-        for words, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
+        missing = {name for name in missing & self.places.keys() if not self._is_reached(name)}
+        for words, names in (("lacks", missing), ("has, and the model has not,", unexpected | self.unexpected)):
             if names:
                 self.differences.append(f"it {words} {len(names)} tensors ({_some(sorted(names))})")
         # What cannot be converted without values says so when it has them.
         real = {name: text for name, text in failures.items() if "meta" not in text.lower()}
         self.differences += [f"{name} cannot be made: {text.strip().splitlines()[-1]}" for name, text in real.items()]
+
+    def _is_reached(self, name: str) -> bool:
+        return id(_tensor_of(*self.places[name])) in self.reached
 
     def refuse_differences(self, directory: Path) -> None:
         """Raises `CheckpointError` if there was any."""
@@ -263,15 +289,20 @@ class _Check(_Target):
 
 
 class _Write(_Target):
-    """Writes to pages, and to buffers, which are not on any."""
+    """Writes to pages, and to buffers, which are not on any.
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        super().__init__(model)
+    Args:
+        check: what has compared the same tensors, and refused none.
+        engine: the model's.
+    """
+
+    def __init__(self, check: _Check, engine: Engine) -> None:
+        super().__init__(check.model, check.places)
         self.engine = engine
 
     @torch.no_grad()
-    def take(self, module: nn.Module, name: str, full_name: str, value: torch.Tensor) -> None:
-        ref = _tensor_of(module, name)
+    def take(self, full_name: str, value: torch.Tensor) -> None:
+        ref = _tensor_of(*self.places[full_name])
         slot = self.engine.slots.of(ref)
         if slot is not None:
             slot.meet()
@@ -306,12 +337,8 @@ def _load_converted(model: Any, tensors: Mapping[str, Any], target: _Target, dev
 
     def redirect(original: Setter) -> Setter:
         def take(root: nn.Module, full_name: str, value: Any, info: Any, quantizer: Any) -> None:
-            module, name = owner_of(root, full_name)
-            if name == _EXTRA_STATE:
-                original(root, full_name, value, info, quantizer)
-                return
             info.missing_keys.discard(full_name)
-            target.take(module, name, full_name, value)
+            target.take(full_name, value)
 
         return take
 
@@ -330,12 +357,11 @@ def _load_converted(model: Any, tensors: Mapping[str, Any], target: _Target, dev
 
 def _load_plain(model: nn.Module, tensors: Mapping[str, Any], target: _Target, device: str) -> None:
     """Hands `tensors` to `target` by their own names."""
-    known = set(model.state_dict())
-    for name, tensor in tensors.items():
-        if name in known:
-            module, last = owner_of(model, name)
-            target.take(module, last, name, tensor[...])
-    target.end(known - set(tensors), set(tensors) - known, {})
+    known = target.places.keys()
+    for name in known:
+        if name in tensors:
+            target.take(name, tensors[name][...])
+    target.end(known - tensors.keys(), tensors.keys() - known, {})
 
 
 @contextmanager

@@ -113,9 +113,12 @@ class StateDictHooks:
     def _begin_load(self) -> Callable[..., None]:
         def begin(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             pins = self._loading.setdefault(id(module), [])
+            # A hook of somebody else's after this one may give the tensors other names.
+            hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+            renamed = not all(isinstance(hook, Hook) for hook in hooks)
             for name, param in dict.items(module._parameters):
                 slot = self._slots.of(param)
-                if slot is not None and prefix + name in state_dict:
+                if slot is not None and (renamed or prefix + name in state_dict):
                     slot.meet()
                     pins.append(self._pool.pin(slot.value, write=True))
 

@@ -14,6 +14,14 @@ import torch
 import transformers
 from ptm_accel.integrations.transformers import PTMTrainerMixin, Trainer, enable, ptm_trainer
 from ptm_accel.integrations.transformers.checkpoints import StockOnPages
+from ptm_accel.integrations.transformers.loading import load_weights
+from ptm_accel.integrations.transformers.own_loading import own_loading
+from safetensors.torch import save_file
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.errors import CheckpointError, UnsupportedError
+from tests.zoo import ENTRIES
 
 OURS = ("optimizer.json", "optimizer-00001-of-00001.safetensors")
 
@@ -138,3 +146,137 @@ def test_only_classes_on_pages_are_changed() -> None:
     assert StockOnPages not in Another.__mro__
     assert "_save_checkpoint" in vars(transformers.Trainer)
     assert vars(transformers.Trainer)["_save_checkpoint"].__module__ == "transformers.trainer"
+
+
+# ---- models that load in a way of their own --------------------------------------------------------------------------
+
+
+class Plain(torch.nn.Module):
+    """A model whose factor is saved under another name than it has, and of which the losses tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(64, 64)
+        self.other = torch.nn.Linear(64, 64)
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"loss": (self.other(self.layer(x).tanh()) * self.factor).square().mean()}
+
+
+def _double(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
+    """Loads twice the bias, which is given under another name, and a tensor that is no parameter."""
+    state_dict[prefix + "bias"] = 2 * state_dict.pop(prefix + "bias")
+    state_dict[prefix + "weight"] = state_dict.pop(prefix + "weight").flip(0)
+
+
+class PreHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_load_state_dict_pre_hook(_double)
+
+
+class PostHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(self.loaded)
+
+    @staticmethod
+    def loaded(module: Any, incompatible_keys: Any) -> None:
+        module.factor = 0.5
+
+
+class OwnLinear(torch.nn.Linear):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        _double(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        with torch.no_grad():
+            self.weight.mul_(2)
+
+
+class FromStateDict(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = OwnLinear(64, 64)
+
+
+class LoadStateDict(Plain):
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.factor = 0.25
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+class ExtraState(Plain):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.factor / 2])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.factor = state.item()
+
+
+OWN = {
+    PreHook: r"a hook on load_state_dict\(\) of Linear layer",
+    PostHook: r"a hook on load_state_dict\(\) of PostHook",
+    FromStateDict: r"_load_from_state_dict\(\) of OwnLinear layer",
+    LoadStateDict: r"LoadStateDict.load_state_dict",
+    ExtraState: r"get_extra_state\(\) of ExtraState",
+}
+ROWS = [{"x": torch.randn(64, generator=torch.Generator().manual_seed(n)), "labels": torch.zeros(1)} for n in range(16)]
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("model", OWN, ids=lambda model: model.__name__)
+def test_a_model_that_loads_in_a_way_of_its_own_is_resumed_with_it(
+    model: Any, tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    args = tiny.arguments(run, **changes)
+    transformers.Trainer(model=model(), args=args, train_dataset=ROWS).train()
+    resumed = []
+    for cls, extra in ((transformers.Trainer, {}), (Trainer, {"ptm_config": tight})):
+        trainer = cls(model=model(), args=args, train_dataset=ROWS, **extra)
+        # Saved without pages both times.
+        trainer.args.save_strategy = "no"
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+        resumed.append((_losses(trainer), tiny.digest(trainer.model), trainer.model.factor))
+        assert (f"{model.__name__} loads its state in a way of its own" in caplog.text) == bool(extra)
+    assert resumed[0] == resumed[1]
+    again = Trainer(model=model(), args=args, train_dataset=ROWS, ptm_config=tight)
+    again._attach()
+    with pytest.raises(UnsupportedError, match=rf"{model.__name__} loads its state in a way of its own \({OWN[model]}"):
+        load_weights(again.model, run / "checkpoint-2")
+
+
+def test_what_torch_and_transformers_come_with_is_no_way_of_ones_own() -> None:
+    assert own_loading(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(2, 2))) is None
+    assert own_loading(ENTRIES["mamba"].build()) is None
+    assert own_loading(torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))) is not None
+
+
+class Described(Plain):
+    """Its state dictionary has an entry that is no tensor of it, and that `load_state_dict` does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self.describe)
+
+    @staticmethod
+    def describe(module: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        state_dict["described.by"] = torch.ones(2)
+
+
+def test_a_tensor_that_is_neither_parameter_nor_buffer_is_said(tight: dict[str, Any], tmp_path: Path) -> None:
+    plain = Described()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "described.by"'):
+        plain.load_state_dict(plain.state_dict())
+    ours = Described()
+    engine = Engine.attach(ours, PTMConfig.load(tight), device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"has, and the model has not, 1 tensors \(described.by\)"):
+        load_weights(ours, tmp_path)
+    engine.close()

@@ -176,7 +176,7 @@ def test_a_tensor_that_only_fails_with_its_values_is_named(saved: Save, tmp_path
     ):
         check.refuse_differences(tmp_path)
     with pytest.raises(CheckpointError, match="a.weight cannot be made from what is saved: RuntimeError: sizes differ"):
-        weights._Write(ours, engine).end(set(), set(), {"a.weight": "Traceback ...\nRuntimeError: sizes differ\n"})
+        weights._Write(check, engine).end(set(), set(), {"a.weight": "Traceback ...\nRuntimeError: sizes differ\n"})
     close(ours)
 
 
