@@ -249,7 +249,9 @@ class _Check(_Target):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, _places(model))
-        self.reached: set[int] = set()
+        # The name that counts for each parameter and buffer: `load_state_dict` writes it last.
+        self.last: dict[int, str] = {}
+        self._order = {name: number for number, name in enumerate(self.places)}
         self.unexpected: set[str] = set()
         self.differences: list[str] = []
 
@@ -260,7 +262,7 @@ class _Check(_Target):
             return
         ref = _tensor_of(*self.places[full_name])
         assert ref is not None
-        self.reached.add(id(ref))
+        self.last[id(ref)] = max(self.last.get(id(ref), full_name), full_name, key=self._order.__getitem__)
         if ref.shape != value.shape:
             self.differences.append(
                 f"{full_name} is of shape {tuple(value.shape)} there and of {tuple(ref.shape)} in the model"
@@ -277,7 +279,7 @@ class _Check(_Target):
         self.differences += [f"{name} cannot be made: {text.strip().splitlines()[-1]}" for name, text in real.items()]
 
     def _is_reached(self, name: str) -> bool:
-        return id(_tensor_of(*self.places[name])) in self.reached
+        return id(_tensor_of(*self.places[name])) in self.last
 
     def refuse_differences(self, directory: Path) -> None:
         """Raises `CheckpointError` if there was any."""
@@ -299,10 +301,13 @@ class _Write(_Target):
     def __init__(self, check: _Check, engine: Engine) -> None:
         super().__init__(check.model, check.places)
         self.engine = engine
+        self._last = check.last
 
     @torch.no_grad()
     def take(self, full_name: str, value: torch.Tensor) -> None:
         ref = _tensor_of(*self.places[full_name])
+        if self._last[id(ref)] != full_name:
+            return
         slot = self.engine.slots.of(ref)
         if slot is not None:
             slot.meet()

@@ -106,6 +106,48 @@ def test_a_model_that_is_not_from_transformers(tmp_path: Path) -> None:
     engine.close()
 
 
+class Tied(nn.Module):
+    """Two tied weights and two tied buffers, whose names are not in the order of the alphabet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.z, self.a = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a.weight = self.z.weight
+        self.register_buffer("y", torch.zeros(4))
+        self.register_buffer("b", self.y)
+
+
+def test_of_different_values_for_tied_weights_the_last_in_the_model_counts(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(4)
+    tensors = {name: torch.randn_like(value) for name, value in Tied().state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    plain, ours = Tied(), Tied()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    engine = Engine.attach(ours, config(), memory=open_memory("host+disk", 8 << 20, tmp_path))
+    load_weights(ours, tmp_path)
+    assert all(same_bits(value, plain.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert same_bits(ours.state_dict()["z.weight"], tensors["a.weight"])
+    engine.close()
+
+
+def test_of_different_values_for_tied_embeddings_the_last_in_the_model_counts(saved: Save, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(saved("llama-tied", "1GB"), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    plain, ours = (AutoModelForCausalLM.from_pretrained(saved("llama-tied", "1GB")) for _ in range(2))
+    plain.load_state_dict(tensors)
+    engine = Engine.attach(ours, config(), memory=open_memory("host+disk", 230_000, tmp_path))
+    load_weights(ours, tmp_path / "model")
+    assert all(same_bits(value, plain.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert same_bits(ours.state_dict()["model.embed_tokens.weight"], tensors["lm_head.weight"])
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("name", "other", "message"),
     [
