@@ -25,7 +25,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ptm_accel.checkpoint.directory import is_complete, remove_incomplete, staged
 from ptm_accel.checkpoint.plain_state import load_plain_state
-from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
+from ptm_accel.checkpoint.training_state import (
+    has_optimizer_state,
+    load_optimizer_state,
+    read_index,
+    save_optimizer_state,
+)
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 
@@ -219,17 +224,20 @@ class StockOnPages(_StockHost):
     # ---- loading ---------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._attach()
-        if not self._load_weights(Path(resume_from_checkpoint)):
+        engine, directory = self._attach(), Path(resume_from_checkpoint)
+        # Of a checkpoint that training cannot go on from, nothing is taken.
+        trained = {slot.name for slot in engine.slots if slot.param.requires_grad}
+        other = has_optimizer_state(directory) and read_index(directory).get("parameters", {}).keys() != trained
+        if not self._load_weights(directory, strict=other):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
-        if best is None or not self._load_weights(Path(best)):
+        if best is None or not self._load_weights(Path(best), strict=False):
             super()._load_best_model()
 
-    def _load_weights(self, directory: Path) -> bool:
+    def _load_weights(self, directory: Path, *, strict: bool) -> bool:
         """Loads safetensors of a whole model onto the pages; False where the Trainer has to.
 
         There may be none (adapters, older formats), or the model may load its state in a way of its own.
@@ -246,7 +254,8 @@ class StockOnPages(_StockHost):
                 directory,
             )
             return False
-        load_weights(self._bare_model, directory)
+        # What only one of the two has is told of, as by the stock Trainer.
+        self._issue_warnings_after_load(load_weights(self._bare_model, directory, strict=strict))
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

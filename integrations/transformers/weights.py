@@ -175,7 +175,20 @@ def _some(names: list[str]) -> str:
 # ---- onto a model that is on pages -----------------------------------------------------------------------------------
 
 
-def load_weights(model: nn.Module, directory: Path) -> None:
+@dataclass(frozen=True)
+class Differences:
+    """What names of tensors differ, as what `load_state_dict` returns.
+
+    Attributes:
+        missing_keys: of the model, and not in the files; but for other names of what is there.
+        unexpected_keys: in the files, and not of the model.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> Differences:
     """Reads saved weights into a model that is on pages; its parameters stay the same objects.
 
     Names and shapes are compared first, after the renaming and fusing that transformers would do. Then one tensor of
@@ -184,6 +197,11 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     Args:
         model: the model.
         directory: where `save_pretrained` (or the Trainer) has written; sharded or not.
+        strict: whether tensors that only one of the two has are refused, but for those that `from_pretrained` is silent
+            about. Otherwise what the model has and the files lack stays as it is.
+
+    Returns:
+        the tensors that only one of the two has.
 
     Raises:
         UnsupportedError: the model is not on pages, or adds something of its own to `load_state_dict`.
@@ -205,7 +223,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     files = weight_files(Path(directory))
     load: _Load = _load_converted if isinstance(model, PreTrainedModel) else _load_plain
     with engine.state_dicts.names_only():
-        check = _Check(model)
+        check = _Check(model, strict)
         with _without_progress_bar():
             load(model, read_headers(files), check, "meta")
         check.refuse_differences(Path(directory))
@@ -217,6 +235,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
             load(model, tensors, _Write(check, engine), "cpu")
     if engine.optimizer is not None:
         engine.optimizer.weights_changed()
+    return check.found
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -235,6 +254,7 @@ class _Target:
 
     model: nn.Module
     places: dict[str, tuple[nn.Module, str]]
+    strict: bool
 
     def take(self, full_name: str, value: torch.Tensor) -> None:
         """One tensor, for the parameter or buffer that the model calls `full_name`."""
@@ -247,8 +267,9 @@ class _Target:
 class _Check(_Target):
     """Compares names and shapes, and changes nothing."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, _places(model))
+    def __init__(self, model: nn.Module, strict: bool) -> None:
+        super().__init__(model, _places(model), strict)
+        self.found = Differences([], [])
         # The name that counts for each parameter and buffer: `load_state_dict` writes it last.
         self.last: dict[int, str] = {}
         self._order = {name: number for number, name in enumerate(self.places)}
@@ -270,9 +291,13 @@ class _Check(_Target):
 
     def end(self, missing: set[str], unexpected: set[str], failures: dict[str, str]) -> None:
         # Under the other names of a tied parameter there is nothing to load.
-        missing = {name for name in missing & self.places.keys() if not self._is_reached(name)}
-        for words, names in (("lacks", missing), ("has, and the model has not,", unexpected | self.unexpected)):
-            if names:
+        absent = [name for name in self.places if name in missing and not self._is_reached(name)]
+        self.found = Differences(absent, sorted(unexpected | self.unexpected))
+        for words, names in (
+            ("lacks", self.found.missing_keys),
+            ("has, and the model has not,", self.found.unexpected_keys),
+        ):
+            if names and self.strict:
                 self.differences.append(f"it {words} {len(names)} tensors ({_some(sorted(names))})")
         # What cannot be converted without values says so when it has them.
         real = {name: text for name, text in failures.items() if "meta" not in text.lower()}
@@ -299,7 +324,7 @@ class _Write(_Target):
     """
 
     def __init__(self, check: _Check, engine: Engine) -> None:
-        super().__init__(check.model, check.places)
+        super().__init__(check.model, check.places, check.strict)
         self.engine = engine
         self._last = check.last
 
@@ -356,7 +381,8 @@ def _load_converted(model: Any, tensors: Mapping[str, Any], target: _Target, dev
         model.__dict__.pop("_weight_conversions", None)
         if before is not None:
             model.__dict__["_weight_conversions"] = before
-    model._adjust_missing_and_unexpected_keys(info)
+    if target.strict:
+        model._adjust_missing_and_unexpected_keys(info)
     target.end(set(info.missing_keys), set(info.unexpected_keys), dict(info.conversion_errors))
 
 

@@ -16,7 +16,7 @@ from ptm_accel.integrations.transformers import PTMTrainerMixin, Trainer, enable
 from ptm_accel.integrations.transformers.checkpoints import StockOnPages
 from ptm_accel.integrations.transformers.loading import load_weights
 from ptm_accel.integrations.transformers.own_loading import own_loading
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
@@ -280,3 +280,80 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer_is_said(tight: dict[str, 
     with pytest.raises(CheckpointError, match=r"has, and the model has not, 1 tensors \(described.by\)"):
         load_weights(ours, tmp_path)
     engine.close()
+
+
+# ---- checkpoints that lack tensors, or have others -------------------------------------------------------------------
+
+
+class Ignoring(transformers.LlamaForCausalLM):
+    """Has a weight that is made anew, and is not saved."""
+
+    _keys_to_ignore_on_save = ("model.norm.weight",)
+
+
+def _ignoring(tiny: ModuleType) -> Any:
+    model = Ignoring(tiny.model().config)
+    model.load_state_dict(tiny.model().state_dict())
+    model.model.norm.weight.requires_grad_(False)
+    return model
+
+
+def _frozen(tiny: ModuleType) -> Any:
+    model = tiny.model()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    return model
+
+
+def _without(directory: Path, name: str, **more: torch.Tensor) -> None:
+    tensors = {**load_file(directory / "model.safetensors"), **more}
+    tensors.pop(name, None)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the Trainer warns of about the names of tensors; its logger hands nothing on."""
+    found: list[str] = []
+    logger = transformers.trainer.logger
+    monkeypatch.setattr(logger, "warning", lambda text, *rest: found.append(text) if "keys in the" in text else None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "lacks", "more"),
+    [
+        (_ignoring, "model.norm.weight", {}),
+        (_frozen, "model.embed_tokens.weight", {}),
+        (_frozen, "model.embed_tokens.weight", {"model.other.weight": torch.ones(2)}),
+    ],
+    ids=["ignored", "frozen", "unexpected"],
+)
+@pytest.mark.parametrize("saved", ["by ours", "by plain", "without optimizer"])
+def test_what_a_checkpoint_lacks_is_told_of_as_in_the_plain_trainer(
+    make: Any,
+    lacks: str,
+    more: Any,
+    saved: str,
+    told: list[str],
+    tiny: ModuleType,
+    tight: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+    def build(dials: dict[str, Any] | None, run: Path) -> Any:
+        cls, extra = (transformers.Trainer, {}) if dials is None else (Trainer, {"ptm_config": dials})
+        args = tiny.arguments(run, **changes, save_only_model=saved == "without optimizer")
+        return cls(model=make(tiny), args=args, train_dataset=tiny.data(), **extra)
+
+    resumed = []
+    for dials in (None, tight):
+        run = tmp_path / ("plain" if dials is None else "ours")
+        build(dials if saved == "by ours" else None, run).train()
+        _without(run / "checkpoint-2", lacks, **more)
+        told.clear()
+        trainer = build(dials, run)
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+        resumed.append((list(told), tiny.history(trainer), tiny.digest(trainer.model)))
+    assert len(resumed[0][0]) == (make is _frozen) + bool(more)
+    assert resumed[1] == resumed[0]
