@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
 from ptm_accel.checkpoint.directory import added, remove_incomplete, staged
-from ptm_accel.checkpoint.plain_state import load_plain_state
-from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
+from ptm_accel.checkpoint.plain_state import load_either_state
+from ptm_accel.checkpoint.training_state import INDEX_NAME, OUTDATED, save_optimizer_state, saved_last
 from ptm_accel.errors import CheckpointError, ConfigError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
@@ -119,8 +119,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
     def _shared_staging(self, final: Path) -> Iterator[Path]:
         """The directory that all processes write a state into; one of them makes and publishes it."""
         with ExitStack() as stack:
-            make = added if final.exists() else staged
-            mine = stack.enter_context(make(final)) if self.is_main_process else None
+            mine = stack.enter_context(_staged(final)) if self.is_main_process else None
             if self.num_processes > 1:
                 told = [str(mine)]
                 torch.distributed.broadcast_object_list(told, 0)
@@ -145,12 +144,9 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             super().load_state(None if source is None else str(source), *args, **kwargs)
         assert source is not None
         for number, optimizer in enumerate(optimizers):
-            paged = _paged(optimizer)
-            folder = _state_folder(source, number)
-            if has_optimizer_state(folder):
-                load_optimizer_state(paged, folder)
-            else:
-                load_plain_state(paged, source / _plain_name(number))
+            saved = _saved_last(source, number)
+            assert saved is not None
+            load_either_state(_paged(optimizer), saved)
 
     def _latest(self) -> Path | None:
         """The newest of the directories that were named automatically; None where accelerate says that there is none.
@@ -171,11 +167,11 @@ class PagedStates(Accelerator):  # type: ignore[misc]
 
     def _check_states(self, source: Path) -> None:
         for number in range(len(self._optimizers)):
-            folder, plain = _state_folder(source, number), source / _plain_name(number)
-            if not has_optimizer_state(folder) and not plain.is_file():
+            if _saved_last(source, number) is None:
+                folder = _state_folder(source, number).relative_to(source.parent)
                 raise CheckpointError(
-                    f"{source} has no state of optimizer {number} (neither {folder.relative_to(source.parent)} of "
-                    f"ptm_accel nor {plain.name}). Load another one, or prepare as many optimizers as were saved."
+                    f"{source} has no state of optimizer {number} (neither {folder} of ptm_accel nor "
+                    f"{_plain_name(number)}). Load another one, or prepare as many optimizers as were saved."
                 )
 
     @contextmanager
@@ -186,6 +182,13 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             yield optimizers
         finally:
             self._optimizers = optimizers
+
+
+def _staged(final: Path) -> AbstractContextManager[Path]:
+    if not final.exists():
+        # A killed save may have left it under another name.
+        remove_incomplete(final.parent, final.name)
+    return added(final, seals=INDEX_NAME, outdated=OUTDATED) if final.exists() else staged(final)
 
 
 def _numbered(base: Path) -> list[Path]:
@@ -203,6 +206,10 @@ def _paged(optimizer: AcceleratedOptimizer) -> PagedOptimizer:
 
 def _state_folder(directory: Path, number: int) -> Path:
     return directory if number == 0 else directory / f"optimizer_{number}"
+
+
+def _saved_last(directory: Path, number: int) -> Path | None:
+    return saved_last(_state_folder(directory, number), [directory / _plain_name(number)])
 
 
 def _plain_name(number: int) -> str:

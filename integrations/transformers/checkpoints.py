@@ -24,13 +24,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rota
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ptm_accel.checkpoint.directory import is_complete, remove_incomplete, staged
-from ptm_accel.checkpoint.plain_state import load_plain_state
-from ptm_accel.checkpoint.training_state import (
-    has_optimizer_state,
-    load_optimizer_state,
-    read_index,
-    save_optimizer_state,
-)
+from ptm_accel.checkpoint.plain_state import load_either_state
+from ptm_accel.checkpoint.training_state import INDEX_NAME, read_index, save_optimizer_state, saved_last
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 
@@ -227,7 +222,9 @@ class StockOnPages(_StockHost):
         engine, directory = self._attach(), Path(resume_from_checkpoint)
         # Of a checkpoint that training cannot go on from, nothing is taken.
         trained = {slot.name for slot in engine.slots if slot.param.requires_grad}
-        other = has_optimizer_state(directory) and read_index(directory).get("parameters", {}).keys() != trained
+        saved = _saved_last(directory)
+        ours = saved is not None and saved.name == INDEX_NAME
+        other = ours and read_index(directory).get("parameters", {}).keys() != trained
         if not self._load_weights(directory, strict=other):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -266,13 +263,10 @@ class StockOnPages(_StockHost):
         if engine is None or engine.optimizer is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        if has_optimizer_state(directory):
-            load_optimizer_state(engine.optimizer, directory)
-        else:
-            plain = next((path for name in _PLAIN_OPTIMIZER if (path := directory / name).is_file()), None)
-            if plain is None:
-                return
-            load_plain_state(engine.optimizer, plain)
+        saved = _saved_last(directory)
+        if saved is None:
+            return
+        load_either_state(engine.optimizer, saved)
         scheduler = directory / SCHEDULER_NAME
         if scheduler.is_file() and self.lr_scheduler is not None:
             with warnings.catch_warnings(record=True) as caught:
@@ -290,6 +284,10 @@ def _put_before_stock(cls: type) -> None:
         last = max(index for index, base in enumerate(bases) if issubclass(base, stock))
         bases.insert(last + 1, StockOnPages)
     cls.__bases__ = tuple(bases)
+
+
+def _saved_last(directory: Path) -> Path | None:
+    return saved_last(directory, [directory / name for name in _PLAIN_OPTIMIZER])
 
 
 def _whole(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """Checkpoint directories that are either complete or not there.
 
 Everything is written into a directory beside the final one, synced, and renamed. So a directory that has its own name
-is complete, whatever was killed when; what a killed save leaves behind has a name that nobody looks for, and
-`remove_incomplete` tidies it up.
+is complete, whatever was killed when; what a killed save leaves behind has a name that nobody looks for, and the next
+save of that name, or `remove_incomplete`, tidies it up.
 """
 
 from __future__ import annotations
@@ -53,39 +53,70 @@ def staged(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def added(folder: Path) -> Iterator[Path]:
+def added(folder: Path, *, seals: str = "", outdated: re.Pattern[str] | None = None) -> Iterator[Path]:
     """Writes files into a directory that exists and may hold others', after all of them are complete and on the disk.
+
+    A kill while they move in leaves a mixture of old files and new ones. It is known by the seals, which are taken away
+    before the first of the others moves, and moved in after the last.
 
     Args:
         folder: the directory.
+        seals: the name of the files, in whatever subdirectory, without which what lies beside them is not looked at.
+        outdated: names of files that are removed from each directory into which a seal moves.
 
     Yields:
-        an empty directory on the same file system to write into; what is there at the end moves into `folder`, in
-        place of what has the same names.
+        an empty directory within `folder` to write into; what is there at the end moves into `folder`, in place of what
+        has the same names.
 
     Raises:
-        DiskError: the file system is full or failed; what was written is removed, `folder` is as it was.
+        DiskError: the file system is full or failed; what was written is removed. `folder` is as it was, or, if a file
+            could not be moved, without the seals.
     """
     folder = Path(folder)
-    with _cleared(folder.parent / f"{_STAGING}-{folder.name}-{os.getpid()}", folder) as staging:
+    # Not beside it: that may be another file system, or not ours to write to.
+    with _cleared(folder / f"{_STAGING}-{folder.name}-{os.getpid()}", folder) as staging:
         yield staging
         _sync_tree(staging)
-        for path in sorted(staging.rglob("*")):
-            place = folder / path.relative_to(staging)
-            if path.is_dir():
-                place.mkdir(exist_ok=True)
-            else:
-                path.replace(place)
-        _sync_tree(folder)
+        files = sorted(path.relative_to(staging) for path in staging.rglob("*") if not path.is_dir())
+        last = [path for path in files if path.name == seals]
+        for path in last:
+            _remove_outdated(folder / path, outdated)
+        for moving in ([path for path in files if path.name != seals], last):
+            _move(moving, staging, folder)
         shutil.rmtree(staging)
+
+
+def _remove_outdated(seal: Path, outdated: re.Pattern[str] | None) -> None:
+    """Removes a seal, and what is out of date beside it."""
+    if not seal.parent.is_dir():
+        return
+    seal.unlink(missing_ok=True)
+    for path in list(seal.parent.iterdir()):
+        if outdated is not None and outdated.fullmatch(path.name) and path.is_file():
+            path.unlink()
+    _sync_directory(seal.parent)
+
+
+def _move(files: list[Path], staging: Path, folder: Path) -> None:
+    """Moves files from `staging` to their places in `folder`, and syncs the directories that have changed."""
+    touched: set[Path] = set()
+    for path in files:
+        place = folder / path
+        for parent in [parent for parent in reversed(place.parents) if not parent.exists()]:
+            parent.mkdir()
+            touched.add(parent.parent)
+        (staging / path).replace(place)
+        touched.add(place.parent)
+    for parent in sorted(touched):
+        _sync_directory(parent)
 
 
 @contextmanager
 def _cleared(staging: Path, final: Path) -> Iterator[Path]:
     """An empty directory that is removed if anything fails; says so where the file system is the reason."""
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)
+        staging.parent.mkdir(parents=True, exist_ok=True)
+        remove_incomplete(staging.parent, final.name)
         staging.mkdir()
         yield staging
     except BaseException as error:
@@ -102,7 +133,7 @@ def is_complete(path: Path) -> bool:
     return path.is_dir() and _LEFTOVER.match(path.name) is None and any(path.iterdir())
 
 
-def remove_incomplete(run_dir: Path) -> list[Path]:
+def remove_incomplete(run_dir: Path, name: str | None = None) -> list[Path]:
     """Tidies up after saves that were killed.
 
     Directories of saves that still run in another process are left alone. A complete checkpoint that such a save had
@@ -110,6 +141,7 @@ def remove_incomplete(run_dir: Path) -> list[Path]:
 
     Args:
         run_dir: the directory that holds the checkpoints; it may be missing.
+        name: of the one checkpoint whose leftovers are looked for; by default of all.
 
     Returns:
         the leftovers that are gone now: removed, or renamed back.
@@ -123,7 +155,9 @@ def remove_incomplete(run_dir: Path) -> list[Path]:
     gone = []
     for path in sorted(run_dir.iterdir()):
         found = _LEFTOVER.match(path.name)
-        if found is None or not path.is_dir() or _still_written(path, int(found["pid"])):
+        if found is None or name not in (None, found["name"]):
+            continue
+        if not path.is_dir() or _still_written(path, int(found["pid"])):
             continue
         final = run_dir / found["name"]
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ptm_accel.checkpoint.training_state import SavedState, read_index
+from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state, read_index
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.states import MASTER_KEY
@@ -24,6 +24,22 @@ from ptm_accel.units import format_bytes
 
 _FULL_SIZE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg")
 """Entries of torch's optimizers that have the shape of their parameter."""
+
+
+def load_either_state(optimizer: PagedOptimizer, saved: Path) -> None:
+    """Reads a state that was written with pages or without, onto pages.
+
+    Args:
+        optimizer: has the same parameters, in the same groups and order.
+        saved: what `saved_last` has found.
+
+    Raises:
+        CheckpointError, BudgetError: as `load_optimizer_state` and `load_plain_state`.
+    """
+    if saved.name == INDEX_NAME:
+        load_optimizer_state(optimizer, saved.parent)
+    else:
+        load_plain_state(optimizer, saved)
 
 
 def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
@@ -97,6 +113,9 @@ def write_plain_state(directory: Path, file: Path) -> None:
         part = file.with_name(f".{file.name}.incomplete")
         try:
             torch.save(whole, part)
+            # Of two states in a directory the one that was saved last is loaded: this is not a later one.
+            saved_ns = (directory / INDEX_NAME).stat().st_mtime_ns
+            os.utime(part, ns=(saved_ns, saved_ns))
             part.replace(file)
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,16 +37,28 @@ INDEX_NAME = "optimizer.json"
 FORMAT = "ptm_accel optimizer state"
 VERSION = 1
 
+OUTDATED = re.compile(r"optimizer(_\d+)?\.bin|optimizer\.pt|optimizer-\d{5}-of-\d{5}\.safetensors")
+"""Names of files that a state which is saved beside them puts out of date: plain states, and shards of an older one."""
+
 _SHARD = "optimizer-{number:05d}-of-{count:05d}.safetensors"
-_SHARD_PATTERN = re.compile(r"^optimizer-\d{5}-of-\d{5}\.safetensors$")
 _GROUPS = "param_groups"
 
 Entry = PagedTensor | torch.Tensor
 
 
-def has_optimizer_state(directory: Path) -> bool:
-    """Whether `save_optimizer_state` has written into `directory`."""
-    return (Path(directory) / INDEX_NAME).is_file()
+def saved_last(directory: Path, plain: Iterable[Path]) -> Path | None:
+    """The optimizer state in a directory that was saved last, by runs with pages or without; its time of change tells.
+
+    Args:
+        directory: a checkpoint; it may be missing.
+        plain: the files that plain runs may have written.
+
+    Returns:
+        the index of a state that `save_optimizer_state` has written, or a plain file; None if there is neither.
+    """
+    found = [path for path in (Path(directory) / INDEX_NAME, *plain) if path.is_file()]
+    # An exported state has the time of what it was made from.
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -57,7 +69,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
 
     Args:
         optimizer: the optimizer.
-        directory: an existing directory; optimizer state that it holds is replaced. Write into one from
+        directory: an existing directory; optimizer state that it holds is replaced, plain one too. Write into one from
             `ptm_accel.checkpoint.directory.staged`, so that a save that fails loses nothing.
         max_shard_bytes: the largest shard, unless one tensor alone is larger.
 
@@ -66,7 +78,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
         DiskError: writing failed.
     """
     directory = Path(directory)
-    for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if _SHARD_PATTERN.match(p.name))]:
+    for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
     writer = _Encoder()
     index: dict[str, Any] = {

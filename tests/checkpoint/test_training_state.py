@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ptm_accel.checkpoint import training_state
-from ptm_accel.checkpoint.training_state import has_optimizer_state, load_optimizer_state, save_optimizer_state
+from ptm_accel.checkpoint.training_state import INDEX_NAME, load_optimizer_state, save_optimizer_state, saved_last
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
@@ -199,9 +199,9 @@ def test_the_layout_is_plain_safetensors_and_json(tmp_path: Path) -> None:
     run = Run(tmp_path, budget=SCANT)
     run.train(0, 1)
     (tmp_path / "optimizer-00001-of-00099.safetensors").touch()
-    assert not has_optimizer_state(tmp_path)
+    assert saved_last(tmp_path, ()) is None
     save_optimizer_state(run.optimizer, tmp_path, max_shard_bytes=40_000)
-    assert has_optimizer_state(tmp_path)
+    assert saved_last(tmp_path, ()) == tmp_path / INDEX_NAME
     files = sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("optimizer"))
     count = len(files) - 1
     assert count > 2

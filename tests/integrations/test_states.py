@@ -179,6 +179,92 @@ def test_files_of_others_stay(tiny: ModuleType, tmp_path: Path) -> None:
     assert tiny.same(loop.end(), before)
 
 
+@pytest.mark.parametrize("order", ["plain, ours", "ours, plain", "plain, ours, plain", "ours, plain, ours"])
+def test_of_two_states_in_a_directory_the_last_counts(
+    order: str, tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]
+) -> None:
+    """Each run goes on from the one before, one step, and saves where that one has; then both go on."""
+    whole = Loop(tiny, tmp_path, None)
+    turns = order.split(", ")
+    losses = whole.run(0, len(turns) + 1)
+    expected = whole.end()
+    for number, kind in enumerate([*turns, "ours"]):
+        fresh()
+        loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path) if kind == "ours" else None)
+        if number:
+            if kind == "plain":
+                # It can read no other.
+                write_plain_state(tmp_path / "state", tmp_path / "state" / "optimizer.bin")
+            loop.accelerator.load_state(str(tmp_path / "state"))
+        assert loop.run(number, number + 1) == losses[number : number + 1]
+        if number < len(turns):
+            loop.accelerator.save_state(str(tmp_path / "state"))
+            # A plain run must not find what is out of date.
+            assert (tmp_path / "state" / "optimizer.bin").exists() == (kind == "plain")
+    assert tiny.same(loop.end(), expected)
+
+
+def test_the_same_of_two_optimizers(tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]) -> None:
+    expected: list[Any] = []
+    for stage, kind in enumerate(["ours", "plain", "ours"]):
+        fresh()
+        dials = {"ptm_config": tiny.budget("roomy", tmp_path)} if kind == "ours" else {}
+        accelerator = (PTMAccelerator if dials else Accelerator)(cpu=True, **dials)
+        models = [tiny.model(seed) for seed in (0, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in models]
+        prepared = accelerator.prepare(*models, *optimizers)
+        for model, optimizer in zip(prepared[:2], prepared[2:], strict=True):
+            for _ in range(2 - stage):
+                accelerator.backward(model(**{k: v[None] for k, v in tiny.data(1)[0].items()}).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        if stage == 2:
+            accelerator.load_state(str(tmp_path / "state"))
+        buffers = [
+            [state["momentum_buffer"].clone() for state in optimizer.state_dict()["state"].values()]
+            for optimizer in prepared[2:]
+        ]
+        expected.append(buffers)
+        accelerator.save_state(str(tmp_path / "state"))
+        assert (tmp_path / "state" / "optimizer_1.bin").exists() == (kind == "plain")
+    for ours, plain in zip(expected[2], expected[1], strict=True):
+        assert all(map(torch.equal, ours, plain))
+    assert not torch.equal(expected[0][1][0], expected[1][1][0])
+
+
+def test_a_save_killed_while_files_move_leaves_no_state_that_is_loaded(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path))
+    loop.accelerator.save_state(str(state))
+    loop.run(0, 1)
+    replace = Path.replace
+
+    class Killed(BaseException):
+        pass
+
+    def kill(self: Path, target: Path) -> Path:
+        if self.name == "model.safetensors":
+            raise Killed
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", kill)
+    monkeypatch.setattr("ptm_accel.checkpoint.directory.shutil.rmtree", lambda *args, **kwargs: None)
+    with pytest.raises(Killed):
+        loop.accelerator.save_state(str(state))
+    monkeypatch.undo()
+    assert [path.name for path in state.glob(".incomplete*")] == [f".incomplete-state-{os.getpid()}"]
+    with pytest.raises(CheckpointError, match="has no state of optimizer 0"):
+        loop.accelerator.load_state(str(state))
+    loop.accelerator.save_state(str(state))
+    assert not list(state.glob(".incomplete*"))
+    before = loop.end()
+    loop.run(1, 2)
+    loop.accelerator.load_state(str(state))
+    assert tiny.same(loop.end(), before)
+
+
 def test_a_save_that_fails_leaves_the_one_before(
     tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,6 +262,29 @@ def test_runs_with_and_without_pages_resume_one_another(
     assert tiny.digest(resumed.model) == uninterrupted["weights"]
 
 
+@pytest.mark.parametrize("last", ["plain", "ours"])
+def test_of_two_states_in_a_checkpoint_the_last_counts(
+    last: str, tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
+) -> None:
+    """Runs of the same name, with other data, so that the state of each is its own."""
+    run = tmp_path / "run"
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    kinds = [(Trainer, tight), (transformers.Trainer, None)]
+    for cls, dials in kinds if last == "plain" else reversed(kinds):
+        trainer = _build(tiny, cls, run, dials, {"callbacks": [_Ends(2)]}, **changes)
+        trainer.train_dataset = tiny.data()[:: 1 if cls is Trainer else -1]
+        trainer.train()
+    names = os.listdir(run / "checkpoint-2")
+    assert ("optimizer.json" in names, "optimizer.pt" in names) == (True, last == "plain")
+    ours = _build(tiny, Trainer, run, tight, **changes, save_total_limit=2)
+    ours.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    if last == "ours":
+        write_plain_state(run / "checkpoint-2", run / "checkpoint-2" / "optimizer.pt")
+    plain = _build(tiny, transformers.Trainer, run, **changes)
+    plain.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert tiny.digest(ours.model) == tiny.digest(plain.model)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
