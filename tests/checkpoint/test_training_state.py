@@ -22,7 +22,6 @@ from ptm_accel.checkpoint.training_state import INDEX_NAME, load_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
-from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import Extent
 from ptm_accel.optim.blank_state import blank_state
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -492,10 +491,10 @@ def test_saving_and_loading_take_time_by_the_number_of_parameters(
             passed += 1
             yield param
 
-    def seen(self: Extent, tag: Tag) -> bool:
+    def seen(self: Extent, *, shown: bool) -> bool:
         nonlocal passed
         passed += 1
-        return viewed(self, tag)
+        return viewed(self, shown=shown)
 
     monkeypatch.setattr(States, "params", counted)
     monkeypatch.setattr(Extent, "viewed", seen)
