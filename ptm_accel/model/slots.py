@@ -161,8 +161,7 @@ class ParamSlot:
                 f"parameter {self.name} of shape {tuple(self.value.shape)} and {self.value.dtype} was given data of "
                 f"shape {tuple(given.shape)} and {given.dtype} while it was in use. Change it between two forwards."
             )
-        extent = self.value.extent
-        if self.value.pins and extent is not None and extent.viewed(shown=False):
+        if self.value.pins and self.value.extent is not None and self.value.extent.viewed(shown=False):
             # What is given is copied there, as long as it is in use.
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(self.value.shape)} was given other data while it was in use, "
