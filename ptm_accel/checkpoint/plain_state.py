@@ -11,6 +11,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state, read_index
 from ptm_accel.errors import CheckpointError, DiskError
+from ptm_accel.optim.given_state import completed
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
@@ -63,7 +65,7 @@ def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
             "checkpoint."
         ) from error
     _check_groups(optimizer, groups, file)
-    _check_shapes(optimizer, state, file)
+    _check_shapes(optimizer, groups, state, file)
     optimizer.load_state_dict(saved)
 
 
@@ -74,8 +76,9 @@ def _check_groups(optimizer: PagedOptimizer, groups: list[dict[str, Any]], file:
             f"{file} has parameter groups of {there} parameters, this optimizer has {here}: it is of another model or "
             "of another grouping."
         )
-    for number, group in enumerate(groups):
-        lacking = sorted(optimizer.inner.defaults.keys() - group.keys())
+    filled, _ = completed(optimizer.inner, groups, {})
+    for number, (group, now) in enumerate(zip(filled, optimizer.param_groups, strict=True)):
+        lacking = sorted((optimizer.inner.defaults.keys() & now.keys()) - group.keys())
         if lacking:
             raise CheckpointError(
                 f"{file} has no {lacking[0]!r} in parameter group {number}, and {type(optimizer.inner).__name__} has "
@@ -83,16 +86,18 @@ def _check_groups(optimizer: PagedOptimizer, groups: list[dict[str, Any]], file:
             )
 
 
-def _check_shapes(optimizer: PagedOptimizer, state: Mapping[int, dict[str, Any]], file: Path) -> None:
-    slots = [slot for group in optimizer.states.groups() for slot in group]
-    for number, entries in state.items():
-        for key, value in entries.items():
+def _check_shapes(
+    optimizer: PagedOptimizer, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]], file: Path
+) -> None:
+    slots = chain.from_iterable(optimizer.states.groups())
+    for number, slot in zip(chain.from_iterable(group["params"] for group in groups), slots, strict=True):
+        for key, value in state.get(number, {}).items():
             there = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-            here = tuple(slots[number].value.shape)
+            here = tuple(slot.value.shape)
             if key in _FULL_SIZE and value is not None and there != here:
                 raise CheckpointError(
-                    f"{file} has {key!r} of shape {there} for {slots[number].name}, which has {here} here: it is of "
-                    "another model."
+                    f"{file} has {key!r} of shape {there} for {slot.name}, which has {here} here: it is of another "
+                    "model."
                 )
 
 

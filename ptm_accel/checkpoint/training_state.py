@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.given_state import Groups, completed
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.states import MASTER_KEY, placed
 from ptm_accel.units import format_bytes
@@ -213,15 +214,17 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
     with ExitStack() as files:
         saved = SavedState(directory, index, files)
         saved.check(optimizer)
-        optimizer.expect([{k: saved.decode(v) for k, v in group["values"].items()} for group in saved.groups])
-        _apply(optimizer, saved)
+        decoded = [{key: saved.decode(value) for key, value in group["values"].items()} for group in saved.groups]
+        # Of an older version of torch they may lack some.
+        groups, _ = completed(optimizer.inner, decoded, {})
+        optimizer.expect(groups)
+        _apply(optimizer, saved, groups)
 
 
-def _apply(optimizer: PagedOptimizer, saved: SavedState) -> None:
-    groups = zip(optimizer.param_groups, saved.groups, optimizer.states.groups(), strict=True)
-    for group, there, slots in groups:
-        for key, value in there["values"].items():
-            now, made = group.get(key), saved.decode(value)
+def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None:
+    for group, there, slots in zip(optimizer.param_groups, groups, optimizer.states.groups(), strict=True):
+        for key, made in there.items():
+            now = group.get(key)
             if isinstance(now, torch.Tensor) and isinstance(made, torch.Tensor):
                 made = made.to(now.device)
             group[key] = made

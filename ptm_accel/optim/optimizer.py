@@ -19,11 +19,12 @@ from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
+from ptm_accel.optim.given_state import Entries, completed, converted
 from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.states import States, is_full, placed
+from ptm_accel.optim.states import MASTER_KEY, States
 from ptm_accel.optim.step_guard import hooks_of_others
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
@@ -433,16 +434,26 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "another model or of another grouping."
             )
         kept = self.states
-        self.expect(state_dict["param_groups"])
-        number = 0
+        entries: Entries = {}
+        masters: dict[torch.Tensor, torch.Tensor] = {}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            for param, number in zip(group["params"], saved["params"], strict=True):
+                state = kept.of(kept.slot(param))
+                if number in state_dict["state"]:
+                    there = dict(state_dict["state"][number])
+                    if MASTER_KEY in there:
+                        masters[param] = there.pop(MASTER_KEY)
+                    if there:
+                        entries[param] = converted(there, state.slot, kept.dtype_of(state), saved)
+        groups, entries = completed(self.inner, state_dict["param_groups"], entries)
+        self.expect(groups)
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.clear()
+            group.update(values)
             for param in group["params"]:
-                slot, entry = kept.slot(param), state_dict["state"].get(number, {})
                 # What is full-size goes onto pages from wherever it is.
-                values = {k: v if is_full(slot, v) else placed(k, v, slot, group) for k, v in entry.items()}
-                kept.replace(kept.of(slot), values)
-                number += 1
+                master = {MASTER_KEY: masters[param]} if param in masters else {}
+                kept.replace(kept.of(kept.slot(param)), {**entries.get(param, {}), **master})
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.

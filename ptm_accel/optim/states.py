@@ -133,8 +133,14 @@ class States:
             self.put(state, key, value)
         self._plain.pop(state.slot.param, None)
 
-    def put(self, state: ParamState, key: str, value: Any) -> None:
+    def put(self, state: ParamState, key: str, value: Any, dtype: torch.dtype | None = None) -> None:
         """Sets one entry of a parameter's state.
+
+        Args:
+            state: what the optimizer keeps for the parameter.
+            key: the optimizer's own key of it.
+            value: it.
+            dtype: of the pages that are made for it; by default the value's.
 
         Raises:
             CheckpointError: the master has another shape than the parameter.
@@ -152,17 +158,17 @@ class States:
         if not is_full(slot, value):
             state.small[key] = value
         elif key not in state.paged:
-            state.paged[key] = self._page(slot, key, value)
+            state.paged[key] = self._page(slot, key, value, dtype)
         else:
             with torch.no_grad():
                 self.pool.fault(state.paged[key], write=True).copy_(value)
 
-    def _page(self, slot: ParamSlot, key: str, value: torch.Tensor) -> PagedTensor:
-        """A copy of `value` on pages; one that is the same everywhere takes no memory yet."""
+    def _page(self, slot: ParamSlot, key: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> PagedTensor:
+        """A copy of `value` on pages, cast to `dtype`; one that is the same everywhere takes no memory yet."""
         constant = value.numel() > 1 and all(s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
         fill = float(value.detach().as_strided((), ())) if constant else 0.0
         name, movable = f"{slot.name}.{key}", slot.value.movable
-        tensor = self.pool.create(name, Tag.STATE, value.shape, value.dtype, fill=fill, movable=movable)
+        tensor = self.pool.create(name, Tag.STATE, value.shape, dtype or value.dtype, fill=fill, movable=movable)
         try:
             if not constant:
                 with torch.no_grad():
@@ -173,10 +179,26 @@ class States:
         return tensor
 
     def replace(self, state: ParamState, values: Mapping[str, Any]) -> None:
-        """Sets all of a parameter's state, keyed as `torch.optim.Optimizer.state_dict` has it."""
+        """Sets all of a parameter's state, keyed as `torch.optim.Optimizer.state_dict` has it.
+
+        What is full-size is cast to the dtype that the parameter is updated in.
+        """
+        dtype = self.dtype_of(state)
         self._forget_all_but(state, values.keys())
         for key, value in values.items():
-            self.put(state, key, value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value)
+            before = state.paged.get(key)
+            if before is not None and dtype not in (None, before.dtype) and is_full(state.slot, value):
+                # Before the other goes, of which the value may be a view.
+                state.paged[key] = self._page(state.slot, key, value, dtype)
+                self.pool.forget(before)
+                continue
+            alone = value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
+            self.put(state, key, alone, dtype)
+
+    def dtype_of(self, state: ParamState) -> torch.dtype | None:
+        """The dtype that torch gives what it loads for a parameter: of what is updated. None for the value's own."""
+        param = (state.master or state.slot.value).dtype
+        return param if param.is_floating_point else None
 
     def _forget_all_but(self, state: ParamState, keys: Collection[str]) -> None:
         for key in state.paged.keys() - keys:

@@ -45,7 +45,7 @@ def net(width: int = WIDTH) -> nn.Sequential:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for number in steps:
         torch.manual_seed(number)
-        model(torch.randn(4, WIDTH)).square().mean().backward()
+        model(torch.randn(4, WIDTH).to(next(model.parameters()).dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -87,6 +87,164 @@ def test_a_plain_run_goes_on_on_pages_and_back(kind: str, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
+class Wide(torch.optim.Optimizer):
+    """Keeps state that is wider than a bf16 parameter, full-size and small."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["sum"], state["scale"] = torch.zeros_like(p, dtype=torch.float32), torch.ones(1)
+                        state["step"] = torch.zeros(())
+                    state["step"] += 1
+                    state["sum"].add_(p.grad.float(), alpha=1.01)
+                    state["scale"] *= 0.99
+                    p.sub_((state["sum"] * state["scale"] * group["lr"]).to(p.dtype))
+
+
+WIDTHS: dict[str, Make] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2),
+    "wide": lambda m: Wide(m.parameters()),
+}
+
+
+def of_dtype(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A state as a run of another dtype has saved it."""
+    made = {
+        number: {k: v.to(dtype) if isinstance(v, torch.Tensor) and k != "step" else v for k, v in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": made}
+
+
+def described(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {
+        number: {
+            key: (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+            for key, value in entries.items()
+        }
+        for number, entries in state["state"].items()
+    }
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("saved", [torch.float32, torch.float64, torch.bfloat16])
+def test_state_is_as_wide_as_torch_makes_it(kind: str, begun: bool, saved: torch.dtype, tmp_path: Path) -> None:
+    """Also where there is state already, of another width."""
+    make = WIDTHS[kind]
+    model, plain = (net().to(torch.bfloat16) for _ in range(2))
+    source = make(net().to(torch.bfloat16))
+    _some_steps(source)
+    given = of_dtype(source.state_dict(), saved)
+    theirs = make(plain)
+    engine, ours = paged(model, tmp_path, make)
+    if begun:
+        train(plain, theirs, range(2))
+        train(model, ours, range(2))
+        assert described(ours.state_dict()) == described(theirs.state_dict()) != described(given)
+    torch.save(given, tmp_path / "optimizer.pt")
+    theirs.load_state_dict(copy.deepcopy(given))
+    load_plain_state(ours, tmp_path / "optimizer.pt")
+    assert described(ours.state_dict()) == described(theirs.state_dict())
+    ours.load_state_dict(ours.state_dict())
+    assert described(ours.state_dict()) == described(theirs.state_dict())
+    engine.check_integrity()
+    engine.close()
+
+
+def _some_steps(optimizer: torch.optim.Optimizer) -> None:
+    for number in range(2):
+        torch.manual_seed(number)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape).to(param.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_with_masters_state_is_as_wide_as_they_are(tmp_path: Path) -> None:
+    model, plain = net().to(torch.bfloat16), net()
+    source = torch.optim.AdamW(net().to(torch.bfloat16).parameters(), lr=1e-2)
+    _some_steps(source)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    engine, ours = paged(model, tmp_path, WIDTHS["adamw"], master_weights="fp32")
+    for each in (ours, theirs):
+        each.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert described(ours.state_dict()) == described(theirs.state_dict())
+    engine.close()
+
+
+def older(state: dict[str, Any]) -> dict[str, Any]:
+    """As a version of torch has saved it that did not know some of the keys, and counted steps by a number."""
+    new = ("decoupled_weight_decay", "fused", "capturable", "differentiable", "foreach", "maximize")
+    groups = [{k: v for k, v in group.items() if k not in new} for group in state["param_groups"]]
+    made = {
+        number: {k: int(v) if k == "step" else v for k, v in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    return {"state": made, "param_groups": groups}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "amsgrad", "momentum", "adagrad"])
+def test_what_older_versions_lack_is_filled_in_as_by_torch(kind: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[kind]
+    source = make(net())
+    _some_steps(source)
+    given = older(source.state_dict())
+    # Numbers as the file has them, which need not count from zero.
+    for group in given["param_groups"]:
+        group["params"] = [number + 7 for number in group["params"]]
+    given["state"] = {number + 7: entries for number, entries in given["state"].items()}
+    model, plain = net(), net()
+    theirs = make(plain)
+    engine, ours = paged(model, tmp_path, make)
+    # What torch forgets of the group that there was.
+    for each in (theirs, ours):
+        each.param_groups[0]["initial_lr"] = 1.0
+        each.param_groups[0]["maximize"] = True
+    torch.save(given, tmp_path / "optimizer.pt")
+    theirs.load_state_dict(copy.deepcopy(given))
+    load_plain_state(ours, tmp_path / "optimizer.pt")
+    for here, there in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert {k: v for k, v in here.items() if k != "params"} == {k: v for k, v in there.items() if k != "params"}
+    assert described(ours.state_dict()) == described(theirs.state_dict())
+    train(model, ours, range(2))
+    train(plain, theirs, range(2))
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    engine.close()
+
+
+def test_a_dictionary_that_is_loaded_twice_is_not_shared(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), momentum=0.9)
+
+    model, plain = net(), net()
+    theirs = make(plain)
+    engine, ours = paged(model, tmp_path, make)
+    found = []
+    for each in (ours, theirs):
+        given = make(net()).state_dict()
+        given["param_groups"][0]["noted"] = [1]
+        each.load_state_dict(given)
+        each.param_groups[0]["lr"].mul_(0.1)
+        each.param_groups[0]["noted"].append(2)
+        found.append((given["param_groups"][0]["lr"].item(), given["param_groups"][0]["noted"]))
+        each.load_state_dict(given)
+        found[-1] += (each.param_groups[0]["lr"].item(), each.param_groups[0]["noted"])
+    assert found[0] == found[1] == (0.5, [1], 0.5, [1])
+    engine.close()
+
+
 def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     model = net()
     engine, ours = paged(model, tmp_path, OPTIMIZERS["adamw"])
@@ -111,7 +269,7 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     ("other", "message"),
     [
         (lambda: torch.optim.AdamW(net().parameters()), r"groups of \[10\] parameters, this optimizer has \[5, 5\]"),
-        (lambda: OPTIMIZERS["momentum"](net()), "has no 'amsgrad' in parameter group 0, and AdamW has one"),
+        (lambda: OPTIMIZERS["momentum"](net()), "has no 'betas' in parameter group 0, and AdamW has one"),
         (lambda: OPTIMIZERS["adamw"](net(48)), r"'exp_avg' of shape \(48, 48\) for 0.weight, which has \(32, 32\)"),
     ],
 )

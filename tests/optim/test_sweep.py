@@ -15,6 +15,7 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, CheckpointError, DiskError, UnsupportedError
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.given_state import converted
 from ptm_accel.optim.states import placed
 from ptm_accel.optim.sweep import Sweep
 from tests.plain_loop import Recipe, adamw, assert_same, same_bits, train
@@ -170,23 +171,29 @@ def test_state_dictionaries_go_from_one_engine_to_another(masters: bool, tmp_pat
 )
 def test_small_state_goes_where_the_optimizer_looks_for_it(key: str, group: dict[str, Any], moves: bool) -> None:
     """As torch's own `load_state_dict` has it; a device without memory stands in for a card."""
-    slot: Any = SimpleNamespace(param=torch.empty(4, device="meta"))
+    slot: Any = SimpleNamespace(param=torch.empty(4, device="meta"), value=SimpleNamespace(shape=torch.Size([4])))
     assert placed(key, torch.ones(1), slot, group).device.type == ("meta" if moves else "cpu")
     assert placed(key, 3, slot, group) == 3
+    made = converted({key: torch.ones(1), "other": [torch.ones(1), 3, "text"]}, slot, torch.bfloat16, group)
+    assert made[key].device.type == ("meta" if moves else "cpu")
+    assert made[key].dtype == (torch.float32 if key == "step" else torch.bfloat16)
+    assert made["other"][0].dtype == torch.bfloat16
+    assert made["other"][1:] == [3, "text"]
 
 
 def test_what_is_small_in_a_dictionary_is_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = net(), list[str]()
 
-    def watched(key: str, value: Any, slot: ParamSlot, group: dict[str, Any]) -> Any:
-        seen.append(f"{slot.name} {key} {group['lr']}")
-        return placed(key, value, slot, group)
+    def watched(value: Any, slot: ParamSlot, dtype: torch.dtype, group: dict[str, Any], key: str | None = None) -> Any:
+        if key == "step":
+            seen.append(f"{slot.name} {key} {group['lr']}")
+        return converted(value, slot, dtype, group, key)
 
     with at_floor(model, tmp_path) as engine:
         head, body = [{"params": list(part.parameters())} for part in (model[2], model[:2])]
         optimizer = engine.bind_optimizer(torch.optim.AdamW([head, {**body, "lr": 0.5}], lr=0.1, fused=True))
         steps(model, optimizer)
-        monkeypatch.setattr("ptm_accel.optim.optimizer.placed", watched)
+        monkeypatch.setattr("ptm_accel.optim.given_state.converted", watched)
         optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["2.weight step 0.1", *(f"{name} step 0.5" for name in ("0.weight", "0.bias", "1.weight", "1.bias"))]
 
