@@ -47,6 +47,10 @@ class PlaceholderError(PTMError, RuntimeError):
     """The placeholder of a parameter that is away was written to; the write would have been lost."""
 
 
+class LostStepError(PTMError, RuntimeError):
+    """A save after an update that has failed: what there is to save is between two steps."""
+
+
 class CheckpointError(PTMError, ValueError):
     """A checkpoint that is incomplete, damaged, or of another model or optimizer."""
 

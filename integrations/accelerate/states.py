@@ -45,7 +45,10 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         Raises:
             ConfigError: no directory is given, and none is named automatically.
             DiskError: the disk is full or failed.
+            LostStepError: an update has failed since a state was loaded last.
         """
+        for optimizer in self._optimizers:
+            _paged(optimizer).refuse_lost_step()
         naming = self.project_configuration.automatic_checkpoint_naming
         if not naming and not output_dir:
             raise ConfigError(

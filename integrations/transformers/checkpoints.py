@@ -136,6 +136,9 @@ class StockOnPages(_StockHost):
     # ---- saving ----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        engine = self._engine
+        if engine is not None and engine.optimizer is not None:
+            engine.optimizer.refuse_lost_step()
         run_dir = Path(self._get_output_dir(trial))
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         before = self.state.best_model_checkpoint

@@ -77,8 +77,10 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
     Raises:
         CheckpointError: the state holds something that JSON and safetensors cannot.
         DiskError: writing failed.
+        LostStepError: an update has failed since the state was loaded last.
     """
     directory = Path(directory)
+    optimizer.refuse_lost_step()
     for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
     writer = _Encoder()
@@ -219,6 +221,7 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         groups, _ = completed(optimizer.inner, decoded, {})
         optimizer.expect(groups)
         _apply(optimizer, saved, groups)
+    optimizer.restored()
 
 
 def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None:

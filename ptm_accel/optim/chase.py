@@ -56,6 +56,8 @@ class Chase:
 
     Attributes:
         whole: see above.
+        touched: whether updates have been begun, which may have changed something.
+        lost: how many parameters will not be updated, because the rest was given up.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class Chase:
         self._parameters: set[PagedTensor] = set()
         self._done = 0
         self.whole = whole
+        self.touched = False
+        self.lost = 0
         self._cursor = Cursor([], stays=True, sparing=not whole, sent_for=sent_for)
         sweep.pool.owed = self
 
@@ -109,6 +113,7 @@ class Chase:
             while left:
                 self.add(left.popleft())
         except BaseException:
+            self.lost = 1 + len(left)
             for _, _, grad in left:
                 grad.drop()
             raise
@@ -128,6 +133,7 @@ class Chase:
                     grad.drop()
                 raise
             if taken:
+                self.touched = True
                 self._parameters.add(state.slot.value)
                 state.slot.veil()
                 return
@@ -304,6 +310,7 @@ class Chase:
         left = self._cursor.work[self._done :]
         if self._on_host is not None:
             left = left + self._on_host.unfinished + self._on_host.refused
+        self.lost += len(left)
         # From the last to the first, and whatever one of them raises, the others are done.
         with ExitStack() as ending:
             ending.callback(self._end)
@@ -387,6 +394,7 @@ class Chase:
     def _update(self) -> None:
         batch = self._batches.popleft()
         self._gradients.difference_update([unit.grad.value for unit in batch if unit.last])
+        self.touched = True
         self._sweep.carry_out(batch, self._opened, self._scale, self._hyper)
         # What was written to a placeholder is told when all of it is noted, and of the last slot as of the first.
         with ExitStack() as showing:

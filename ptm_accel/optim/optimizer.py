@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ptm_accel.errors import CheckpointError, UnsupportedError
+from ptm_accel.errors import CheckpointError, LostStepError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
@@ -102,6 +102,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._hands)
         self.in_backward = InBackward(self._sweep, run_ahead, self._entry_of, self._begin_in_backward)
         self._closed = False
+        self._steps = 0
+        self._lost: str | None = None
         self._take_from(gradients)
 
     # ---- the step --------------------------------------------------------------------------------------------
@@ -137,6 +139,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             except BaseException:
                 self.in_backward.abandon()
                 raise
+            self._steps += 1
             try:
                 # Nothing of the step is left to be done here, and nothing is lost by what fails.
                 if self._pool.room.tide is not None:
@@ -203,8 +206,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         )
 
     def _make_chase(self, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:
+        number = self._steps + 1
+
         def ended() -> None:
             self._chase = None
+            # Of a step that was not asked for yet, and of which nothing was done, nothing is missed.
+            if chase.lost and (chase.whole or chase.touched):
+                self._lost = f"of step {number} failed, and {chase.lost} parameters were not updated"
             self._run_ahead.updates_ended(chase.updated)
 
         chase = Chase(
@@ -277,6 +285,25 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if self._chase is not None:
             self._chase.finish()
+
+    def refuse_lost_step(self) -> None:
+        """Before a save: carries out what is owed, and says that an update has failed since the state was loaded last.
+
+        Raises:
+            LostStepError: so it is.
+            DiskError: as by `settle`.
+        """
+        self.settle()
+        if self._lost is not None:
+            raise LostStepError(
+                f"cannot save what is between two steps: the update {self._lost} (counted since this optimizer was "
+                "prepared). Load the last checkpoint, weights and optimizer, and go on from there; "
+                "model.save_pretrained() and model.state_dict() give the weights as they are."
+            )
+
+    def restored(self) -> None:
+        """All of its state was loaded: what was lost before is no more."""
+        self._lost = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -403,7 +430,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         """As `torch.optim.Optimizer.state_dict`: positional, with the real values.
 
         What is away is mapped from its home, so this costs no memory beyond the budgets. Valid until the next step.
+
+        Raises:
+            LostStepError: an update has failed since the state was loaded last.
         """
+        self.refuse_lost_step()
         kept = self.states
         states: dict[int, dict[str, Any]] = {}
         groups = []
@@ -454,6 +485,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 # What is full-size goes onto pages from wherever it is.
                 master = {MASTER_KEY: masters[param]} if param in masters else {}
                 kept.replace(kept.of(kept.slot(param)), {**entries.get(param, {}), **master})
+        self.restored()
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.

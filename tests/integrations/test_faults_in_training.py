@@ -15,7 +15,7 @@ import transformers
 from ptm_accel.integrations.transformers import Trainer
 
 from ptm_accel.engine import engine_of
-from ptm_accel.errors import DiskError
+from ptm_accel.errors import DiskError, LostStepError
 from ptm_accel.memory.scratch import Io
 
 STEPS = 6
@@ -85,3 +85,31 @@ def test_a_disk_that_fails_ends_training_with_a_name_and_the_last_checkpoint_res
     later = engine_of(again.model)
     assert later is not None
     later.check_integrity()
+
+
+@pytest.mark.parametrize("only_model", [True, False])
+def test_a_checkpoint_after_a_lost_update_is_refused(only_model: bool, tiny: ModuleType, tmp_path: Path) -> None:
+    """As by whoever catches what `train` raises, and saves what there is."""
+    plain = build(tiny, transformers.Trainer, tmp_path / "plain")
+    plain.train()
+    trainer = build(tiny, Trainer, tmp_path / "run", ptm_config=tiny.budget("tight", tmp_path))
+
+    class Fails(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: transformers.TrainerState, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                patch.setattr("ptm_accel.optim.sweep.Sweep.carry_out", fails)
+
+    def fails(*args: Any) -> None:
+        raise DiskError("the disk is gone")
+
+    trainer.add_callback(Fails)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DiskError, match="the disk is gone"):
+        trainer.train()
+    trainer.args.save_only_model = only_model
+    with pytest.raises(LostStepError, match=r"the update of step \d failed, and \d+ parameters were not updated"):
+        trainer._save_checkpoint(trainer.model, None)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
+    trainer.args.save_only_model = False
+    trainer.remove_callback(Fails)
+    trainer.train(resume_from_checkpoint=True)
+    assert tiny.digest(trainer.model) == tiny.digest(plain.model)

@@ -17,7 +17,7 @@ from ptm_accel.integrations.accelerate import PTMAccelerator
 from safetensors.torch import load_file
 
 from ptm_accel.checkpoint.plain_state import write_plain_state
-from ptm_accel.errors import CheckpointError, ConfigError, DiskError
+from ptm_accel.errors import CheckpointError, ConfigError, DiskError, LostStepError
 
 
 @pytest.fixture(autouse=True)
@@ -285,6 +285,30 @@ def test_a_save_that_fails_leaves_the_one_before(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
     monkeypatch.undo()
     loop.accelerator.save_state(str(tmp_path / "other"))
+
+
+def test_what_is_between_two_steps_is_not_saved(tiny: ModuleType, tmp_path: Path) -> None:
+    whole = Loop(tiny, tmp_path, None)
+    losses, expected = whole.run(0, 5), whole.end()
+    loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path))
+    loop.run(0, 3)
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    loop.run(3, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ptm_accel.optim.sweep.Sweep.carry_out", _fails)
+        with pytest.raises(DiskError, match="the disk is gone"):
+            loop.run(4, 5)
+    with pytest.raises(LostStepError, match=r"the update of step \d failed, and \d+ parameters were not updated"):
+        loop.accelerator.save_state(str(tmp_path / "other"))
+    assert not list(tmp_path.glob("*other*"))
+    loop.accelerator.load_state(str(tmp_path / "state"))
+    assert loop.run(3, 5) == losses[3:]
+    assert tiny.same(loop.end(), expected)
+    loop.accelerator.save_state(str(tmp_path / "other"))
+
+
+def _fails(*args: Any) -> None:
+    raise DiskError("the disk is gone")
 
 
 def test_what_is_not_there_is_said_before_anything_changes(tiny: ModuleType, tmp_path: Path) -> None:

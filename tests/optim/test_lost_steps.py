@@ -1,0 +1,80 @@
+"""What is between two steps, because an update has failed, is not saved as if it were whole."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
+from ptm_accel.errors import DiskError, LostStepError
+from ptm_accel.optim.sweep import Sweep
+from tests.optim.test_chase import assert_same_weights, chasing, plain
+from tests.plain_loop import same_bits
+from tests.stacks import step
+
+
+@contextmanager
+def one_failure(after: int) -> Iterator[None]:
+    """The update that comes after so many batches fails, and no other."""
+    original, count = Sweep.carry_out, itertools.count()
+
+    def carry_out(self: Sweep, *args: Any) -> None:
+        if next(count) == after:
+            raise DiskError("the disk is gone")
+        original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sweep, "carry_out", carry_out)
+        yield
+
+
+@pytest.mark.parametrize("way", ["state_dict", "index"])
+def test_after_a_lost_update_nothing_is_saved_until_all_is_loaded(way: str, tmp_path: Path) -> None:
+    """The plain run would have ended there; what is loaded goes on as it does."""
+    whole, _ = plain(5)
+    before, there = plain(3)
+    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+        saved = {"weights": copy.deepcopy(before.state_dict()), "state": copy.deepcopy(there.state_dict())}
+        (tmp_path / "state").mkdir()
+        save_optimizer_state(optimizer, tmp_path / "state")
+        step(model, optimizer, 3)
+        with one_failure(after=1), pytest.raises(DiskError, match="the disk is gone"):
+            engine.settle()
+        count = len(list(engine.slots))
+        said = r"cannot save what is between two steps: the update of step 4 failed, and (\d+) parameters were not"
+        with pytest.raises(LostStepError, match=said) as caught:
+            optimizer.state_dict()
+        number = re.search(r"and (\d+) parameters", str(caught.value))
+        assert number is not None
+        changed = [n for n, v in model.state_dict().items() if not same_bits(v.clone(), before.state_dict()[n])]
+        assert 0 < int(number[1]) == count - len(changed) < count
+        (tmp_path / "other").mkdir()
+        with pytest.raises(LostStepError, match=said):
+            save_optimizer_state(optimizer, tmp_path / "other")
+        assert not list((tmp_path / "other").iterdir())
+        model.load_state_dict(saved["weights"])
+        with pytest.raises(LostStepError, match=said):
+            optimizer.state_dict()
+        if way == "index":
+            load_optimizer_state(optimizer, tmp_path / "state")
+        else:
+            optimizer.load_state_dict(saved["state"])
+        for number_of_step in (3, 4):
+            step(model, optimizer, number_of_step)
+        assert_same_weights(model, whole)
+        optimizer.state_dict()
+
+
+def test_a_step_that_was_not_asked_for_is_missed_by_nobody(tmp_path: Path) -> None:
+    with chasing(tmp_path, warm=3) as (_, engine, optimizer):
+        engine.settle()
+        chase = optimizer._begin_in_backward()
+        chase.give_up()
+        optimizer.state_dict()
