@@ -19,8 +19,8 @@ import torch
 
 from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state, read_index
 from ptm_accel.errors import CheckpointError, DiskError
-from ptm_accel.optim.given_state import completed
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.state_dicts import completed
 from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
 

@@ -29,8 +29,8 @@ from safetensors.torch import save_file
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
-from ptm_accel.optim.given_state import Groups, completed
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.state_dicts import Groups, completed
 from ptm_accel.optim.states import MASTER_KEY, placed
 from ptm_accel.units import format_bytes
 

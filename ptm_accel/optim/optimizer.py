@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ptm_accel.errors import CheckpointError, LostStepError, UnsupportedError
+from ptm_accel.errors import LostStepError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
@@ -19,12 +19,12 @@ from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.chase import Chase, ordered
-from ptm_accel.optim.given_state import Entries, completed, converted
 from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.states import MASTER_KEY, States
+from ptm_accel.optim.state_dicts import load_into, state_dict_of
+from ptm_accel.optim.states import States
 from ptm_accel.optim.step_guard import hooks_of_others
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
@@ -435,19 +435,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostStepError: an update has failed since the state was loaded last.
         """
         self.refuse_lost_step()
-        kept = self.states
-        states: dict[int, dict[str, Any]] = {}
-        groups = []
-        index = 0
-        for group in self.param_groups:
-            numbers = list(range(index, index + len(group["params"])))
-            index += len(numbers)
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
-            for number, param in zip(numbers, group["params"], strict=True):
-                entry = kept.values(kept.of(kept.slot(param)))
-                if entry:
-                    states[number] = entry
-        return {"state": states, "param_groups": groups}
+        return state_dict_of(self.states, self.param_groups)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -457,34 +445,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             CheckpointError: other parameter groups than this optimizer's.
             BudgetError: with what they say updates need more than there is; nothing has been changed.
         """
-        given = [len(group["params"]) for group in state_dict["param_groups"]]
-        here = [len(group["params"]) for group in self.param_groups]
-        if given != here:
-            raise CheckpointError(
-                f"the optimizer state has parameter groups of {given} parameters, this optimizer has {here}: it is of "
-                "another model or of another grouping."
-            )
-        kept = self.states
-        entries: Entries = {}
-        masters: dict[torch.Tensor, torch.Tensor] = {}
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, number in zip(group["params"], saved["params"], strict=True):
-                state = kept.of(kept.slot(param))
-                if number in state_dict["state"]:
-                    there = dict(state_dict["state"][number])
-                    if MASTER_KEY in there:
-                        masters[param] = there.pop(MASTER_KEY)
-                    if there:
-                        entries[param] = converted(there, state.slot, kept.dtype_of(state), saved)
-        groups, entries = completed(self.inner, state_dict["param_groups"], entries)
-        self.expect(groups)
-        for group, values in zip(self.param_groups, groups, strict=True):
-            group.clear()
-            group.update(values)
-            for param in group["params"]:
-                # What is full-size goes onto pages from wherever it is.
-                master = {MASTER_KEY: masters[param]} if param in masters else {}
-                kept.replace(kept.of(kept.slot(param)), {**entries.get(param, {}), **master})
+        load_into(self.states, self.inner, state_dict, self.expect)
         self.restored()
 
     def expect(self, groups: list[dict[str, Any]]) -> None:

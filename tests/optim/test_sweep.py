@@ -15,7 +15,7 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, CheckpointError, DiskError, UnsupportedError
 from ptm_accel.model.slots import ParamSlot
-from ptm_accel.optim.given_state import converted
+from ptm_accel.optim.state_dicts import converted
 from ptm_accel.optim.states import placed
 from ptm_accel.optim.sweep import Sweep
 from tests.plain_loop import Recipe, adamw, assert_same, same_bits, train
@@ -193,7 +193,7 @@ def test_what_is_small_in_a_dictionary_is_put_there(tmp_path: Path, monkeypatch:
         head, body = [{"params": list(part.parameters())} for part in (model[2], model[:2])]
         optimizer = engine.bind_optimizer(torch.optim.AdamW([head, {**body, "lr": 0.5}], lr=0.1, fused=True))
         steps(model, optimizer)
-        monkeypatch.setattr("ptm_accel.optim.given_state.converted", watched)
+        monkeypatch.setattr("ptm_accel.optim.state_dicts.converted", watched)
         optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["2.weight step 0.1", *(f"{name} step 0.5" for name in ("0.weight", "0.bias", "1.weight", "1.bias"))]
 

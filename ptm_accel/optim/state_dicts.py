@@ -1,0 +1,128 @@
+"""The state dictionaries of `torch.optim.Optimizer`, of state that is on pages, and what torch makes of a given one."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ptm_accel.errors import CheckpointError
+from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.states import MASTER_KEY, States, is_full
+
+Groups = list[dict[str, Any]]
+Entries = dict[torch.Tensor, dict[str, Any]]
+
+
+def state_dict_of(kept: States, param_groups: Groups) -> dict[str, Any]:
+    """As `torch.optim.Optimizer.state_dict`: positional, with the real values; what is away is mapped from its home.
+
+    Args:
+        kept: what the optimizer keeps for each parameter.
+        param_groups: its groups.
+    """
+    states: dict[int, dict[str, Any]] = {}
+    groups = []
+    index = 0
+    for group in param_groups:
+        numbers = list(range(index, index + len(group["params"])))
+        index += len(numbers)
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+        for number, param in zip(numbers, group["params"], strict=True):
+            entry = kept.values(kept.of(kept.slot(param)))
+            if entry:
+                states[number] = entry
+    return {"state": states, "param_groups": groups}
+
+
+def load_into(
+    kept: States, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any], expect: Callable[[Groups], None]
+) -> None:
+    """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
+
+    Args:
+        kept: what the optimizer keeps for each parameter.
+        inner: the user's optimizer.
+        state_dict: what is loaded.
+        expect: is told the groups before anything changes, and refuses those for which there is no room.
+
+    Raises:
+        CheckpointError: other parameter groups than this optimizer's.
+    """
+    there = [len(group["params"]) for group in state_dict["param_groups"]]
+    here = [len(group["params"]) for group in inner.param_groups]
+    if there != here:
+        raise CheckpointError(
+            f"the optimizer state has parameter groups of {there} parameters, this optimizer has {here}: it is of "
+            "another model or of another grouping."
+        )
+    entries: Entries = {}
+    masters: dict[torch.Tensor, torch.Tensor] = {}
+    for group, saved in zip(inner.param_groups, state_dict["param_groups"], strict=True):
+        for param, number in zip(group["params"], saved["params"], strict=True):
+            state = kept.of(kept.slot(param))
+            given = dict(state_dict["state"].get(number, {}))
+            if MASTER_KEY in given:
+                masters[param] = given.pop(MASTER_KEY)
+            if given:
+                entries[param] = converted(given, state.slot, kept.dtype_of(state), saved)
+    groups, entries = completed(inner, state_dict["param_groups"], entries)
+    expect(groups)
+    for group, values in zip(inner.param_groups, groups, strict=True):
+        group.clear()
+        group.update(values)
+        for param in group["params"]:
+            # What is full-size goes onto pages from wherever it is.
+            master = {MASTER_KEY: masters[param]} if param in masters else {}
+            kept.replace(kept.of(kept.slot(param)), {**entries.get(param, {}), **master})
+
+
+def completed(
+    inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], state: Entries
+) -> tuple[Groups, Entries]:
+    """Groups and state with what the optimizer's class fills in where those of older versions lack it.
+
+    Args:
+        inner: the user's optimizer; it is not changed.
+        groups: as many as the optimizer has; copied.
+        state: by parameter.
+    """
+    given: Groups = []
+    for here, there in zip(inner.param_groups, groups, strict=True):
+        names = {"param_names": here["param_names"]} if "param_names" in here else {}
+        values = {key: value for key, value in there.items() if key != "params"}
+        given.append({**names, **copy.deepcopy(values), "params": here["params"]})
+    # `__setstate__` is where its class does so; it sets what it is given on what it is called on.
+    twin = object.__new__(type(inner))
+    twin.__dict__.update({**inner.__dict__, "defaults": dict(inner.defaults)})
+    twin.__setstate__({"state": defaultdict(dict, state), "param_groups": given})
+    return twin.param_groups, dict(twin.state)
+
+
+def converted(
+    value: Any, slot: ParamSlot, dtype: torch.dtype | None, group: Mapping[str, Any], key: str | None = None
+) -> Any:
+    """A value of a parameter's state as torch casts and places it; what is full-size is left for the pages.
+
+    Args:
+        value: a tensor, a container of such, or anything else.
+        slot: of the parameter.
+        dtype: of what the parameter is updated in; None to keep the value's own.
+        group: the hyperparameters that were saved with it.
+        key: the optimizer's own key of it.
+    """
+    if isinstance(value, dict):
+        return {name: converted(item, slot, dtype, group, name) for name, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, torch.Tensor)):
+        items: Any = (converted(item, slot, dtype, group) for item in value)
+        return type(value)(items)  # type: ignore[call-arg]
+    if not isinstance(value, torch.Tensor) or (key is not None and is_full(slot, value)):
+        return value
+    device = slot.param.device
+    if key == "step":
+        on_device = group.get("fused") or group.get("capturable")
+        return value.to(dtype=torch.float32, device=device) if on_device else value
+    return value.to(dtype=dtype or value.dtype, device=device)
