@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError
 from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
@@ -270,8 +271,12 @@ class Engine(TrainedModel):
 
 def _close_unasked(memory: Memory) -> None:
     """Closes the memory of a model that was collected, which may be while something is traced on fake tensors."""
-    with _disable_current_modes():
-        memory.close()
+
+    def close() -> None:
+        with _disable_current_modes():
+            memory.close()
+
+    do_elsewhere_if_own(close)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

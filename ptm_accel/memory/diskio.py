@@ -25,6 +25,7 @@ from ptm_accel.errors import DiskError
 from ptm_accel.memory.disk_transfer import DiskTransfer, Failure, Piece
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
+from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.scratch import Direction, ScratchFile
 from ptm_accel.units import format_bytes
 
@@ -80,7 +81,7 @@ class Lanes:
         self._present = len(work)
         _FORK_GATE.lanes.add(self)
         for index, args in enumerate(work):
-            thread = threading.Thread(target=self._work, args=args, name=f"ptm-disk-{index}", daemon=True)
+            thread = OwnThread(self._work, args, f"ptm-disk-{index}")
             try:
                 thread.start()
             except RuntimeError as error:

@@ -23,6 +23,7 @@ from ptm_accel.errors import PTMError
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.device import check_block_size, check_copy, device_refusal
 from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
+from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.runs import RunSpace
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer
 from ptm_accel.units import format_bytes
@@ -159,8 +160,7 @@ class MockDevice:
         self._closing = threading.Event()
         self._queues: dict[CopyDirection, SimpleQueue[_Job | None]] = {d: SimpleQueue() for d in CopyDirection}
         self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name=f"mock copy {direction.value}", daemon=True)
-            for direction, queue in self._queues.items()
+            OwnThread(self._run, (queue,), f"mock copy {direction.value}") for direction, queue in self._queues.items()
         ]
         for thread in self._threads:
             thread.start()

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.memory.own_threads import OwnThread
 
 MOST = 16
 """More do not help: between its operations each needs Python, which runs in one thread at a time."""
@@ -80,7 +81,7 @@ class Hands:
             threads = torch.get_num_threads()
             ready: SimpleQueue[None] = SimpleQueue()
             for _ in range(missing):
-                thread = threading.Thread(target=_work, args=(self._queue, ready), name=self._name, daemon=True)
+                thread = OwnThread(_work, (self._queue, ready), self._name)
                 self._threads.append(thread)
                 thread.start()
             for _ in range(missing):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.optim.units import Unit
 
 
@@ -25,7 +26,7 @@ class Worker:
         assert self._stop.alive, f"{self._name}: a job after the end"
         if self._thread is None:
             # It knows the queue alone: its owner is free to go.
-            self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+            self._thread = OwnThread(_work, (self._queue,), self._name)
             self._thread.start()
         self._queue.put(job)
 
