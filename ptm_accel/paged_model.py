@@ -132,7 +132,7 @@ class PagedModel:
         before = self._share(floor, states)
         try:
             refuse_below(self.memory, floor)
-            refuse_homeless(self.memory, states)
+            refuse_homeless(self.memory, states, floor)
         except BaseException:
             if self.party is not None and before is not None:
                 share(self.party, before)

@@ -40,8 +40,14 @@ def refuse_below(memory: Memory, floor: Floor) -> None:
         )
 
 
-def refuse_homeless(memory: Memory, floor: Floor) -> None:
+def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
     """Refuses tiers that cannot hold all states of the model together.
+
+    Args:
+        memory: the tiers.
+        floor: what is refused where it does not fit: the states that are known, so without those of an optimizer that
+            there is not yet.
+        expected: with the optimizer that is expected, AdamW, so that nobody sets a figure and is refused once more.
 
     Raises:
         BudgetError: with the figures and the dial to set.
@@ -49,21 +55,30 @@ def refuse_homeless(memory: Memory, floor: Floor) -> None:
     capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
     if capacity >= floor.whole_bytes:
         return
-    states = format_bytes(floor.states_bytes)
+    states, unknown = format_bytes(floor.states_bytes), expected.states_bytes - floor.states_bytes
     if memory.pool.home is None:
+        more = _with_adamw(expected.whole_bytes) if unknown else ""
         raise BudgetError(
             f"{dial} is {format_bytes(capacity)} and the states of this model take {states}, "
             f"{format_bytes(floor.whole_bytes)} with what a step needs beside them, with no tier below for what "
-            f"does not fit. Set disk to a directory on an SSD, or {dial} to at least {floor.whole_bytes} bytes."
+            f"does not fit. Set disk to a directory on an SSD, or {dial} to at least {floor.whole_bytes} bytes{more}."
         )
     below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
-    if sum(below.values()) < floor.states_bytes - floor.fixed_bytes:
+    missing = floor.states_bytes - floor.fixed_bytes - sum(below.values())
+    if missing > 0:
         named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
+        more = _with_adamw(missing + unknown) if unknown else ""
         raise BudgetError(
             f"the states of this model take {states}, more than {dial} ({format_bytes(capacity)}), and "
-            f"the tiers below hold too little of them ({named}). Raise "
-            f"{'the limit of disk, or add a path' if Tier.DISK in below else 'host_memory, or set disk'}."
+            f"the tiers below hold too little of them ({named}). "
+            f"{'Raise the limit of disk, or add a path,' if Tier.DISK in below else 'Set disk, or raise host_memory'} "
+            f"by at least {missing} bytes{more}."
         )
+
+
+def _with_adamw(nbytes: int) -> str:
+    """Before there is an optimizer, the figure that is most likely to be enough: who sets it is refused only once."""
+    return f" ({nbytes} with AdamW's state, which is not counted yet)"
 
 
 def refuse_oversized_model(memory: Memory, slots: Iterable[ParamSlot]) -> None:
