@@ -197,6 +197,8 @@ class Metrics:
         steps = max(now.steps, 1)
         peaks = ", ".join(
             f"{tier.value} {format_bytes(n)} of {format_bytes(self.limit_bytes(tier))}"
+            # A model that came later has made this one move over.
+            f"{' (more before it was shared)' if n > self.limit_bytes(tier) else ''}"
             for tier, n in self.peaks().items()
         )
         disk = ""

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import random
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,17 @@ def attach(engines: list[Engine], module: nn.Module, config: PTMConfig, *, evalu
 
 def limits(engines: list[Engine]) -> list[int]:
     return [engine.pool.room.limit_bytes for engine in engines]
+
+
+def test_a_peak_from_before_the_budget_was_shared_is_told_as_such(attached: list[Engine], tmp_path: Path) -> None:
+    config = dials(256 << 10, tmp_path)
+    first = attach(attached, model(layers=16), config)
+    first.model(torch.ones(1, 64)).sum().backward()
+    assert "(more before it was shared)" not in first.metrics.summary()
+    attach(attached, model(1, layers=16), config)
+    [limit, _] = limits(attached)
+    assert limit < first.metrics.peaks()[Tier.HOST]
+    assert re.search(r"peak host \S+ KiB of \S+ KiB \(more before it was shared\), disk ", first.metrics.summary())
 
 
 # ---- the division ----------------------------------------------------------------------------------------------------
