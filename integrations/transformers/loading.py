@@ -82,10 +82,11 @@ def from_pretrained(
         the model, on pages (with `output_loading_info=True`, the model and the loading information).
 
     Raises:
-        UnsupportedError: an argument that decides where parameters are, or another format than safetensors.
+        UnsupportedError: no class is given, an argument decides where parameters are, or the format is not safetensors.
         CheckpointError: files are missing or damaged.
         BudgetError: less than the least budget the model can train under.
     """
+    _check_class(auto_cls)
     _refuse(kwargs)
     if Path(id_or_path).is_dir():
         _check_directory(Path(id_or_path), kwargs)
@@ -112,6 +113,15 @@ def from_pretrained(
 
 _MOVE_MISSING = "_move_missing_keys_from_meta_to_device"
 _FINALIZE = "_finalize_model_loading"
+
+
+def _check_class(auto_cls: object) -> None:
+    """Refuses what is often given first where the class is left out."""
+    if not isinstance(auto_cls, type):
+        raise UnsupportedError(
+            f"{auto_cls!r} is a {type(auto_cls).__name__}, and not the class of a model. Give the class first, such as "
+            "from_pretrained(AutoModelForCausalLM, id_or_path, ptm_config)."
+        )
 
 
 def _refuse(kwargs: Mapping[str, Any]) -> None:
@@ -294,9 +304,10 @@ def from_config(
         the model, on pages, in training mode as ever.
 
     Raises:
-        UnsupportedError: the model has a large parameter that its `_init_weights` leaves as it was constructed.
+        UnsupportedError: no class is given, or a large parameter is left by `_init_weights` as it was constructed.
         BudgetError: less than the least budget the model can train under.
     """
+    _check_class(auto_cls)
     dials = PTMConfig.load(ptm_config)
     resolved, memory = open_memory(dials, memory)
     try:

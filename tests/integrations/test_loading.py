@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from ptm_accel.integrations.transformers.loading import from_pretrained, load_weights
+from ptm_accel.integrations.transformers.loading import from_config, from_pretrained, load_weights
 from torch import nn
 from transformers import (
     AutoModel,
@@ -247,6 +247,16 @@ def test_arguments_that_contradict_pages(kwargs: dict[str, Any], message: str, t
         from_pretrained(AutoModelForCausalLM, tmp_path, **kwargs)
 
 
+@pytest.mark.parametrize("call", [from_pretrained, from_config])
+def test_a_class_that_is_left_out(call: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        call("my-model", dials(tmp_path))
+    assert str(caught.value) == (
+        "'my-model' is a str, and not the class of a model. Give the class first, such as "
+        "from_pretrained(AutoModelForCausalLM, id_or_path, ptm_config)."
+    )
+
+
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_a_damaged_checkpoint_is_refused(
     damage: Callable[[Path], None], message: str, saved: Save, tmp_path: Path
@@ -308,7 +318,7 @@ import json, sys, threading
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from ptm_accel.integrations.transformers.loading import from_config, from_pretrained, load_weights
+from ptm_accel.integrations.transformers.loading import from_pretrained, load_weights
 from ptm_accel.engine import engine_of
 
 def anonymous():
