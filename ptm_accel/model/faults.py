@@ -81,7 +81,7 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
                 raise PagedModelError(
                     f"cannot convert parameter {name!r} ({param.dtype} on {param.device}) to {probe.dtype} on "
                     f"{probe.device}: it is on pages. Load or build the model in the wanted dtype, or call "
-                    "`engine.detach()` first."
+                    "`ptm_accel.engine_of(model).detach()` first."
                 )
         return rest
 

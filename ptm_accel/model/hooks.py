@@ -10,7 +10,7 @@ from ptm_accel.errors import PagedModelError
 COPY_HELP = (
     "Its parameters are on pages and may be away. Use `ptm_accel.plain_copy(model)` for an ordinary copy in memory, "
     "`with ptm_accel.gathered(model):` to read the values, `model.save_pretrained(...)` to write them, or "
-    "`engine.detach()` to take the model off its pages."
+    "`ptm_accel.engine_of(model).detach()` to take the model off its pages."
 )
 """What to do in the place of copying or pickling a model."""
 

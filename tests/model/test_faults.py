@@ -128,7 +128,8 @@ def test_conversions_are_refused(convert: object, tmp_path: Path) -> None:
         text = str(caught.value)
         assert text.startswith("cannot convert parameter 'weight' (torch.float32 on cpu) to ")
         assert text.endswith(
-            "it is on pages. Load or build the model in the wanted dtype, or call `engine.detach()` first."
+            "it is on pages. Load or build the model in the wanted dtype, or call "
+            "`ptm_accel.engine_of(model).detach()` first."
         )
 
 
