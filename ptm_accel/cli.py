@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from ptm_accel import autoload, machine
+from ptm_accel import __version__, autoload, machine
 from ptm_accel.config import YAML_SECTION, DiskConfig, PTMConfig, check_disk_path
 from ptm_accel.environment import SWITCH
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
@@ -27,9 +27,7 @@ from ptm_accel.units import format_bytes
 if TYPE_CHECKING:
     from ptm_accel.estimate import Estimate
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models that do not fit."
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 _PACKAGES = ("ptm-accel", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors")
 _PLAIN_SETUP = {
@@ -50,6 +48,21 @@ def main() -> None:
     except PTMError as error:
         sys.stderr.write(f"ptm-accel: error: {error}\n")
         raise SystemExit(2) from error
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ptm-accel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    asked: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Shows the version; env shows all.")
+    ] = False,
+) -> None:
+    """Train models that do not fit."""
 
 
 # ---- env -------------------------------------------------------------------------------------------------------------
@@ -106,8 +119,8 @@ def _version(package: str) -> str:
 @app.command()
 def estimate(
     model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
-    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", help="Rows of a batch.")] = 1,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Rows of a batch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer.")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,

@@ -14,12 +14,13 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+import ptm_accel
 from ptm_accel import __main__, cli
 from ptm_accel.checkpoint.training_state import save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import from_environment
-from ptm_accel.errors import ConfigError
+from ptm_accel.errors import CheckpointError, ConfigError
 
 RUNNER = CliRunner()
 
@@ -32,6 +33,26 @@ def test_env_tells_what_a_report_needs() -> None:
     assert re.fullmatch(r"[\d.]+ GiB \((cgroup v[12] limit|physical memory)\)", told["host memory"])
     assert all(name in shown.output for name in told)
     assert cli.environment_report().keys() == told.keys()
+
+
+def test_the_version_is_told() -> None:
+    shown = RUNNER.invoke(cli.app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"ptm-accel {ptm_accel.__version__}\n")
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model"])
+def test_a_directory_that_is_not_there_is_no_model_of_the_hub(path: str) -> None:
+    found = RUNNER.invoke(cli.app, ["estimate", path])
+    assert isinstance(found.exception, ConfigError)
+    assert str(found.exception) == f"no such directory: {path}. Give a model id, or a directory with a config.json."
+
+
+@pytest.mark.parametrize("option", ["--batch_size", "--length"])
+@pytest.mark.parametrize("number", ["0", "-5"])
+def test_a_batch_of_nothing_is_refused(option: str, number: str) -> None:
+    found = RUNNER.invoke(cli.app, ["estimate", "./no-such-model", option, number])
+    assert found.exit_code == 2, "the model is not even looked for"
+    assert option in found.output
 
 
 def test_a_package_that_is_not_there() -> None:
@@ -88,6 +109,12 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("ptm-accel: error: ")
     assert "has no optimizer state" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    found = RUNNER.invoke(cli.app, ["export", str(tmp_path / "nowhere")])
+    assert isinstance(found.exception, CheckpointError)
+    assert str(found.exception) == f"no such directory: {tmp_path / 'nowhere'}. Give the path of a checkpoint."
 
 
 def test_export_writes_what_torch_reads(tmp_path: Path) -> None:

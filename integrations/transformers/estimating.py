@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = Fal
     Raises:
         ConfigError: there is no such configuration.
     """
+    # No model of the Hub is named like that, and asking for it takes long.
+    if id_or_path.startswith(("/", ".", "~")) and not Path(id_or_path).exists():
+        raise ConfigError(f"no such directory: {id_or_path}. Give a model id, or a directory with a config.json.")
     try:
         config = AutoConfig.from_pretrained(id_or_path)
     except (OSError, ValueError) as error:

@@ -255,6 +255,8 @@ def read_index(directory: Path) -> dict[str, Any]:
         CheckpointError: it is missing or damaged, or of another version.
     """
     path = directory / INDEX_NAME
+    if not directory.is_dir():
+        raise CheckpointError(f"no such directory: {directory}. Give the path of a checkpoint.")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -370,7 +372,7 @@ class SavedState:
         masters = self.index["master_weights"]
         if masters != optimizer.states.masters:
             words = {True: "fp32 masters", False: "no masters"}
-            remedy = f"Set master_weights: {'fp32' if masters else 'null'}."
+            remedy = f"Set master_weights to {'fp32' if masters else 'none'}."
             raise self._differs("the state", words[masters], words[optimizer.states.masters], remedy)
 
     def _check_groups(self, optimizer: PagedOptimizer) -> None:
