@@ -113,6 +113,7 @@ class TrainedModel(PagedModel):
             grown=_telling(self, TrainedModel._meet_appetite),
             overlap=_asking(self, lambda model: model._may_overlap(), False),
             synchronise=_asking(self, TrainedModel.synchronise, None),
+            stepped=_asking(self, lambda model: model.metrics.step_ended(), None),
             state_tensors=state_tensors,
         )
         return self.optimizer

@@ -153,7 +153,6 @@ def test_a_run_on_a_card_is_shown_beside_its_bound(monkeypatch: pytest.MonkeyPat
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-        engine.metrics.step_ended()
     engine.settle()
     ahead.end()
     assert tally.passes >= 11

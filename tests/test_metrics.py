@@ -33,7 +33,7 @@ def trained(directory: Path, steps: int) -> Iterator[Engine]:
         optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
         for number in range(steps):
             step(model, optimizer, number)
-            engine.metrics.step_ended()
+        assert engine.metrics.steps == steps
         yield engine
 
 
@@ -65,7 +65,6 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
         assert "lower bound" not in engine.metrics.summary()
         engine.metrics.rates = None
         step(engine.model, engine.optimizer, 2)  # type: ignore[arg-type]
-        engine.metrics.step_ended()
         assert "ptm_bound_s" not in engine.metrics.since_last()
 
 
@@ -101,7 +100,6 @@ def train(engine: Engine, steps: range) -> None:
     assert engine.optimizer is not None
     for number in steps:
         step(engine.model, engine.optimizer, number)  # type: ignore[arg-type]
-        engine.metrics.step_ended()
 
 
 def test_an_evaluation_is_no_part_of_training(tmp_path: Path) -> None:
@@ -173,7 +171,6 @@ def test_on_a_device_the_link_is_the_bound(
         optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
         for number in range(7):
             step(model, optimizer, number)
-            engine.metrics.step_ended()
         stats = engine.pool.stats
         assert engine.metrics.rates is not None
         link_s = engine.metrics.rates.seconds(stats.loaded_bytes / 7, stats.stored_bytes / 7)
@@ -212,7 +209,6 @@ def test_below_a_device_the_disk_counts_where_host_memory_overflows(
         optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
         for number in range(4):
             step(model, optimizer, number)
-            engine.metrics.step_ended()
         tier = engine.memory.disk
         assert tier is not None
         assert tier.bytes_read > 0

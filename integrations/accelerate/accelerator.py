@@ -90,8 +90,7 @@ class PagedGradScaler(torch.amp.GradScaler):
 class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An `AcceleratedOptimizer` after whose step no gradient is left, whether the step was made or skipped.
 
-    Torch's own `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here. And
-    the step is counted, for the figures per step.
+    Torch's own `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here.
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -99,8 +98,9 @@ class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().step(closure)
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad()
-            engine = engine_holding(self.param_groups[0]["params"][:1])
+            engine = engine_holding(self.param_groups[0]["params"][:1]) if self.step_was_skipped else None
             if engine is not None:
+                # Its passes have moved as much as any; the optimizer has not heard of it.
                 engine.metrics.step_ended()
 
 

@@ -49,6 +49,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         grown: is told what updates need when that is something else than before; refuses what does not fit.
         state_tensors: full-size tensors of its state, where it was tried; None where they are known.
         synchronise: makes gradients the mean over several processes, where there are some.
+        stepped: is told when a step has ended.
         overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
 
     Raises:
@@ -69,6 +70,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         overlap: Callable[[], bool],
         grown: Callable[[Appetite], None],
         synchronise: Callable[[], None],
+        stepped: Callable[[], None],
         state_tensors: int | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
@@ -90,6 +92,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._overlap = overlap
         self._grown = grown
         self._synchronise = synchronise
+        self._stepped = stepped
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
         self._chase: Chase | None = None
         self._scale: torch.Tensor | None = None
@@ -140,6 +143,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 self.in_backward.abandon()
                 raise
             self._steps += 1
+            self._stepped()
             try:
                 # Nothing of the step is left to be done here, and nothing is lost by what fails.
                 if self._pool.room.tide is not None:
