@@ -11,6 +11,7 @@ from ptm_accel.config import ResolvedConfig
 from ptm_accel.errors import BudgetError
 from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.floor import Floor
 from ptm_accel.model.slots import ParamSlot
@@ -79,6 +80,22 @@ def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
 def _with_adamw(nbytes: int) -> str:
     """Before there is an optimizer, the figure that is most likely to be enough: who sets it is refused only once."""
     return f" ({nbytes} with AdamW's state, which is not counted yet)"
+
+
+def refuse_gathering(memory: Memory, values: Iterable[PagedTensor]) -> None:
+    """Refuses to have tensors in the compute tier all at once that it cannot hold, before the first of them comes.
+
+    Raises:
+        BudgetError: with the figures and what to do.
+    """
+    sizes = [value.slot_bytes for value in values]
+    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
+    if sum(sizes) > capacity:
+        raise BudgetError(
+            f"ptm_accel.gathered: the {len(sizes)} tensors take {format_bytes(sum(sizes))} together, and {dial} is "
+            f"{format_bytes(capacity)}. Gather a part at a time, such as ptm_accel.gathered(model.lm_head), or raise "
+            f"{dial}."
+        )
 
 
 def refuse_oversized_model(memory: Memory, slots: Iterable[ParamSlot]) -> None:

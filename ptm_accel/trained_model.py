@@ -27,6 +27,7 @@ from ptm_accel.optim.rehearsal import rehearse
 from ptm_accel.optim.states import slot_of
 from ptm_accel.optim.support import appetite_of, grain_of
 from ptm_accel.paged_model import PagedModel
+from ptm_accel.sizing import refuse_gathering
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +332,12 @@ class TrainedModel(PagedModel):
     def gathered(
         self, *, grads: bool = False, write: bool = False, part: nn.Module | None = None
     ) -> Iterator[nn.Module]:
-        """See `ptm_accel.gathered`; of the whole model, or of a part of it."""
+        """See `ptm_accel.gathered`; of the whole model, or of a part of it.
+
+        Raises:
+            BudgetError: all of it does not fit the compute tier at once.
+            UnsupportedError: gradients are asked for between a backward with updates in it and its step.
+        """
         # Pins leave little room to work in.
         self.settle()
         params = (self.model if part is None else part).parameters()
@@ -341,6 +347,8 @@ class TrainedModel(PagedModel):
             if self.optimizer is not None:
                 self.optimizer.in_backward.refuse("gradients were looked at")
                 self.optimizer.apply_scale()
+        sums = self.gradients.sums_of(slots) if grads and self.gradients is not None else []
+        refuse_gathering(self.memory, [*(slot.value for slot in slots), *sums])
         with ExitStack() as stack:
             for slot in slots:
                 slot.meet()

@@ -36,7 +36,7 @@ SIGNATURES = {
 METHODS = {
     "attach": "model, config=, memory=!, device=!, evaluates=!",
     "bind_optimizer": "self, optimizer",
-    "clip_grad_norm_": "self, max_norm, norm_type=, error_if_nonfinite=!",
+    "clip_grad_norm_": "self, max_norm, norm_type=, error_if_nonfinite=!, parameters=!",
     "zero_grad": "self",
     "detach": "self, check=!",
     "close": "self",

@@ -363,6 +363,11 @@ class Gradients:
         known = [self._by_param.get(id(param)) for param in parameters]
         return [g for g in known if g is not None and (g.value is not None or g.spent)]
 
+    def sums_of(self, slots: Iterable[ParamSlot]) -> list[PagedTensor]:
+        """The sums that there are of the gradients of these."""
+        known = [self.known(slot) for slot in slots]
+        return [grad.value for grad in known if grad is not None and grad.value is not None]
+
     @contextmanager
     def shown(self, slots: Iterable[ParamSlot], *, write: bool) -> Iterator[None]:
         """Within it gradients that there are lie in their parameters' `.grad`; at the end `.grad` is empty again.

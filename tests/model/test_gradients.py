@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.outside import gathered
+from ptm_accel.units import format_bytes
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, needs, on_pages
 
@@ -231,11 +233,15 @@ def test_a_norm_that_is_nan_is_told_of_once(tmp_path: Path, caplog: pytest.LogCa
 def test_gathering_what_does_not_fit_is_refused_and_leaves_no_pins(tmp_path: Path) -> None:
     model = net()
     with at_floor(model, tmp_path) as engine:
-        said = r"cannot place 16384 B for \d\.weight: .* are in use .* set host_memory"
-        refusal = pytest.raises(BudgetError, match=said)
-        with refusal, gathered(model):
+        taken = sum(slot.value.slot_bytes for slot in engine.slots)
+        said = rf"gathered: the 12 tensors take {re.escape(format_bytes(taken))} together, and host_memory is .* a part"
+        faults = engine.pool.stats.faults
+        with pytest.raises(BudgetError, match=said), gathered(model):
             raise AssertionError("not reached")
+        assert engine.pool.stats.faults == faults
         assert not engine.pool.pinned()
+        with gathered(model[0]):
+            pass
 
 
 def test_sparse_gradients_are_refused_by_name(tmp_path: Path) -> None:
