@@ -116,10 +116,15 @@ class Pool:
             self._tensors[id(tensor)] = tensor
         return tensor
 
-    def adopt(self, tensor: PagedTensor, data: torch.Tensor) -> None:
+    def adopt(self, tensor: PagedTensor, data: torch.Tensor, *, copied: bool = False) -> None:
         """Makes `data`, a tensor of somebody else's, the (newest) bytes of a blank or away paged tensor.
 
         Without a copy where `data` is contiguous and alone in its storage, unless `copies_in`; otherwise it is copied.
+
+        Args:
+            tensor: which one.
+            data: of its shape and type.
+            copied: it is copied in any case, since somebody may go on using it.
 
         Raises:
             BudgetError: no room for its bytes.
@@ -133,9 +138,9 @@ class Pool:
             if self.adviser is not None and not self._silent:
                 self.adviser.created(tensor)
             # Small ones leave small holes, and a copy of them is rounded up to more than they are.
-            copied = self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
+            copied |= self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
             # A scratch file is no place for values that training writes again and again.
-            copied = copied or is_scratch(data)
+            copied |= is_scratch(data)
             alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device != self.compute.device:
                 self._make_extent(tensor).tensor.copy_(data)

@@ -19,7 +19,7 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pin, Pool
-from ptm_accel.model.looks import Look, lend_to_hooks, refuse_hooks_of_others, refuse_sparse
+from ptm_accel.model.looks import Look, is_held, lend_to_hooks, refuse_hooks_of_others, refuse_sparse
 from ptm_accel.model.norms import NORM_TYPE, Norms
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
@@ -65,11 +65,16 @@ class GradSlot:
         self._norm: torch.Tensor | None = None
         self._norm_type = NORM_TYPE
 
-    def add(self, gradient: torch.Tensor) -> None:
-        """Adds a gradient that has just arrived; the first is kept as it is, since adding to zeros loses -0.0."""
+    def add(self, gradient: torch.Tensor, *, held: bool = False) -> None:
+        """Adds a gradient that has just arrived; the first is kept as it is, since adding to zeros loses -0.0.
+
+        Args:
+            gradient: what has arrived.
+            held: somebody else has it too, so that the first is copied.
+        """
         if self.value is None:
             self._norm = None
-            self._keep(gradient)
+            self._keep(gradient, held=held)
             return
         self.widen()
         with self._pool.pin(self.value, write=True) as total:
@@ -92,15 +97,10 @@ class GradSlot:
         """Whether there is a sum that the next gradient will be added to in fp32, and that is not that yet."""
         return self._norms.wide and self.value is not None and self.value.dtype != torch.float32
 
-    def give(self, gradient: torch.Tensor) -> None:
-        """Has a copy of `gradient`, which stays somebody's: it may be written to before it is used here."""
-        self._norm = None
-        self._hold(self._copied(gradient, gradient.dtype))
-
-    def _keep(self, gradient: torch.Tensor) -> None:
+    def _keep(self, gradient: torch.Tensor, *, held: bool) -> None:
         self._hold(self._paged(gradient.shape, gradient.dtype))
         assert self.value is not None
-        self._pool.adopt(self.value, gradient)
+        self._pool.adopt(self.value, gradient, copied=held)
 
     def _paged(self, shape: torch.Size, dtype: torch.dtype) -> PagedTensor:
         name = f"{self.slot.name}{GRAD_SUFFIX}"
@@ -254,7 +254,7 @@ class Gradients:
         self._landing: Reservation | None = None
         self._hooks = lend_to_hooks(slots)
         self._hooks += [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
-        self._told_of_used = False
+        self._told_of_used = self._told_of_held = False
         self.arrivals = 0
         self.arriving: Callable[[], object] | None = None
         self.taken: Callable[[GradSlot], None] | None = None
@@ -319,6 +319,17 @@ class Gradients:
                 grad.slot.name,
             )
 
+    def _tell_of_held(self, grad: GradSlot) -> None:
+        if not self._told_of_held:
+            self._told_of_held = True
+            logger.warning(
+                "the gradient of %s has arrived in a tensor that is used elsewhere too, as where p.grad was set before "
+                "backward: on pages there is a copy of it now. What is written to that tensor before the step changes "
+                "nothing, and later gradients are not added to it. Set p.grad after backward, or change gradients "
+                "within ptm_accel.gathered(model, grads=True, write=True).",
+                grad.slot.name,
+            )
+
     @torch.no_grad()
     def meet_given(self) -> None:
         """Takes over what somebody has put in `p.grad`, which is the gradient now, in the place of what there was.
@@ -340,7 +351,8 @@ class Gradients:
                 # What is pending of clipping is for those that were there when it was asked for.
                 self.arriving()
             grad.forget()
-            grad.give(given)
+            given = given.data
+            grad.add(given, held=is_held(given))
 
     def covers(self, slots: list[ParamSlot]) -> bool:
         """Whether these are exactly the parameters whose gradients are taken."""
@@ -464,13 +476,18 @@ class Gradients:
         if self.arriving is not None:
             self.arriving()
         self.arrivals += 1
-        apart = self._pool.copies_in and self._pool.room.available_bytes() >= gradient.nbytes
+        # Without what autograd has left in the parameter, which is somebody's if it was there before.
+        gradient = gradient.data
+        held = is_held(gradient)
+        if held:
+            self._tell_of_held(grad)
+        apart = (held or self._pool.copies_in) and self._pool.room.available_bytes() >= gradient.nbytes
         if grad.value is None and self._landing is not None and not apart:
             # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
             self._landing.release()
             self._landing = None
         with torch.no_grad():
-            grad.add(gradient)
+            grad.add(gradient, held=held)
         del gradient
         self.hold_landing()
         if self.taken is not None:

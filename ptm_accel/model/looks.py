@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ptm_accel.model.gradients import GradSlot
 
 
+_OF_A_GRADIENT = 2
+"""Who refers to its storage: the gradient and whoever asks."""
+
+
 class Look(enum.Enum):
     """What somebody does with a gradient who sees it as `p.grad`."""
 
@@ -56,6 +60,16 @@ def refuse_shown(gradients: Iterable[GradSlot], what: str) -> None:
             f"{what} within ptm_accel.gathered(model, grads=True), which shows {len(shown)} gradients, such as that of "
             f"{shown[0]}, in p.grad: it takes what they are then only at its end. Do it after that."
         )
+
+
+def is_held(gradient: torch.Tensor) -> bool:
+    """Whether somebody else has the memory of a gradient too, which nobody but the caller should have any more.
+
+    Args:
+        gradient: detached from what autograd has left in the parameter.
+    """
+    users: int = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return users > _OF_A_GRADIENT
 
 
 def lend_to_hooks(slots: Iterable[ParamSlot]) -> list[RemovableHandle]:
