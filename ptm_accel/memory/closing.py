@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from ptm_accel.memory.raising import raise_first
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,5 +28,4 @@ def close_all(steps: Iterable[Callable[[], object]], what: str) -> None:
             errors.append(error)
     for later in errors[1:]:
         logger.error("closing %s failed a further time", what, exc_info=later)
-    if errors:
-        raise errors[0]
+    raise_first(errors)

@@ -7,7 +7,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ptm_accel.memory.raising import raise_first
 from ptm_accel.memory.transfer import Transfer
+
+
+def finish(transfers: Sequence[Transfer]) -> None:
+    """Waits until all have ended.
+
+    Raises:
+        BaseException: the first error.
+    """
+    raise_first([error for error in map(_error_of, transfers) if error is not None])
 
 
 def settle(transfers: Sequence[Transfer]) -> BaseException | None:
@@ -25,7 +35,8 @@ def _error_of(transfer: Transfer) -> Exception | None:
     try:
         transfer.wait()
     except Exception as error:
-        return error
+        # Without the frames that it has passed, which hold what their callers have, and are held by it (`raise_first`).
+        return error.with_traceback(None)
     return None
 
 
@@ -41,13 +52,17 @@ class _Joined:
         return all(states)
 
     def wait(self) -> None:
-        error = settle(self._parts)
-        if error is not None:
-            raise error
+        finish(self._parts)
 
     def order(self) -> None:
+        errors: list[BaseException] = []
         for part in self._parts:
-            part.order()
+            # All of them, whatever one has: what they move to, or from, is let go of after this.
+            try:
+                part.order()
+            except Exception as error:
+                errors.append(error)
+        raise_first(errors)
 
 
 class Keeping:
@@ -94,12 +109,14 @@ class Chained:
         start: starts the copy.
     """
 
-    __slots__ = ("_before", "_copy", "_error", "_lock", "_start")
+    __slots__ = ("_before", "_copy", "_error", "_failed", "_lock", "_start")
 
     def __init__(self, before: Sequence[Transfer], start: Callable[[], Transfer]) -> None:
         self._before: Sequence[Transfer] = before
         self._start: Callable[[], Transfer] | None = start
         self._copy: Transfer | None = None
+        # Those before, if one of them has failed: asked again, each has an error of its own for whoever asks.
+        self._failed: Sequence[Transfer] = ()
         self._error: BaseException | None = None
         # A handler of signals may ask while this thread is asking.
         self._lock = threading.RLock()
@@ -112,7 +129,7 @@ class Chained:
         try:
             if self._start is not None and all(transfer.done() for transfer in self._before):
                 self._begin()
-            return self._error is not None or (self._copy is not None and self._copy.done())
+            return bool(self._failed) or self._error is not None or (self._copy is not None and self._copy.done())
         finally:
             self._lock.release()
 
@@ -128,6 +145,7 @@ class Chained:
         with self._lock:
             if self._start is not None:
                 self._begin()
+            finish(self._failed)
             if self._copy is None:
                 assert self._error is not None, "waited for by a handler of signals, in the middle of being started"
                 raise self._error
@@ -137,14 +155,15 @@ class Chained:
         start, before = self._start, self._before
         assert start is not None
         # Ctrl-C may break this off; then nothing has begun.
-        error = settle(before)
+        failed = settle(before) is not None
         if self._start is None:
             # A handler of signals has asked meanwhile.
             return
-        self._error = error
         # Dropped together with the tensors that it holds.
         self._start, self._before = None, ()
-        if self._error is None:
+        if failed:
+            self._failed = before
+        else:
             try:
                 self._copy = start()
             except Exception as error:

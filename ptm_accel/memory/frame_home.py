@@ -15,7 +15,7 @@ import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tag
-from ptm_accel.memory.copies import Chained, joined, settle
+from ptm_accel.memory.copies import Chained, finish, joined, settle
 from ptm_accel.memory.device import DeviceTier
 from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState, PieceHome, merged
 from ptm_accel.memory.framed_pages import FramedPages
@@ -359,11 +359,10 @@ class FrameHome(FramedPages):
         """
         if page.writes and all(write.done() for write in page.writes):
             # None runs any more: this blocks for nothing.
-            error = settle(page.writes)
-            if error is None:
+            if settle(page.writes) is None:
                 page.writes = []
             elif page.state is PageState.CLEAN and not page.holds:
                 # The read failed; the next may do better, and has an error of its own if not.
                 self._to_disk(page)
             else:
-                raise error
+                finish(page.writes)

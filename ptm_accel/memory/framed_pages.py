@@ -15,9 +15,10 @@ from typing import Any
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.copies import settle
+from ptm_accel.memory.copies import finish, settle
 from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState
 from ptm_accel.memory.frames import Frame, FramePool
+from ptm_accel.memory.raising import raise_first
 from ptm_accel.memory.swap_space import SwapSpace
 from ptm_accel.memory.transfer import Home, Transfer
 from ptm_accel.units import format_bytes
@@ -84,10 +85,10 @@ class FramedPages:
             self._read(page)
         if page.state is PageState.CLEAN:
             # Until its read has ended well, only the slot is good.
-            error = settle(page.writes)
-            if error is not None and not whole:
-                self._to_disk(page)
-                raise error
+            if whole:
+                settle(page.writes)
+            else:
+                self._end_writes(page)
             page.writes = []
             self._drop_slot(page)
         # Copies from the device run in the order they are started, so those still running need not be waited for.
@@ -134,29 +135,25 @@ class FramedPages:
         """Moves pages to disk: starts all writes, then waits for them. What fails stays in its frame."""
         assert self._swap is not None
         writing: list[tuple[Page, Any, Transfer]] = []
-        failure: BaseException | None = None
+        failures: list[BaseException] = []
         for page in victims:
             try:
                 started = self._leave(page, admitting)
-            except Exception as caught:
-                failure = caught
+            except BaseException as caught:
+                failures.append(caught)
                 break
             if started is not None:
                 writing.append((page, *started))
         for page, slot, write in writing:
-            error = settle([write])
-            if error is None:
+            try:
+                write.wait()
+            except BaseException as caught:
+                failures.insert(0, caught)
+                self._swap.free(slot)
+            else:
                 page.slot = slot
                 self._to_disk(page)
-            else:
-                failure = error
-                self._swap.free(slot)
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                # A name for what is raised would make a cycle with its traceback, which holds the callers' snapshots.
-                del failure
+        raise_first(failures)
 
     def _leave(self, page: Page, admitting: bool) -> tuple[Any, Transfer] | None:
         """Lets a page leave its frame; returns the slot and the write that must end first, if there is one."""
@@ -179,11 +176,12 @@ class FramedPages:
 
     def _end_writes(self, page: Page) -> None:
         """Waits for what is being written to a page's frame, and raises its error."""
-        error = settle(page.writes)
-        if error is not None:
+        try:
+            finish(page.writes)
+        except Exception:
             if page.state is PageState.CLEAN:
                 self._to_disk(page)
-            raise error
+            raise
         page.writes = []
 
     # ---- room --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.copies import Keeping, joined
+from ptm_accel.memory.copies import Keeping, finish, joined
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Span, Timeline, during
@@ -121,8 +121,8 @@ class Traffic:
         if tensor.stores:
             stores, tensor.stores = tensor.stores, []
             with self.stalled():
-                for store in stores:
-                    store.wait()
+                # All of them: what failed beside the first is no more news to whoever asks next.
+                finish(stores)
 
     def _look_at_ended(self, tensor: PagedTensor) -> None:
         """Raises the error of a store that has ended badly; for those that run, the home keeps the order itself."""

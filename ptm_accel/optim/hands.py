@@ -18,6 +18,7 @@ import torch
 
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.own_threads import OwnThread
+from ptm_accel.memory.raising import raise_first
 
 MOST = 16
 """More do not help: between its operations each needs Python, which runs in one thread at a time."""
@@ -67,8 +68,7 @@ class Hands:
                 raise
             finally:
                 round_.wait()
-            if round_.error is not None:
-                raise round_.error
+            raise_first(round_.errors)
 
     def _begin(self, count: int) -> None:
         assert self._stop.alive, f"{self._name}: work after the end"
@@ -99,12 +99,12 @@ class _Round:
 
     Attributes:
         off: what has not begun is not to begin any more.
-        error: the first that a piece has raised.
+        errors: what pieces have raised.
     """
 
     def __init__(self) -> None:
         self.off = False
-        self.error: BaseException | None = None
+        self.errors: list[BaseException] = []
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._given = 0
 
@@ -118,7 +118,8 @@ class _Round:
                 piece()
         except BaseException as error:
             # Whatever it is belongs to the thread that gave it.
-            self.off, self.error = True, self.error or error
+            self.off = True
+            self.errors.append(error)
         finally:
             self._ended.put(None)
 

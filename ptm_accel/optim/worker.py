@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ptm_accel.memory.own_threads import OwnThread
+from ptm_accel.memory.raising import raise_first
 from ptm_accel.optim.units import Unit
 
 
@@ -65,7 +66,7 @@ class Job:
         self.cancelled = self.touched = False
         self._prepare = prepare
         self._update = update
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -77,7 +78,7 @@ class Job:
                 self.after = self._update(self.unit)
         except BaseException as error:
             # Whatever it is belongs to the thread that trains, which asks for it.
-            self._error = error
+            self._errors.append(error)
         finally:
             self._ended.set()
 
@@ -90,7 +91,6 @@ class Job:
         self._ended.wait()
 
     def result(self) -> dict[str, Any]:
-        """What it left, once it has ended; raises its error, with the traceback of the thread that worked on it."""
-        if self._error is not None:
-            raise self._error
+        """What it left, once it has ended; raises its error, once, with the traceback of the thread that worked."""
+        raise_first(self._errors)
         return self.after

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,37 @@ def test_a_transfer_that_ends_between_two_looks_is_no_reason_to_refuse(tmp_path:
         room.leave(octets, block, reservation, EndsUnseen())
         del octets
         room.reserve(PAGE, Tag.STAGING, "the next window").release()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_that_was_caught_holds_no_memory(call: str, tmp_path: Path, gate: Gate) -> None:
+    """What is raised refers to the frames that it has passed: in a cycle, they would last until the collector comes."""
+    with memory_of(16, tmp_path, "mock+host+disk") as memory:
+        pool = memory.pool
+        tensors = [made(pool, f"t{number}", number, pages=8) for number in range(8)]
+        for tensor in tensors:
+            if tensor.place.resident:
+                pool.evict(tensor)
+        pool.room.settle()
+        gc.collect()
+        gc.disable()
+        try:
+            before = pool.budget.used_by_tag()
+            gate.failing = {call}
+            for tensor in tensors:
+                with suppress(DiskError):
+                    pool.fault(tensor)
+                    pool.evict(tensor)
+                with suppress(DiskError):
+                    window = pool.windows.open(tensor, 0, tensor.numel)
+                    try:
+                        pool.windows.ready(window)
+                    finally:
+                        pool.windows.close(window, wrote=False)
+            gate.failing = set()
+            pool.room.collect()
+            assert pool.budget.used_by_tag() == before
+        finally:
+            gc.enable()
+        for number, tensor in enumerate(tensors):
+            assert (pool.fault(tensor) == number).all()

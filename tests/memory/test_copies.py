@@ -58,6 +58,13 @@ def test_joined_waits_for_all_parts_even_if_one_fails() -> None:
     assert parts[1].ended
 
 
+def test_joined_orders_all_parts_even_if_one_fails() -> None:
+    parts = [Step(OSError("first")), Step(OSError("second")), Step()]
+    with pytest.raises(OSError, match="first"):
+        joined(parts).order()
+    assert [part.asked for part in parts] == [["order"]] * 3
+
+
 def test_chained_starts_once_and_only_after_what_comes_before() -> None:
     before, copy = Step(), Step()
     starts = []
