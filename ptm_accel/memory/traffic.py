@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.copies import Keeping, finish, joined
+from ptm_accel.memory.copies import Keeping, finish, joined, settle
 from ptm_accel.memory.interrupts import INTERRUPTS
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
@@ -189,10 +189,22 @@ class Traffic:
     def store_whole(self, tensor: PagedTensor) -> None:
         """Stores a resident tensor and waits until that is done."""
         before = tensor.stored_bytes, self.stats.stored_bytes
-        self.start_store_whole(tensor)
         try:
+            self.start_store_whole(tensor)
             self.settle(tensor)
+        except DiskError:
+            self._leave_home(tensor)
+            raise
         except BaseException:
             # What the home holds now is not known; the extent is still good.
             tensor.stored_bytes, self.stats.stored_bytes = before
             raise
+
+    def _leave_home(self, tensor: PagedTensor) -> None:
+        """Gives up what the home has of a resident tensor: a part of the disk that has failed is not used again."""
+        assert self.home is not None and tensor.extent is not None
+        settle(tensor.stores)
+        if tensor.handle is not None:
+            self.home.free(tensor.handle)
+        tensor.handle, tensor.stores, tensor.stored_bytes = None, [], 0
+        tensor.place, tensor.origin = Place.DIRTY, None

@@ -1,0 +1,104 @@
+"""Going on after the disk has failed once: with the numbers of plain torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ptm_accel.config import BLOCKING
+from ptm_accel.errors import DiskError
+from ptm_accel.memory.scratch import Io
+from tests.model.nets import Net, inputs
+from tests.plain_loop import same_bits
+from tests.tiers import needs, on_pages
+
+
+class FailsOnce:
+    """The system calls of the scratch file: as they are, but for one write.
+
+    Attributes:
+        number: of the write that fails, counted from 1; 0 for none.
+        met: it has come.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.met = False
+        self._lock = threading.Lock()
+
+    def io(self) -> Io:
+        return Io(pwritev=self._write)
+
+    def _write(self, *args: Any) -> int:
+        with self._lock:
+            self.number -= 1
+            fails = self.number == 0
+            self.met |= fails
+        if fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.pwritev(*args)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def floor_of(model: nn.Module, directory: Path) -> int:
+    return needs(model, directory, "host+disk", optimizer=adamw, update=BLOCKING)[0]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, again: Callable[[], None]) -> list[float]:
+    """Trains; a batch whose forward or backward fails is begun again, after `again`."""
+    losses: list[float] = []
+    while len(losses) < len(steps):
+        try:
+            loss = model(**inputs(steps[len(losses)]))
+            loss.backward()
+        except DiskError:
+            again()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def refuse() -> None:
+    raise AssertionError("plain torch has not failed")
+
+
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_a_batch_is_begun_again_after_a_write_has_failed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Net()
+    expected = train(plain, adamw(plain), range(3), refuse)
+
+    model = Net()
+    floor = floor_of(model, tmp_path)
+    disk = FailsOnce()
+    monkeypatch.setattr("ptm_accel.memory.disk.Io", disk.io)
+    failed: list[int] = []
+    with on_pages(model, "host+disk", floor, tmp_path, update=BLOCKING) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+
+        def again() -> None:
+            failed.append(number)
+            assert len(failed) < 3, "it fails again, though the disk does not"
+            engine.abort()
+            engine.zero_grad()
+
+        disk.number = number
+        assert train(model, optimizer, range(3), again) == expected
+        assert disk.met
+        assert failed
+        for name, value in model.state_dict().items():
+            assert same_bits(value, plain.state_dict()[name]), name
