@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import threading
@@ -15,7 +16,10 @@ from torch import nn
 
 from ptm_accel.config import BLOCKING
 from ptm_accel.errors import DiskError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.scratch import Io
+from ptm_accel.memory.traffic import Traffic
 from tests.model.nets import Net, inputs
 from tests.plain_loop import same_bits
 from tests.tiers import needs, on_pages
@@ -100,5 +104,45 @@ def test_a_batch_is_begun_again_after_a_write_has_failed(
         assert train(model, optimizer, range(3), again) == expected
         assert disk.met
         assert failed
+        for name, value in model.state_dict().items():
+            assert same_bits(value, plain.state_dict()[name]), name
+
+
+class StoreFails:
+    """A store of a part of an optimizer's state fails, once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        plain = Traffic.start_store
+
+        def start_store(traffic: Traffic, tensor: PagedTensor, *args: Any) -> Any:
+            self.number -= tensor.tag is Tag.STATE
+            if tensor.tag is Tag.STATE and self.number == 0:
+                raise DiskError(errno.ENOSPC, "the disk is full")
+            return plain(traffic, tensor, *args)
+
+        patch.setattr(Traffic, "start_store", start_store)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+def test_what_is_left_of_a_first_step_can_be_gone_on_from(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are between two steps then; but plain torch trains on from what there is, and so do pages."""
+    model, plain = Net(), Net()
+    floor = floor_of(model, tmp_path)
+    fails = StoreFails(monkeypatch)
+    with on_pages(model, "host+disk", floor, tmp_path, update=BLOCKING) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+        model(**inputs(0)).backward()
+        fails.number = number
+        with pytest.raises(DiskError, match="the disk is full"):
+            optimizer.step()
+        engine.abort()
+        engine.zero_grad()
+        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        expected = adamw(plain)
+        expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert train(model, optimizer, range(1, 3), refuse) == train(plain, expected, range(1, 3), refuse)
         for name, value in model.state_dict().items():
             assert same_bits(value, plain.state_dict()[name]), name

@@ -23,9 +23,10 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
 from ptm_accel.model.floor import Appetite
+from ptm_accel.model.gradients import GradSlot
 from ptm_accel.optim.arithmetic import Arithmetic, hyperparameters
 from ptm_accel.optim.hands import Hands
-from ptm_accel.optim.units import Cursor, Unit, Work
+from ptm_accel.optim.units import Cursor, ParamState, Unit, Work
 
 _LARGEST_WINDOW_BYTES = 32 << 20
 """Of a window beside a device: what surrounds each (calls, events) costs the host as long as a fast link takes for a
@@ -78,8 +79,10 @@ class Sweep:
         """
         cursor = Cursor(work)
         hyper = self.hyperparameters()
+        fresh = [(state, grad, dict(state.small)) for _, state, grad in work if state.fresh]
         with ExitStack() as cleanup:
             opened: list[Unit] = []
+            cleanup.callback(lambda: self._forget_half_made(fresh))
             cleanup.callback(lambda: self.abandon(opened))
             current = self.open(cursor, opened, insist=True)
             while current:
@@ -302,3 +305,14 @@ class Sweep:
         """After a failure in the middle: ends the windows that are still open."""
         for unit in list(opened):
             self._give_up(unit, opened)
+
+    def _forget_half_made(self, fresh: list[tuple[ParamState, GradSlot, dict[str, Any]]]) -> None:
+        """Forgets what the optimizer has made for parameters that it was meeting when a step failed.
+
+        Without the rest of it, it is no state that an update could start from. All others have used their gradients up.
+        """
+        for state, grad, small in fresh:
+            if grad.value is not None:
+                while state.paged:
+                    self.pool.forget(state.paged.popitem()[1])
+                state.small = small
