@@ -242,8 +242,6 @@ class DiskTier:
         assert flat and buffer.device.type == "cpu", f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
         self._start_call(f"{direction.value} of {handle.name}")
         self._check(handle, offset, buffer.numel())
-        if handle.failure is not None:
-            raise handle.failure.error()
         transfer = DiskTransfer(self._lanes, handle, direction, offset, buffer)
         if not transfer.done():
             self._lanes.submit(transfer)

@@ -100,10 +100,13 @@ class Lanes:
         """Starts a transfer, behind those that it conflicts with.
 
         Raises:
-            DiskError: the tier is closed, or belongs to another process.
+            DiskError: the tier is closed, or belongs to another process; or a store to the slot has failed.
         """
         with self.lock:
             self.require_open(f"{transfer.direction.value} of {transfer.slot.name}")
+            # Looked at here, where no store can end meanwhile: a load would be behind nothing, and read anything.
+            if transfer.slot.failure is not None:
+                raise transfer.slot.failure.error()
             for other in transfer.slot.running:
                 if transfer.conflicts(other):
                     other.followers.append(transfer)

@@ -128,8 +128,7 @@ class Traffic:
         """Raises the error of a store that has ended badly; for those that run, the home keeps the order itself."""
         ended = [store for store in tensor.stores if store.done()]
         tensor.stores = [store for store in tensor.stores if store not in ended]
-        for store in ended:
-            store.wait()
+        finish(ended)
 
     def start_store(self, tensor: PagedTensor, offset: int, octets: torch.Tensor) -> Transfer:
         """Starts storing part of a tensor; later loads of it wait for that."""

@@ -131,6 +131,27 @@ def test_a_failed_read_is_named_every_time(tier: DiskTier, faults: Faults, tmp_p
     tier.load(slot, 0, bytes_of(0)).wait()
 
 
+def test_a_store_that_fails_as_its_load_begins_is_told(
+    tier: DiskTier, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = tier.new(NBYTES, Tag.PARAM, "w")
+    faults.error = OSError(errno.EIO, "Input/output error")
+    faults.on_read = False
+    faults.gate.clear()
+    store = tier.store(slot, 0, bytes_of(1))
+    submit = Lanes.submit
+
+    def late(lanes: Lanes, transfer: DiskTransfer) -> None:
+        # All has been looked at that is looked at before.
+        faults.gate.set()
+        lanes.wait_until(store.done, "the test")
+        submit(lanes, transfer)
+
+    monkeypatch.setattr(Lanes, "submit", late)
+    with pytest.raises(DiskError, match="write of w failed"):
+        tier.load(slot, 0, bytes_of(2)).wait()
+
+
 def test_a_failed_background_write_surfaces_at_the_next_call(tier: DiskTier, faults: Faults) -> None:
     slot, other = tier.new(NBYTES, Tag.PARAM, "w"), tier.new(NBYTES, Tag.PARAM, "other")
     calls: list[Callable[[], object]] = [
