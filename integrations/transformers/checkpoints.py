@@ -266,12 +266,12 @@ class StockOnPages(_StockHost):
         if engine is None or engine.optimizer is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        saved = _saved_last(directory)
-        if saved is None:
+        saved, scheduler = _saved_last(directory), directory / SCHEDULER_NAME
+        # Of one without the other the stock Trainer takes neither.
+        if saved is None or not scheduler.is_file():
             return
         load_either_state(engine.optimizer, saved)
-        scheduler = directory / SCHEDULER_NAME
-        if scheduler.is_file() and self.lr_scheduler is not None:
+        if self.lr_scheduler is not None:
             with warnings.catch_warnings(record=True) as caught:
                 self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
             reissue_pt_warnings(caught)

@@ -317,6 +317,22 @@ def test_save_only_model(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
     assert runs[0] == runs[1]
 
 
+def test_without_a_scheduler_the_optimizer_begins_anew_as_well(
+    tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
+) -> None:
+    """As in the stock Trainer, which takes the two together or neither; some delete the one to get a new schedule."""
+    runs = []
+    for cls, config in ((transformers.Trainer, None), (Trainer, tight)):
+        run = tmp_path / cls.__module__.partition(".")[0]
+        changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        _build(tiny, cls, run, config, **changes).train()
+        (run / "checkpoint-2" / "scheduler.pt").unlink()
+        resumed = _build(tiny, cls, run, config, **changes)
+        resumed.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+        runs.append((_steps({"history": tiny.history(resumed)}), tiny.digest(resumed.model)))
+    assert runs[0] == runs[1]
+
+
 def test_uploads_begin_when_the_checkpoint_has_its_name(
     tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
