@@ -294,9 +294,15 @@ class Gradients:
             whether there were any.
         """
         every = list(slots)
-        new = [slot for slot in every if slot.param.requires_grad and id(slot.param) not in self._by_param]
+        unknown = [slot for slot in every if id(slot.param) not in self._by_param]
+        new = [slot for slot in unknown if slot.param.requires_grad or slot.param.grad is not None]
         if not new:
             return False
+        # Of one that has been frozen again since, what has arrived counts in norms as ever. Hooks can be put on none
+        # that is frozen, and must be there for when it is trained once more.
+        frozen = [slot.param for slot in new if not slot.param.requires_grad]
+        for param in frozen:
+            param.requires_grad_(True)
         self._by_param |= {id(slot.param): GradSlot(slot, self._pool, self.norms) for slot in new}
         # Norms are put together in the order of the model's parameters.
         place = {id(slot.param): number for number, slot in enumerate(every)}
@@ -304,6 +310,8 @@ class Gradients:
         self._hooks += lend_to_hooks(new)
         self._hooks += [slot.param.register_post_accumulate_grad_hook(self._taker()) for slot in new]
         self.expect_together(max(slot.value.nbytes for slot in new))
+        for param in frozen:
+            param.requires_grad_(False)
         for slot in new:
             self.take(slot.param)
         return True

@@ -80,6 +80,29 @@ def test_layers_that_are_unfrozen_on_the_way(micro: int, tmp_path: Path) -> None
     assert_as_in_torch(loop, tmp_path, model)
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+def test_layers_that_are_unfrozen_and_frozen_again_within_a_step(micro: int, tmp_path: Path) -> None:
+    """What has arrived for them meanwhile counts in the norm, and is updated; then they are trained for good."""
+
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(6):
+            for part in range(micro):
+                if number in (1, 4) and part == 0:
+                    model[0].requires_grad_(True)
+                said.append(float(backward(model, micro * number + part)))
+                if number == 1:
+                    model[0].requires_grad_(False)
+            said.append(float(clip(LEAST)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    model = net()
+    model[0].requires_grad_(False)
+    assert_as_in_torch(loop, tmp_path, model)
+
+
 def test_the_gradient_of_what_was_unfrozen_is_on_pages(tmp_path: Path) -> None:
     model = net()
     model[0].requires_grad_(False)
