@@ -303,15 +303,17 @@ class Gradients:
         frozen = [slot.param for slot in new if not slot.param.requires_grad]
         for param in frozen:
             param.requires_grad_(True)
+        try:
+            self._hooks += lend_to_hooks(new)
+            self._hooks += [slot.param.register_post_accumulate_grad_hook(self._taker()) for slot in new]
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
         self._by_param |= {id(slot.param): GradSlot(slot, self._pool, self.norms) for slot in new}
         # Norms are put together in the order of the model's parameters.
         place = {id(slot.param): number for number, slot in enumerate(every)}
         self._by_param = dict(sorted(self._by_param.items(), key=lambda known: place[known[0]]))
-        self._hooks += lend_to_hooks(new)
-        self._hooks += [slot.param.register_post_accumulate_grad_hook(self._taker()) for slot in new]
         self.expect_together(max(slot.value.nbytes for slot in new))
-        for param in frozen:
-            param.requires_grad_(False)
         for slot in new:
             self.take(slot.param)
         return True
