@@ -268,10 +268,12 @@ class PTMAccelerator(PagedStates):
             )
         engine = self._engine_of_optimizer(inner)
         if engine.optimizer is not inner:
+            why = "another optimizer was prepared for the same model; a model on pages has one at a time"
+            if engine.optimizer is None:
+                why = "some of its parameters were replaced or resized in the model (new tokens, another head)"
             raise UnsupportedError(
-                f"the state of this optimizer ({type(inner.inner).__name__}) was given up when another optimizer was "
-                "prepared for the same model; a model on pages has one at a time. Make a new optimizer, or a new "
-                "Trainer."
+                f"the state of this optimizer ({type(inner.inner).__name__}) was given up when {why}. Make a new "
+                "optimizer, or a new Trainer."
             )
 
     # ---- gradients -------------------------------------------------------------------------------------------

@@ -123,6 +123,19 @@ def test_a_second_trainer_on_the_same_model_takes_over(tiny: ModuleType, dials: 
         first.train()
 
 
+def test_a_trainer_whose_model_was_resized_is_told_why_its_optimizer_is_of_no_use(
+    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
+) -> None:
+    """In the plain Trainer AdamW fails on sizes that differ, in its step."""
+    trainer = _build(tiny, Trainer, tmp_path, dials, max_steps=1)
+    trainer.train()
+    trainer.model.resize_token_embeddings(tiny.VOCABULARY + 8)
+    with pytest.raises(UnsupportedError, match=r"given up when some of its parameters were replaced or resized"):
+        trainer.train()
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.train()
+
+
 def test_a_model_that_is_no_longer_used_takes_its_pages_with_it(
     tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
 ) -> None:
