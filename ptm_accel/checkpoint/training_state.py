@@ -30,7 +30,7 @@ from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.state_dicts import Groups, completed
+from ptm_accel.optim.state_dicts import Groups, completed, converted
 from ptm_accel.optim.states import MASTER_KEY, placed
 from ptm_accel.units import format_bytes
 
@@ -235,13 +235,17 @@ def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None
         for slot in slots:
             state = states.of(slot)
             entries = saved.state.get(slot.name, {})
-            paged = {k: saved.tensor(v["paged"]).dtype for k, v in entries.items() if _is_paged(v)}
+            # Of a parameter in another dtype it is cast, as torch does; otherwise it is what it was.
+            same = saved.index["parameters"].get(slot.name, _description(slot)) == _description(slot)
+            cast = None if same else states.dtype_of(state)
+            paged = {k: cast or saved.tensor(v["paged"]).dtype for k, v in entries.items() if _is_paged(v)}
             states.reset(state, paged)
             for key, value in entries.items():
                 if _is_paged(value):
-                    states.put(state, key, saved.tensor(value["paged"]))
+                    states.put(state, key, saved.tensor(value["paged"]), cast)
                 else:
-                    states.put(state, key, placed(key, saved.decode(value), slot, group))
+                    small = placed(key, saved.decode(value), slot, group)
+                    states.put(state, key, small if same else converted(small, slot, cast, group, key))
 
 
 def _is_paged(value: Any) -> bool:
@@ -392,7 +396,7 @@ class SavedState:
 
     def _check_parameter(self, slot: ParamSlot) -> None:
         there, here = self.index["parameters"][slot.name], _description(slot)
-        if there != here:
+        if there["shape"] != here["shape"]:
             raise self._differs(f"parameter {slot.name}", _words(there), _words(here))
         for key, value in self.state.get(slot.name, {}).items():
             if not _is_paged(value):
