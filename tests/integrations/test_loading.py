@@ -318,7 +318,7 @@ import json, sys, threading
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from ptm_accel.integrations.transformers.loading import from_pretrained, load_weights
+from ptm_accel.integrations.transformers.loading import from_config, from_pretrained, load_weights
 from ptm_accel.engine import engine_of
 
 def anonymous():
