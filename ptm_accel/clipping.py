@@ -20,7 +20,7 @@ from ptm_accel.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ptm_accel.engine import Engine
-    from ptm_accel.model.gradients import GradSlot
+    from ptm_accel.model.grad_slot import GradSlot
 
 
 def install() -> None:

@@ -19,7 +19,8 @@ from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.floor import Appetite
-from ptm_accel.model.gradients import Gradients, GradSlot, Sums
+from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.looks import Look, refuse_shown
 from ptm_accel.model.norms import clip_coefficient, total_norm
 from ptm_accel.optim.optimizer import PagedOptimizer

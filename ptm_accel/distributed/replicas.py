@@ -18,7 +18,8 @@ from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.pool import Pool
-from ptm_accel.model.gradients import Gradients, GradSlot
+from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.slots import ParamSlot
 
 _NONE, _NARROW, _WIDE = range(3)

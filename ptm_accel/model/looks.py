@@ -15,7 +15,7 @@ from ptm_accel.model.hooks import Hook
 from ptm_accel.model.slots import ParamSlot
 
 if TYPE_CHECKING:
-    from ptm_accel.model.gradients import GradSlot
+    from ptm_accel.model.grad_slot import GradSlot
 
 
 _OF_A_GRADIENT = 2

@@ -21,7 +21,7 @@ import torch
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.model.gradients import GradSlot
+from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.chase import Chase
 from ptm_accel.optim.sweep import Sweep

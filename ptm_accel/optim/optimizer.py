@@ -14,7 +14,8 @@ from ptm_accel.errors import LostStepError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
-from ptm_accel.model.gradients import Gradients, GradSlot
+from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable

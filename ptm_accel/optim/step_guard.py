@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.model.gradients import GradSlot
+from ptm_accel.model.grad_slot import GradSlot
 
 Waiting = Callable[[Iterable[torch.Tensor]], list[GradSlot]]
 """Gives those gradients of parameters that are on pages."""

@@ -23,7 +23,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
 from ptm_accel.model.floor import Appetite
-from ptm_accel.model.gradients import GradSlot
+from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.optim.arithmetic import Arithmetic, hyperparameters
 from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.units import Cursor, ParamState, Unit, Work

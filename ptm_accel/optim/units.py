@@ -11,7 +11,7 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.transfer import Transfer, round_up
 from ptm_accel.memory.windows import Window
 from ptm_accel.model.floor import Appetite, update_extra_bytes
-from ptm_accel.model.gradients import GradSlot
+from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.slots import ParamSlot
 
 Entry = tuple[int, "ParamState", GradSlot]

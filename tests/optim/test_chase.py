@@ -27,7 +27,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.memory.windows import window_elements
-from ptm_accel.model.gradients import GradSlot
+from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep

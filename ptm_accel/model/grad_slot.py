@@ -1,0 +1,210 @@
+"""The gradient of one parameter: a sum over micro-batches, on pages.
+
+Its norm must be taken over the whole tensor in one call to be bit-equal to torch's, so it is taken when clipping asks for
+it, or at the last moment before the sum is moved away: the last time the whole of it is in one place for free.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.model.looks import Look
+from ptm_accel.model.norms import NORM_TYPE, Norms
+from ptm_accel.model.slots import ParamSlot
+from ptm_accel.schedule.updates import GRAD_SUFFIX
+
+
+class GradSlot:
+    """The summed gradient of one parameter.
+
+    Args:
+        slot: the parameter.
+        pool: where gradients live.
+        norms: takes its norm; where that is in fp32, so are sums of several gradients, although the parameter is
+            narrower (fp32 master weights).
+
+    Attributes:
+        value: the sum on pages, or None while there is none.
+        spent: whether an update has it already, in the middle of backward; its norm is still known.
+        used: whether a step has used one up since somebody forgot it last: torch would have it still.
+        look: who sees it in the parameter's `.grad`, which is what counts as long as that may be written to.
+    """
+
+    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "look", "slot", "spent", "used", "value")
+
+    def __init__(self, slot: ParamSlot, pool: Pool, norms: Norms) -> None:
+        self.slot = slot
+        self.value: PagedTensor | None = None
+        self.spent = self.used = False
+        self.look = Look.NONE
+        self._pool = pool
+        self._norms = norms
+        self._norm: torch.Tensor | None = None
+        self._norm_type = NORM_TYPE
+
+    def add(self, gradient: torch.Tensor, *, held: bool = False) -> None:
+        """Adds a gradient that has just arrived; the first is kept as it is, since adding to zeros loses -0.0.
+
+        Args:
+            gradient: what has arrived.
+            held: somebody else has it too, so that the first is copied.
+        """
+        if self.value is None:
+            self._norm = None
+            self._keep(gradient, held=held)
+            return
+        self.widen()
+        with self._pool.pin(self.value, write=True) as total:
+            # Bringing it in may have moved it away first, with the norm of what it was.
+            self._norm = None
+            total.add_(gradient)
+
+    def widen(self) -> None:
+        """Has the sum in fp32, where sums are kept in that."""
+        if self.widens:
+            narrow = self.value
+            assert narrow is not None
+            with self._pool.pin(narrow) as total:
+                wide = self._copied(total, torch.float32)
+            self.drop()
+            self._hold(wide)
+
+    @property
+    def widens(self) -> bool:
+        """Whether there is a sum that the next gradient will be added to in fp32, and that is not that yet."""
+        return self._norms.wide and self.value is not None and self.value.dtype != torch.float32
+
+    def _keep(self, gradient: torch.Tensor, *, held: bool) -> None:
+        self._hold(self._paged(gradient.shape, gradient.dtype))
+        assert self.value is not None
+        self._pool.adopt(self.value, gradient, copied=held)
+
+    def _paged(self, shape: torch.Size, dtype: torch.dtype) -> PagedTensor:
+        name = f"{self.slot.name}{GRAD_SUFFIX}"
+        return self._pool.create(name, Tag.GRAD, shape, dtype, movable=self.slot.value.movable)
+
+    def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> PagedTensor:
+        copy = self._paged(source.shape, dtype)
+        try:
+            self._pool.make(copy).copy_(source)
+        except BaseException:
+            self._pool.forget(copy)
+            raise
+        return copy
+
+    def _hold(self, value: PagedTensor) -> None:
+        self.value = value
+        value.occupant = self
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """The pool has brought the sum in."""
+
+    def was_written(self) -> bool:
+        """Whoever writes to a sum says so."""
+        return False
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """The pool moves the sum away: its norm is taken now, if it may still be asked for."""
+        if self._norm is None:
+            self._norm = self._norms.of(tensor, self._norm_type)
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """The norm of the whole sum, as torch's clipping computes it for one tensor.
+
+        Raises:
+            UnsupportedError: another norm than the usual one, of a sum that has been used up.
+        """
+        if self._norm is None or self._norm_type != norm_type:
+            if self.value is None:
+                raise UnsupportedError(
+                    f"the {norm_type:g}-norm of the gradient of {self.slot.name} was asked for after its update, which "
+                    "was carried out during backward. Set update='blocking'."
+                )
+            self._norm_type = norm_type
+            with self._pool.pin(self.value) as total:
+                self._norm = self._norms.of(total, norm_type)
+        return self._norm
+
+    def changed(self) -> None:
+        """The sum was changed from outside (scaled, or written by the user)."""
+        self._norm = None
+
+    def spend(self) -> GradSlot:
+        """As `hand_over`, in the middle of backward: its norm may still be asked for, and no more may arrive."""
+        norm = self.norm(NORM_TYPE)
+        other = self.hand_over()
+        self._norm, self.spent = norm, True
+        return other
+
+    def hand_over(self) -> GradSlot:
+        """Gives the sum to another slot, which is not this parameter's any more: the next gradient is the first."""
+        other = GradSlot(self.slot, self._pool, self._norms)
+        other.value, self.value = self.value, None
+        self._norm, self.used = None, True
+        if other.value is not None:
+            # Nobody asks for its norm any more.
+            other.value.occupant = None
+        return other
+
+    def forget(self) -> None:
+        """As `drop`, and forgets what autograd has left in the parameter where it was broken off before it told us."""
+        self.slot.param.grad, self.used = None, False
+        if self.look is not Look.WRITE:
+            self.drop()
+
+    def zero(self) -> None:
+        """Has zeros in the place of a gradient, where torch would have one (`zero_grad(set_to_none=False)`)."""
+        shown = self.slot.param.grad
+        if self.look is Look.WRITE:
+            if shown is not None:
+                shown.detach().zero_()
+            return
+        if self.used or self.value is not None or shown is not None:
+            self.forget()
+            # They take no memory until something is added to them.
+            self._hold(self._paged(self.slot.value.shape, self.slot.value.dtype))
+
+    @torch.no_grad()
+    def take_back(self, pin: Pin | None) -> None:
+        """Nobody looks any more: takes what `.grad` is then where it could be written to.
+
+        Args:
+            pin: of the sum that was shown; None if there was none.
+        """
+        write, self.look = self.look is Look.WRITE, Look.NONE
+        if pin is None and not write:
+            return
+        after, self.slot.param.grad = self.slot.param.grad, None
+        if pin is not None:
+            if write and after is not None and after.data_ptr() != pin.tensor.data_ptr():
+                _take_over(pin.tensor, after)
+            pin.release()
+        if write:
+            self.changed()
+            if after is None:
+                self.drop()
+            elif pin is None:
+                self._hold(self._copied(after, after.dtype))
+
+    def drop(self) -> None:
+        """Forgets the sum."""
+        self._norm, self.spent = None, False
+        if self.value is not None:
+            value, self.value = self.value, None
+            value.occupant = None
+            self._pool.forget(value)
+
+
+def _take_over(total: torch.Tensor, shown: torch.Tensor) -> None:
+    """Writes to a sum what it was shown as, but for elements of which it was shown rounded and that are still that."""
+    if shown.dtype == total.dtype or shown.shape != total.shape:
+        total.copy_(shown)
+        return
+    # By their bits: NaN is not equal to itself.
+    bits = {2: torch.int16, 4: torch.int32}[shown.element_size()]
+    changed = total.to(shown.dtype).view(bits) != shown.contiguous().view(bits)
+    total.copy_(torch.where(changed, shown.to(total.dtype), total))
