@@ -1,7 +1,7 @@
 """The gradient of one parameter: a sum over micro-batches, on pages.
 
-Its norm must be taken over the whole tensor in one call to be bit-equal to torch's, so it is taken when clipping asks for
-it, or at the last moment before the sum is moved away: the last time the whole of it is in one place for free.
+Its norm must be taken over the whole tensor in one call to be bit-equal to torch's, so it is taken when clipping asks
+for it, or at the last moment before the sum is moved away: the last time the whole of it is in one place for free.
 """
 
 from __future__ import annotations
