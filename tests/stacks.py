@@ -12,6 +12,15 @@ def stack(width: int, layers: int, dtype: torch.dtype = torch.float32) -> nn.Seq
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(dtype)
 
 
+def tanh_stack(width: int, layers: int) -> nn.Sequential:
+    """The same with something between that backward needs; always the same values."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*parts)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 

@@ -205,6 +205,6 @@ def _take_over(total: torch.Tensor, shown: torch.Tensor) -> None:
         total.copy_(shown)
         return
     # By their bits: NaN is not equal to itself.
-    bits = {2: torch.int16, 4: torch.int32}[shown.element_size()]
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shown.element_size()]
     changed = total.to(shown.dtype).view(bits) != shown.contiguous().view(bits)
     total.copy_(torch.where(changed, shown.to(total.dtype), total))

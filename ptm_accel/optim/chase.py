@@ -293,8 +293,8 @@ class Chase:
     def _lose(self, error: BaseException) -> None:
         """Gives up what is left because of an error, which whoever looked at a parameter is given, and may not log."""
         logger.error(
-            "an optimizer step was broken off (%s: %s) when %d of its %d parameters had been updated: the weights are "
-            "between two steps. Resume from the last checkpoint.",
+            "an optimizer step was broken off (%s: %s) when %d of its %d parameters had been updated; the rest is "
+            "lost. Resume from the last checkpoint.",
             type(error).__name__,
             error,
             self._count_done(),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.plain_loop import same_bits
+from tests.stacks import adamw, tanh_stack
 from tests.tiers import needs, on_pages
 
 WIDTH, LAYERS, STEPS = 64, 6, 5
@@ -19,15 +20,7 @@ Buffers = list[torch.Tensor]
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    parts: list[nn.Module] = []
-    for _ in range(LAYERS):
-        parts += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
-    return nn.Sequential(*parts)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return tanh_stack(WIDTH, LAYERS)
 
 
 def single(model: nn.Module) -> Buffers:

@@ -11,25 +11,18 @@ from torch import nn
 
 from ptm_accel.errors import StaleGraphError
 from tests.plain_loop import same_bits
+from tests.stacks import adamw, tanh_stack
 from tests.tiers import needs, on_pages
 
 WIDTH, LAYERS, STEPS = 64, 6, 5
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    parts: list[nn.Module] = []
-    for _ in range(LAYERS):
-        parts += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
-    return nn.Sequential(*parts)
+    return tanh_stack(WIDTH, LAYERS)
 
 
 def layers_of(model: nn.Sequential) -> list[nn.Linear]:
     return [layer for layer in model if isinstance(layer, nn.Linear)]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
