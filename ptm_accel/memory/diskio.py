@@ -81,7 +81,7 @@ class Lanes:
         self._present = len(work)
         _FORK_GATE.lanes.add(self)
         for index, args in enumerate(work):
-            thread = OwnThread(self._work, args, f"ptm-disk-{index}")
+            thread = OwnThread(self._work, args, f"ptm-disk-{index}", len(work))
             try:
                 thread.start()
             except RuntimeError as error:

@@ -7,8 +7,13 @@ has begun; in the very thread that is to end it, it would wait for itself.
 from __future__ import annotations
 
 import _thread
+import logging
 import threading
 from collections.abc import Callable
+
+from ptm_accel.memory.cores import leave_inherited_cores
+
+logger = logging.getLogger(__name__)
 
 
 class OwnThread(threading.Thread):
@@ -18,10 +23,22 @@ class OwnThread(threading.Thread):
         work: what it does.
         args: what that is given.
         name: of the thread.
+        count: how many threads like this one want to run at once.
     """
 
-    def __init__(self, work: Callable[..., object], args: tuple[object, ...], name: str) -> None:
+    def __init__(self, work: Callable[..., object], args: tuple[object, ...], name: str, count: int = 1) -> None:
         super().__init__(target=work, args=args, name=name, daemon=True)
+        self._count = count
+
+    def run(self) -> None:
+        """Leaves the cores that it has inherited, and works."""
+        own = [thread.native_id for thread in threading.enumerate() if isinstance(thread, OwnThread)]
+        try:
+            leave_inherited_cores(self._count, {number for number in own if number is not None})
+        except OSError as error:
+            # Others wait for its work; where it runs is a matter of speed.
+            logger.warning("%s stays on the cores that it has inherited, which may be slow: %s", self.name, error)
+        super().run()
 
 
 def do_elsewhere_if_own(step: Callable[[], object]) -> None:

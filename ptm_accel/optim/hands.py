@@ -81,7 +81,7 @@ class Hands:
             threads = torch.get_num_threads()
             ready: SimpleQueue[None] = SimpleQueue()
             for _ in range(missing):
-                thread = OwnThread(_work, (self._queue, ready), self._name)
+                thread = OwnThread(_work, (self._queue, ready), self._name, count)
                 self._threads.append(thread)
                 thread.start()
             for _ in range(missing):
