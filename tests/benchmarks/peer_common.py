@@ -157,6 +157,7 @@ class Watch:
         self.ends: list[float] = []
         self.traffic: list[tuple[int, int]] = []
         self.losses: list[float] = []
+        self.bounds: list[float | None] = []
         self.anonymous = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -179,6 +180,7 @@ class Watch:
         steps = [after - before for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)]
         first = min(DROPPED_STEPS, len(steps) - 1)
         kept = len(steps) - first
+        beside = [step / bound for step, bound in list(zip(steps, self.bounds, strict=False))[first:] if bound]
         found = {
             "steps_s": steps,
             "step_s": statistics.median(steps[first:]),
@@ -186,6 +188,7 @@ class Watch:
             "written_bytes": (self.traffic[-1][1] - self.traffic[first][1]) / kept,
             "rss_bytes": status_bytes("VmHWM"),
             "anonymous_bytes": self.anonymous,
+            "of_bound": statistics.median(beside) if beside else None,
             "loss": self.losses[-1],
             "losses": self.losses,
         }

@@ -23,6 +23,7 @@ class TrainerWatch(peer_common.Watch, TrainerCallback):
     def on_log(self, *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
+            self.bounds.append(logs.get("ptm_bound_s"))
 
 
 def arguments(spec: peer_common.Spec, **more: Any) -> TrainingArguments:

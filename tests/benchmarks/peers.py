@@ -139,7 +139,7 @@ def row(contender: Contender, cap: int | None, spec: Spec, outcomes: Sequence[Ou
     head = f"| {contender.title} | {contender.numerics}, {clip} | {cap or 'none'} | {budget} |"
     reports = [outcome.report for outcome in outcomes if outcome.report is not None]
     if not reports:
-        return f"{head} {outcomes[-1].failure} | | | | | | |"
+        return f"{head} {outcomes[-1].failure} | | | | | | | |"
 
     def middle(name: str) -> float:
         return statistics.median(report[name] for report in reports)
@@ -147,8 +147,9 @@ def row(contender: Contender, cap: int | None, spec: Spec, outcomes: Sequence[Ou
     notes = {outcome.failure for outcome in outcomes if outcome.failure}
     count = f"{len(reports)}" + (f" ({'; '.join(sorted(notes))})" if notes else "")
     peak = max(outcome.peak_bytes for outcome in outcomes) / MIB
+    of_bound = f"{middle('of_bound'):.2f}" if all(report["of_bound"] for report in reports) else ""
     return (
-        f"{head} {middle('step_s'):.2f} s | {peak:.0f} | {middle('rss_bytes') / MIB:.0f} | "
+        f"{head} {middle('step_s'):.2f} s | {of_bound} | {peak:.0f} | {middle('rss_bytes') / MIB:.0f} | "
         f"{middle('anonymous_bytes') / MIB:.0f} | {middle('read_bytes') / GIB:.2f} / "
         f"{middle('written_bytes') / GIB:.2f} | {reports[-1]['loss']:.5f} | {count} |"
     )
@@ -214,8 +215,8 @@ def compare(course: Course, options: argparse.Namespace, caps: list[int | None])
         f"first {min(DROPPED_STEPS, options.steps - 1)} steps are left out; step: median of the rounds' medians\n"
     )
     print(
-        "| contender | numerics | cap, MiB | host_memory | step | group's peak, MiB | peak RSS, MiB | of it anonymous "
-        "| disk read / written a step, GiB | last loss | rounds |\n" + "| --- " * 11 + "|"
+        "| contender | numerics | cap, MiB | host_memory | step | of its own bound | group's peak, MiB | peak RSS, MiB "
+        "| of it anonymous | disk read / written a step, GiB | last loss | rounds |\n" + "| --- " * 12 + "|"
     )
     for contender, cap in entries:
         print(row(contender, cap, spec, found[key(contender, cap)]))
