@@ -42,13 +42,13 @@ class Ahead:
             if tensor.slot_bytes > pool.budget.free_bytes:
                 return False
             try:
-                load = pool.begin_load(tensor, moves=False)
+                load = pool.extents.begin_load(tensor, moves=False)
             except DeviceBudgetError:
                 # A card whose free memory is in pieces, or that others fill. Whoever must have the tensor makes room,
                 # or is told; a step that cannot go on is refused at its end at the latest.
                 return False
             if load is None:
-                pool.settle_in(tensor, Place.DIRTY)
+                pool.extents.settle_in(tensor, Place.DIRTY)
                 return True
             tensor.arrival, tensor.place = load, Place.ARRIVING
             pool.shelf.touch(tensor)
@@ -69,7 +69,7 @@ class Ahead:
             raise
         pool.stats.hits += 1
         tensor.arrival = None
-        pool.settle_in(tensor, pool.place_when_loaded(tensor))
+        pool.extents.settle_in(tensor, pool.extents.place_when_loaded(tensor))
 
     def turn_back(self, tensor: PagedTensor) -> None:
         """Gives up a tensor that was sent for: ARRIVING -> AWAY. Its memory is free once the transfer has ended."""
@@ -101,7 +101,7 @@ class Ahead:
             assert not tensor.pins and pool.home is not None, tensor
             pool.stats.evictions += 1
             pool.traffic.start_store_whole(tensor)
-            pool.let_go(tensor, joined(tensor.stores))
+            pool.extents.let_go(tensor, joined(tensor.stores))
             tensor.place = Place.AWAY
 
     def make_way(self, nbytes: int) -> bool:

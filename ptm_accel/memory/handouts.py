@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.pin import Pin
 
 if TYPE_CHECKING:
-    from ptm_accel.memory.pool import Pin, Pool
+    from ptm_accel.memory.pool import Pool
 
 
 class Handouts:

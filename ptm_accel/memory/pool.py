@@ -2,8 +2,9 @@
 
 It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
 tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
-`Traffic` moves bytes to and from the home, `Windows` gives parts of tensors, `Ahead` makes moves that nobody waits for,
-`Snapshots` and `Handouts` are for those who look from outside, and the `Shelf` has what may leave, in order.
+`Traffic` moves bytes to and from the home, `Extents` gives tensors their memory and takes it back, `Windows` gives
+parts of tensors, `Ahead` makes moves that nobody waits for, `Snapshots` and `Handouts` are for those who look from
+outside, and the `Shelf` has what may leave, in order.
 
 What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
 (`Ahead`) and moved away beside compute; neither changes what an access returns.
@@ -22,49 +23,23 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.closing import close_all
 from ptm_accel.memory.copies import settle
+from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.handouts import Handouts
 from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.origin import Origin
-from ptm_accel.memory.paged import Extent, PagedTensor, Place
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.snapshots import Snapshots
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
 from ptm_accel.memory.traffic import PoolStats, Traffic
-from ptm_accel.memory.transfer import ComputeTier, Home, Transfer
+from ptm_accel.memory.transfer import ComputeTier, Home
 from ptm_accel.memory.windows import Windows
 
 _ROUNDED_BY = 64
 """What is adopted is copied where that takes less than this part of it more."""
-
-
-class Pin:
-    """Bytes that stay in the compute tier while this value is held; the only way to them."""
-
-    __slots__ = ("_pool", "_tensor")
-
-    def __init__(self, pool: Pool, tensor: PagedTensor) -> None:
-        self._pool: Pool | None = pool
-        self._tensor = tensor
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor in its shape; not to be kept beyond the pin."""
-        assert self._pool is not None and self._tensor.extent is not None, "pin used after its end"
-        return self._tensor.extent.tensor
-
-    def release(self) -> None:
-        """Ends the pin. A second release does nothing."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool._unpin(self._tensor)
-
-    def __enter__(self) -> torch.Tensor:
-        return self.tensor
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
 
 
 class Pool:
@@ -92,6 +67,7 @@ class Pool:
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(home, self.stats, self.timeline)
         self.room = Room(compute, budget, self.traffic, self, self.lock)
+        self.extents = Extents(self)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
         self.snapshots = Snapshots(self)
@@ -143,14 +119,11 @@ class Pool:
             copied |= is_scratch(data)
             alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device != self.compute.device:
-                self._make_extent(tensor).tensor.copy_(data)
+                self.extents.make(tensor).tensor.copy_(data)
             else:
-                reservation = self.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
-                # A view keeps what it is a view of, which would count as somebody's.
-                own = data.data
-                tensor.extent = Extent(own, own.view(-1).view(torch.uint8), None, reservation)
+                self.extents.wrap(tensor, data)
             tensor.origin = None
-            self.settle_in(tensor, Place.DIRTY)
+            self.extents.settle_in(tensor, Place.DIRTY)
 
     def make(self, tensor: PagedTensor) -> torch.Tensor:
         """Makes room for a blank tensor, all of which the caller writes at once: BLANK -> DIRTY.
@@ -162,8 +135,8 @@ class Pool:
             assert tensor.place is Place.BLANK, tensor
             if self.adviser is not None and not self._silent:
                 self.adviser.created(tensor)
-            made = self._make_extent(tensor).tensor
-            self.settle_in(tensor, Place.DIRTY)
+            made = self.extents.make(tensor).tensor
+            self.extents.settle_in(tensor, Place.DIRTY)
             return made
 
     def leave_in_file(self, tensor: PagedTensor, origin: Origin) -> None:
@@ -183,7 +156,7 @@ class Pool:
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
             elif tensor.place.resident:
-                self.let_go(tensor)
+                self.extents.let_go(tensor)
             if tensor.handle is not None:
                 # Whether bytes that nobody wants any more could be stored is no news.
                 stores, tensor.stores = tensor.stores, []
@@ -246,7 +219,7 @@ class Pool:
         elif tensor.place is Place.ARRIVING:
             self.ahead.receive(tensor)
         else:
-            self._bring(tensor)
+            self.extents.bring(tensor)
         if write:
             tensor.place, tensor.origin = Place.DIRTY, None
         assert tensor.extent is not None
@@ -281,7 +254,8 @@ class Pool:
             self.shelf.take(tensor)
             return Pin(self, tensor)
 
-    def _unpin(self, tensor: PagedTensor) -> None:
+    def unpin(self, tensor: PagedTensor) -> None:
+        """Ends a pin (`Pin.release`)."""
         with self.lock:
             tensor.pins -= 1
             assert tensor.pins >= 0, f"{tensor!r}: unpinned more often than pinned"
@@ -295,24 +269,6 @@ class Pool:
         self.handouts.collect()
         return self.shelf.nbytes
 
-    def settle_in(self, tensor: PagedTensor, place: Place) -> None:
-        """The bytes are in the extent: the tensor may be used, and evicted."""
-        tensor.place = place
-        if not tensor.pins:
-            self.shelf.touch(tensor)
-        if tensor.occupant is not None:
-            assert tensor.extent is not None
-            tensor.occupant.arrived(tensor.extent.tensor)
-
-    def _make_extent(self, tensor: PagedTensor, *, moves: bool = True) -> Extent:
-        # Whoever brings it in need not be the only one who uses it.
-        with torch.inference_mode(False):
-            reservation, block = self.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
-            assert block.buffer is not None
-            typed = block.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        tensor.extent = Extent(typed, block.buffer, block, reservation)
-        return tensor.extent
-
     def occupy(self, tensor: PagedTensor) -> None:
         """Makes room for a tensor that is away and will be written whole: AWAY -> DIRTY, and nothing is loaded.
 
@@ -323,13 +279,13 @@ class Pool:
         """
         with self.lock:
             assert tensor.place is Place.AWAY, tensor
-            self._make_extent(tensor)
-            self.settle_in(tensor, Place.DIRTY)
+            self.extents.make(tensor)
+            self.extents.settle_in(tensor, Place.DIRTY)
 
     def vacate(self, tensor: PagedTensor) -> None:
         """Gives back the room of a tensor that was to be written (`occupy`) and was not: it is as it was."""
         with self.lock:
-            self.let_go(tensor)
+            self.extents.let_go(tensor)
             tensor.place = Place.AWAY
 
     @contextmanager
@@ -341,51 +297,6 @@ class Pool:
                 yield
         finally:
             self._silent = before
-
-    def _bring(self, tensor: PagedTensor) -> None:
-        self.stats.faults += 1
-        if tensor.place is Place.BLANK:
-            self._make_extent(tensor).tensor.fill_(tensor.fill)
-            self.settle_in(tensor, Place.DIRTY)
-            return
-        load = self.begin_load(tensor)
-        try:
-            if load is not None:
-                self.traffic.order(load)
-        except BaseException:
-            self._take_back(tensor)
-            raise
-        self.settle_in(tensor, self.place_when_loaded(tensor))
-
-    def begin_load(self, tensor: PagedTensor, *, moves: bool = True) -> Transfer | None:
-        """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
-
-        Args:
-            tensor: which one.
-            moves: see `Room.take_block`.
-
-        Raises:
-            BudgetError: no room.
-            DiskError: an earlier store of it failed.
-        """
-        extent = self._make_extent(tensor, moves=moves)
-        try:
-            return self.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
-        except BaseException:
-            self._take_back(tensor)
-            raise
-
-    def place_when_loaded(self, tensor: PagedTensor) -> Place:
-        """What a tensor is once it has been loaded: dirty if the home lacks the end of it, or is to have it."""
-        if tensor.origin is not None and not tensor.stored_bytes and tensor.origin.suits:
-            return Place.CLEAN
-        return Place.CLEAN if tensor.stored_bytes >= tensor.slot_bytes else Place.DIRTY
-
-    def _take_back(self, tensor: PagedTensor) -> None:
-        """Takes the extent from a tensor that nobody has seen yet."""
-        extent, tensor.extent = tensor.extent, None
-        assert extent is not None
-        self.room.leave(extent.octets, extent.block, extent.reservation)
 
     def evict_one(self) -> bool:
         """Moves an idle tensor away, the adviser's choice or the least recently used; False if there is none.
@@ -424,7 +335,7 @@ class Pool:
             tensor.note_changes()
             if tensor.place is Place.DIRTY or (tensor.place is Place.LENT and not self.traffic.is_stored(tensor)):
                 self.traffic.store_whole(tensor)
-            self.let_go(tensor)
+            self.extents.let_go(tensor)
             tensor.place = Place.AWAY
 
     def flush(self, tensor: PagedTensor) -> None:
@@ -435,18 +346,6 @@ class Pool:
                 self.traffic.store_whole(tensor)
                 lent = tensor.place is Place.LENT or self.handouts.holds(tensor)
                 tensor.place = Place.LENT if lent else Place.CLEAN
-
-    def let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
-        """Takes the extent from `tensor`; its memory is free once nobody views it and `transfer` has ended."""
-        extent = tensor.extent
-        assert extent is not None
-        if tensor.occupant is not None:
-            tensor.occupant.leaving(extent.tensor)
-        self.shelf.take(tensor)
-        tensor.extent = None
-        octets, block, reservation = extent.octets, extent.block, extent.reservation
-        del extent
-        self.room.leave(octets, block, reservation, transfer)
 
     # ---- looking from outside ----------------------------------------------------------------------------------
 

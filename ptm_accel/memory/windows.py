@@ -9,10 +9,11 @@ import torch
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
 if TYPE_CHECKING:
-    from ptm_accel.memory.pool import Pin, Pool
+    from ptm_accel.memory.pool import Pool
 
 WINDOW_ALIGN = 4096
 """Window starts are multiples of this many elements: aligned bytes for every dtype, and a multiple of 64 elements."""

@@ -11,7 +11,8 @@ import torch
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.pool import Pool
 from ptm_accel.model.looks import Look
 from ptm_accel.model.norms import NORM_TYPE, Norms
 from ptm_accel.model.slots import ParamSlot

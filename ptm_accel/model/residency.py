@@ -28,7 +28,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.memory.interrupts import INTERRUPTS
-from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.pool import Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
 from ptm_accel.model.copying import copy_parameter

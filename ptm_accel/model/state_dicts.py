@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptm_accel.memory.pool import Pin, Pool
+from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.pool import Pool
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ParamSlot, SlotTable

@@ -654,7 +654,7 @@ def test_what_was_lent_leaves_last(tmp_path: Path) -> None:
         assert pool.shelf.is_on_loan(first)
         pool.shelf.end_loans()
         assert pool.shelf.free() == [first, third]
-        pool._unpin(fourth)
+        pool.unpin(fourth)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,125 @@
+"""Extents of paged tensors: made and filled in the compute tier, and given back to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ptm_accel.memory.paged import Extent, PagedTensor, Place
+from ptm_accel.memory.transfer import Transfer
+
+if TYPE_CHECKING:
+    from ptm_accel.memory.pool import Pool
+
+
+class Extents:
+    """Gives tensors their extents, and takes them back. Called with the pool's lock held.
+
+    Args:
+        pool: whose tensors.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def make(self, tensor: PagedTensor, *, moves: bool = True) -> Extent:
+        """Gives a tensor an extent whose bytes are still to be written.
+
+        Args:
+            tensor: which one.
+            moves: see `Room.take_block`.
+
+        Raises:
+            BudgetError: no room.
+        """
+        # Whoever brings it in need not be the only one who uses it.
+        with torch.inference_mode(False):
+            reservation, block = self._pool.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
+            assert block.buffer is not None
+            typed = block.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.extent = Extent(typed, block.buffer, block, reservation)
+        return tensor.extent
+
+    def wrap(self, tensor: PagedTensor, data: torch.Tensor) -> None:
+        """Makes `data`, a tensor of somebody else's that is alone in its storage, the extent of a tensor.
+
+        Raises:
+            BudgetError: no room.
+        """
+        reservation = self._pool.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
+        # A view keeps what it is a view of, which would count as somebody's.
+        own = data.data
+        tensor.extent = Extent(own, own.view(-1).view(torch.uint8), None, reservation)
+
+    def bring(self, tensor: PagedTensor) -> None:
+        """Brings in a tensor that is not there, nor on its way, while the caller waits.
+
+        Raises:
+            BudgetError: no room.
+            DiskError: the transfer failed.
+        """
+        self._pool.stats.faults += 1
+        if tensor.place is Place.BLANK:
+            self.make(tensor).tensor.fill_(tensor.fill)
+            self.settle_in(tensor, Place.DIRTY)
+            return
+        load = self.begin_load(tensor)
+        try:
+            if load is not None:
+                self._pool.traffic.order(load)
+        except BaseException:
+            self.take_back(tensor)
+            raise
+        self.settle_in(tensor, self.place_when_loaded(tensor))
+
+    def begin_load(self, tensor: PagedTensor, *, moves: bool = True) -> Transfer | None:
+        """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
+
+        Args:
+            tensor: which one.
+            moves: see `Room.take_block`.
+
+        Raises:
+            BudgetError: no room.
+            DiskError: an earlier store of it failed.
+        """
+        extent = self.make(tensor, moves=moves)
+        try:
+            return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
+        except BaseException:
+            self.take_back(tensor)
+            raise
+
+    def place_when_loaded(self, tensor: PagedTensor) -> Place:
+        """What a tensor is once it has been loaded: dirty if the home lacks the end of it, or is to have it."""
+        if tensor.origin is not None and not tensor.stored_bytes and tensor.origin.suits:
+            return Place.CLEAN
+        return Place.CLEAN if tensor.stored_bytes >= tensor.slot_bytes else Place.DIRTY
+
+    def settle_in(self, tensor: PagedTensor, place: Place) -> None:
+        """The bytes are in the extent: the tensor may be used, and evicted."""
+        tensor.place = place
+        if not tensor.pins:
+            self._pool.shelf.touch(tensor)
+        if tensor.occupant is not None:
+            assert tensor.extent is not None
+            tensor.occupant.arrived(tensor.extent.tensor)
+
+    def take_back(self, tensor: PagedTensor) -> None:
+        """Takes the extent from a tensor that nobody has seen yet."""
+        extent, tensor.extent = tensor.extent, None
+        assert extent is not None
+        self._pool.room.leave(extent.octets, extent.block, extent.reservation)
+
+    def let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
+        """Takes the extent from `tensor`; its memory is free once nobody views it and `transfer` has ended."""
+        extent = tensor.extent
+        assert extent is not None
+        if tensor.occupant is not None:
+            tensor.occupant.leaving(extent.tensor)
+        self._pool.shelf.take(tensor)
+        tensor.extent = None
+        octets, block, reservation = extent.octets, extent.block, extent.reservation
+        del extent
+        self._pool.room.leave(octets, block, reservation, transfer)
