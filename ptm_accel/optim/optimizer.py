@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import compress
 from typing import Any
 
 import torch
 
-from ptm_accel.errors import LostStepError, UnsupportedError
+from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
-from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
-from ptm_accel.optim.chase import Chase, ordered
 from ptm_accel.optim.hands import Hands
-from ptm_accel.optim.host_updates import HostUpdates
-from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.on_host import OnHost
+from ptm_accel.optim.overlap import Overlap
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
 from ptm_accel.optim.step_guard import hooks_of_others
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
-from ptm_accel.optim.units import Entry, ParamState, Work
+from ptm_accel.optim.units import Work
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -90,24 +87,21 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._gradients = gradients
         self._pool = pool
         self._run_ahead = run_ahead
-        self._overlap = overlap
+        self._may_overlap = overlap
         self._grown = grown
         self._synchronise = synchronise
         self._stepped = stepped
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
-        self._chase: Chase | None = None
         self._scale: torch.Tensor | None = None
         self._states = States(inner, slots, pool, masters=master_weights, settle=self.settle)
-        self._groups: dict[int, int] = {}
         self._hands = Hands("ptm_accel arithmetic")
         self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._hands)
         on_host = run_ahead.updates_on_host
         spent = run_ahead.spent_on_host
         self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._hands)
-        self.in_backward = InBackward(self._sweep, run_ahead, self._entry_of, self._begin_in_backward)
+        self._overlap = Overlap(self._sweep, self.on_host, self._states, run_ahead)
+        self.in_backward = self._overlap.in_backward
         self._closed = False
-        self._steps = 0
-        self._lost: str | None = None
         self._take_from(gradients)
 
     # ---- the step --------------------------------------------------------------------------------------------
@@ -143,7 +137,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             except BaseException:
                 self.in_backward.abandon()
                 raise
-            self._steps += 1
+            self._overlap.steps += 1
             self._stepped()
             try:
                 # Nothing of the step is left to be done here, and nothing is lost by what fails.
@@ -179,12 +173,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         # Only of those that are known to be element-wise is it known that their order does not matter.
-        order = self._run_ahead.reading_order() if begun or (self._elementwise and self._overlap()) else None
+        order = self._run_ahead.reading_order() if begun or (self._elementwise and self._may_overlap()) else None
         later: Work = []
         if order is not None:
             # What stays in the compute tier is read without anybody being asked, and has nothing to wait for. Each is
             # asked once: who views a part of it may let go at any time.
-            waits = [self._can_wait(state) for _, state, _ in work]
+            waits = [self._overlap.can_wait(state) for _, state, _ in work]
             later = list(compress(work, waits))
             work = [entry for entry, wait in zip(work, waits, strict=True) if not wait]
         begin = time.perf_counter() - self._pool.stats.stall_s
@@ -192,46 +186,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._run_ahead.exclude(time.perf_counter() - self._pool.stats.stall_s - begin)
         if begun:
             assert order is not None
-            self._close_chase(later, order, scale)
+            self._overlap.close(later, order, scale)
         elif order is not None and later:
-            self._begin_chase(_handed_over(later), order, scale)
-
-    def _begin_chase(self, work: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
-        gradient_bytes = {state.slot.name: grad.value.slot_bytes for _, state, grad in work if grad.value is not None}
-        self._follow({state.slot.name: state for _, state, _ in work}, gradient_bytes)
-        chase = self._make_chase(scale)
-        chase.begin(ordered(work, order))
-        chase.pump()
-
-    def _follow(self, states: Mapping[str, ParamState], gradient_bytes: Mapping[str, int]) -> None:
-        self._run_ahead.follow_updates(
-            {name: state.tensors()[1:] for name, state in states.items()},
-            gradient_bytes,
-            {name for name, state in states.items() if state.overwritten},
-        )
-
-    def _make_chase(self, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:
-        number = self._steps + 1
-
-        def ended() -> None:
-            self._chase = None
-            # Of a step that was not asked for yet, and of which nothing was done, nothing is missed.
-            if chase.lost and (chase.whole or chase.touched):
-                self._lost = f"of step {number} failed, and {chase.lost} parameters were not updated"
-            self._run_ahead.updates_ended(chase.updated)
-
-        chase = Chase(
-            self._sweep,
-            scale,
-            whole=whole,
-            # A gradient that has arrived is waited for by nobody but its update: what that lacks it sends for itself.
-            sent_for=self._run_ahead.sends_for if whole else _nothing,
-            on_host=partial(HostUpdates, self.on_host) if self._run_ahead.on_host_possible() else None,
-            spent=self._run_ahead.exclude,
-            ended=ended,
-        )
-        self._chase = self._run_ahead.beside = chase
-        return chase
+            self._overlap.begin(later, order, scale)
 
     # ---- the step, before it is asked for ----------------------------------------------------------------------
 
@@ -243,44 +200,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         # What has to be made room for is met, or refused, by the step.
         if self._appetite_of() != self.appetite:
             return False
-        states = {state.slot.name: state for state in self._states if self._can_wait(state)}
-        if states:
-            self.look_at_groups()
-            self._follow(states, {name: state.slot.value.slot_bytes for name, state in states.items()})
-        return bool(states)
+        return self._overlap.expect(self.param_groups)
 
     def look_at_groups(self) -> None:
         """Before a backward in which updates may begin: takes note of who is in which group."""
-        self._groups = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
-
-    def _entry_of(self, grad: GradSlot) -> Entry | None:
-        state, group = self._states.met(grad.slot), self._groups.get(id(grad.slot.param))
-        return (group, state, grad) if group is not None and state is not None and self._can_wait(state) else None
-
-    def _can_wait(self, state: ParamState) -> bool:
-        """Whether an update need not be done within the step: nobody can see its parts before they ask for them."""
-        handouts = self._pool.handouts
-        return state.slot.value.movable and not state.fresh and not any(map(handouts.viewed, state.paged.values()))
-
-    def _begin_in_backward(self) -> Chase:
-        self.settle()
-        return self._make_chase(whole=False)
-
-    def _close_chase(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
-        chase = self._chase
-        assert chase is not None
-        begun = [state for _, state, _ in chase.work]
-        if scale is None:
-            self.in_backward.close(_handed_over(later), order)
-            chase.pump()
-        else:
-            # NaN times anything: torch's own clipping makes all gradients NaN if one of them is not finite, and the
-            # update makes of that what nothing can be told from.
-            self.in_backward.close([], order)
-            self.settle()
-            self._sweep.run(later, scale)
-            for tensor in [tensor for state in begun for tensor in state.tensors()]:
-                self._pool.fault(tensor, write=True).fill_(float("nan"))
+        self._overlap.look_at_groups(self.param_groups)
 
     def settle(self) -> None:
         """Carries out what is left of the last step.
@@ -288,8 +212,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
         """
-        if self._chase is not None:
-            self._chase.finish()
+        self._overlap.settle()
 
     def refuse_lost_step(self) -> None:
         """Before a save: carries out what is owed, and says that an update has failed since the state was loaded last.
@@ -298,17 +221,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostStepError: so it is.
             DiskError: as by `settle`.
         """
-        self.settle()
-        if self._lost is not None:
-            raise LostStepError(
-                f"cannot save what is between two steps: the update {self._lost} (counted since this optimizer was "
-                "prepared). Load the last checkpoint, weights and optimizer, and go on from there; "
-                "model.save_pretrained() and model.state_dict() give the weights as they are."
-            )
+        self._overlap.refuse_lost()
 
     def restored(self) -> None:
         """All of its state was loaded: what was lost before is no more."""
-        self._lost = None
+        self._overlap.restored()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -477,20 +394,10 @@ class PagedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Ends the life of all state on pages; what is left of a step is not done, nor any other step."""
         self._closed = True
-        self.in_backward.end()
-        if self._chase is not None:
-            self._chase.give_up()
+        self._overlap.give_up()
         self.on_host.close()
         self._hands.close()
         self._states.close()
 
     def __repr__(self) -> str:
         return f"PagedOptimizer({self.inner!r})"
-
-
-def _nothing(parameter: str) -> bool:
-    return False
-
-
-def _handed_over(work: Work) -> Work:
-    return [(group, state, grad.hand_over()) for group, state, grad in work]

@@ -225,7 +225,7 @@ def test_zero_grad_leaves_a_step_its_gradients_that_runs_beside_the_next_forward
         for row in tiny.data(4):
             engine.model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
             optimizer.step()
-            running += optimizer._chase is not None
+            running += optimizer._overlap.chase is not None
             drop(engine)
         after: dict[str, torch.Tensor] = tiny.weights(engine.model)
         engine.close()

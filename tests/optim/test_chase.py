@@ -259,7 +259,7 @@ def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkey
             raise RuntimeError("the book")
 
     with chasing(tmp_path) as (_, engine, optimizer):
-        chase = optimizer._chase
+        chase = optimizer._overlap.chase
         assert chase is not None
         with monkeypatch.context() as patch:
             patch.setattr(GradSlot, "drop", fails)
@@ -267,7 +267,7 @@ def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkey
                 chase.give_up()
         assert len(dropped) > 1
         assert engine.pool.owed is None
-        assert optimizer._chase is None
+        assert optimizer._overlap.chase is None
         assert not engine.pool.pinned()
         assert not any(slot.veiled for slot in engine.slots)
         assert not any(t.name.endswith(GRAD_SUFFIX) for t in engine.pool.tensors())

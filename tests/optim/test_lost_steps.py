@@ -75,6 +75,6 @@ def test_after_a_lost_update_nothing_is_saved_until_all_is_loaded(way: str, tmp_
 def test_a_step_that_was_not_asked_for_is_missed_by_nobody(tmp_path: Path) -> None:
     with chasing(tmp_path, warm=3) as (_, engine, optimizer):
         engine.settle()
-        chase = optimizer._begin_in_backward()
+        chase = optimizer._overlap.begin_in_backward()
         chase.give_up()
         optimizer.state_dict()

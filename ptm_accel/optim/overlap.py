@@ -1,0 +1,194 @@
+"""The part of an optimizer's steps that is carried out beside passes: beside the next forward, or the backward before.
+
+What has begun there is a `Chase`. Here is what it is begun with, and what is known of it when it has ended: a step that
+was lost is no state to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ptm_accel.errors import LostStepError
+from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.run_ahead import RunAhead
+from ptm_accel.optim.chase import Chase, ordered
+from ptm_accel.optim.host_updates import HostUpdates
+from ptm_accel.optim.in_backward import InBackward
+from ptm_accel.optim.on_host import OnHost
+from ptm_accel.optim.states import States
+from ptm_accel.optim.sweep import Sweep
+from ptm_accel.optim.units import Entry, ParamState, Work
+
+
+class Overlap:
+    """Begins updates beside passes, and answers for what becomes of them.
+
+    Args:
+        sweep: carries updates out.
+        on_host: carries those out that are for the CPU beside a device.
+        states: what the optimizer keeps for each parameter.
+        run_ahead: knows what passes read, and in which order.
+
+    Attributes:
+        chase: what has begun and not ended; None if there is nothing.
+        in_backward: what begins before the step is asked for.
+        steps: how many have been made.
+    """
+
+    def __init__(self, sweep: Sweep, on_host: OnHost, states: States, run_ahead: RunAhead) -> None:
+        self.chase: Chase | None = None
+        self.in_backward = InBackward(sweep, run_ahead, self._entry_of, self.begin_in_backward)
+        self.steps = 0
+        self._sweep = sweep
+        self._on_host = on_host
+        self._states = states
+        self._run_ahead = run_ahead
+        self._groups: dict[int, int] = {}
+        self._lost: str | None = None
+
+    def begin(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
+        """The step has come, and nothing has begun before it: it runs beside the next forward.
+
+        Args:
+            later: what is to be updated.
+            order: the place of each parameter in the next forward, by name.
+            scale: what gradients are multiplied by first, if anything.
+
+        Raises:
+            DiskError: a transfer had failed; the step is not whole then.
+        """
+        work = _handed_over(later)
+        gradient_bytes = {state.slot.name: grad.value.slot_bytes for _, state, grad in work if grad.value is not None}
+        self._follow({state.slot.name: state for _, state, _ in work}, gradient_bytes)
+        chase = self._make_chase(scale)
+        chase.begin(ordered(work, order))
+        chase.pump()
+
+    def close(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
+        """The step has come whose updates have begun during backward: what is left of it runs beside the next forward.
+
+        Args:
+            later: what is to be updated beside what has begun.
+            order: the place of each parameter in the next forward, by name.
+            scale: what gradients are multiplied by first, if anything; only NaN is possible.
+
+        Raises:
+            UnsupportedError: the groups or their hyperparameters have been changed since backward.
+            DiskError: a transfer failed; the step is not whole then.
+        """
+        chase = self.chase
+        assert chase is not None
+        begun = [state for _, state, _ in chase.work]
+        if scale is None:
+            self.in_backward.close(_handed_over(later), order)
+            chase.pump()
+        else:
+            # NaN times anything: torch's own clipping makes all gradients NaN if one of them is not finite, and the
+            # update makes of that what nothing can be told from.
+            self.in_backward.close([], order)
+            self.settle()
+            self._sweep.run(later, scale)
+            for tensor in [tensor for state in begun for tensor in state.tensors()]:
+                self._sweep.pool.fault(tensor, write=True).fill_(float("nan"))
+
+    def _entry_of(self, grad: GradSlot) -> Entry | None:
+        state, group = self._states.met(grad.slot), self._groups.get(id(grad.slot.param))
+        return (group, state, grad) if group is not None and state is not None and self.can_wait(state) else None
+
+    def can_wait(self, state: ParamState) -> bool:
+        """Whether an update need not be done within the step: nobody can see its parts before they ask for them."""
+        handouts = self._sweep.pool.handouts
+        return state.slot.value.movable and not state.fresh and not any(map(handouts.viewed, state.paged.values()))
+
+    def look_at_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Before a backward in which updates may begin: takes note of who is in which group."""
+        self._groups = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+
+    def expect(self, groups: list[dict[str, Any]]) -> bool:
+        """Makes known what updates during the next backward use; returns whether there are any that can begin there."""
+        states = {state.slot.name: state for state in self._states if self.can_wait(state)}
+        if states:
+            self.look_at_groups(groups)
+            self._follow(states, {name: state.slot.value.slot_bytes for name, state in states.items()})
+        return bool(states)
+
+    def begin_in_backward(self) -> Chase:
+        """Begins a step that has not been asked for yet; its work is added as gradients arrive."""
+        self.settle()
+        return self._make_chase(whole=False)
+
+    def settle(self) -> None:
+        """Carries out what is left of the last step.
+
+        Raises:
+            DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
+        """
+        if self.chase is not None:
+            self.chase.finish()
+
+    def refuse_lost(self) -> None:
+        """Carries out what is owed, and says that an update has failed since the state was loaded last.
+
+        Raises:
+            LostStepError: so it is.
+            DiskError: as by `settle`.
+        """
+        self.settle()
+        if self._lost is not None:
+            raise LostStepError(
+                f"cannot save what is between two steps: the update {self._lost} (counted since this optimizer was "
+                "prepared). Load the last checkpoint, weights and optimizer, and go on from there; "
+                "model.save_pretrained() and model.state_dict() give the weights as they are."
+            )
+
+    def restored(self) -> None:
+        """All of the state was loaded: what was lost before is no more."""
+        self._lost = None
+
+    def give_up(self) -> None:
+        """What is left of a step is not done."""
+        self.in_backward.end()
+        if self.chase is not None:
+            self.chase.give_up()
+
+    def _follow(self, states: Mapping[str, ParamState], gradient_bytes: Mapping[str, int]) -> None:
+        self._run_ahead.follow_updates(
+            {name: state.tensors()[1:] for name, state in states.items()},
+            gradient_bytes,
+            {name for name, state in states.items() if state.overwritten},
+        )
+
+    def _make_chase(self, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:
+        number = self.steps + 1
+
+        def ended() -> None:
+            self.chase = None
+            # Of a step that was not asked for yet, and of which nothing was done, nothing is missed.
+            if chase.lost and (chase.whole or chase.touched):
+                self._lost = f"of step {number} failed, and {chase.lost} parameters were not updated"
+            self._run_ahead.updates_ended(chase.updated)
+
+        chase = Chase(
+            self._sweep,
+            scale,
+            whole=whole,
+            # A gradient that has arrived is waited for by nobody but its update: what that lacks it sends for itself.
+            sent_for=self._run_ahead.sends_for if whole else _nothing,
+            on_host=partial(HostUpdates, self._on_host) if self._run_ahead.on_host_possible() else None,
+            spent=self._run_ahead.exclude,
+            ended=ended,
+        )
+        self.chase = self._run_ahead.beside = chase
+        return chase
+
+
+def _nothing(parameter: str) -> bool:
+    return False
+
+
+def _handed_over(work: Work) -> Work:
+    return [(group, state, grad.hand_over()) for group, state, grad in work]
