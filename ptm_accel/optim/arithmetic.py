@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.model.floor import Appetite
 from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.hyperparameters import NAMES, apart
 from ptm_accel.optim.units import Unit
 
 PIECE_ELEMENTS = 1 << 20
@@ -33,8 +34,6 @@ pieces of their own, each has so many.
 LEAST_ELEMENTS = 1 << 16
 """The smallest piece that a core is given for itself."""
 
-NAMES = "param_names"
-"""Of a group that was made from named parameters: one for each."""
 _ALIGN = 64
 """Pieces begin at multiples of so many elements, or numbers would depend on where they do."""
 _KERNELS = {
@@ -47,22 +46,6 @@ _KERNELS = {
 
 The first list is of parameters, the second of their gradients.
 """
-
-
-def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of each group as they are now, all but its parameters.
-
-    The names of parameters are in a dictionary, by the identity of their parameter: each part of a step has other ones,
-    and looks up a few.
-    """
-    return [
-        {k: _by_parameter(group) if k == NAMES else v for k, v in group.items() if k != "params"} for group in groups
-    ]
-
-
-def _by_parameter(group: dict[str, Any]) -> dict[int, str]:
-    # Either may have been changed alone.
-    return dict(zip(map(id, group["params"]), group[NAMES], strict=False))
 
 
 class Arithmetic:
@@ -170,7 +153,7 @@ class Arithmetic:
         param.grad = grad
         if not unit.new:
             # Every window starts from the same counts; the last one's are kept.
-            small = state.small if unit.last else {key: _apart(entry) for key, entry in state.small.items()}
+            small = state.small if unit.last else {key: apart(entry) for key, entry in state.small.items()}
             small = {key: self._beside(entry, options) for key, entry in small.items()}
             self._inner.state[param] = {**small, **{key: tensors[f"state.{key}"] for key in state.paged}}
         return param
@@ -347,10 +330,6 @@ def _follow(unit: Unit, master: torch.Tensor, value: torch.Tensor) -> None:
         master.copy_(value)
     elif unit.state.differs:
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
-
-
-def _apart(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:

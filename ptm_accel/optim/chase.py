@@ -25,18 +25,17 @@ from typing import Any
 
 import torch
 
-from ptm_accel.errors import DiskError, PlaceholderError, StaleGraphError, UnsupportedError
+from ptm_accel.errors import PlaceholderError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.host_updates import HostUpdates
+from ptm_accel.optim.hyperparameters import kept_hyperparameters, still_hold
 from ptm_accel.optim.sweep import Sweep
-from ptm_accel.optim.units import Cursor, Entry, Unit, Work
+from ptm_accel.optim.units import Cursor, Entry, Work, ordered
 
 logger = logging.getLogger(__name__)
-
-_AT_ONCE = 2
-"""How many batches may be open: one whose transfers run while the other is updated."""
 
 BeginOnHost = Callable[[torch.Tensor | None, list[dict[str, Any]]], HostUpdates]
 """Makes what updates on the CPU, of what gradients are multiplied by and of the hyperparameters of each group."""
@@ -75,14 +74,8 @@ class Chase:
         self._scale = scale
         self._spent = spent
         self._ended = ended
-        # A learning rate that is a tensor is changed in place by its scheduler.
-        self._hyper = [
-            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            for group in sweep.hyperparameters()
-        ]
+        self._hyper = kept_hyperparameters(sweep.inner.param_groups)
         self._on_host = None if on_host is None else on_host(scale, self._hyper)
-        self._opened: list[Unit] = []
-        self._batches: deque[list[Unit]] = deque()
         self._working = False
         # Which tensors may not be looked at before which parameter has been updated.
         self._owed: dict[PagedTensor, int] = {}
@@ -93,6 +86,7 @@ class Chase:
         self.touched = False
         self.lost = 0
         self._cursor = Cursor([], stays=True, sparing=not whole, sent_for=sent_for)
+        self._batches = Batches(sweep, self._cursor)
         sweep.pool.owed = self
 
     def begin(self, work: Work) -> None:
@@ -179,13 +173,13 @@ class Chase:
     def pump(self) -> None:
         """Updates what has arrived and opens what there is room for; never waits."""
         if self._owed and not self._working:
-            while self._batches and all(unit.arrived() for unit in self._batches[0]):
+            while self._batches.arrived():
                 with self._at_work():
                     self._update()
-                    self._open(insist=False)
+                    self._batches.open(insist=False)
             if self._owed:
                 with self._at_work():
-                    self._open(insist=False)
+                    self._batches.open(insist=False)
         self.look()
 
     def look(self) -> None:
@@ -206,9 +200,7 @@ class Chase:
     @property
     def open_bytes(self) -> int:
         """See `ptm_accel.model.following.Beside`: of parameters that are updated in parts nothing is planned."""
-        involved = (tensor for unit in self._opened if unit.whole for tensor in unit.involved().values())
-        pinned = (tensor.extent for tensor in involved if tensor.movable and tensor.pins == 1)
-        return sum(extent.reservation.nbytes for extent in pinned if extent is not None)
+        return self._batches.pinned_bytes
 
     @property
     def waiting_bytes(self) -> int:
@@ -266,15 +258,7 @@ class Chase:
 
     def unchanged(self) -> bool:
         """Whether the groups and their hyperparameters are still those that it goes by."""
-        current = self._sweep.hyperparameters()
-        if len(current) != len(self._hyper):
-            return False
-        members = [{id(param) for param in group["params"]} for group in self._sweep.inner.param_groups]
-        return all(id(state.slot.param) in members[group] for group, state, _ in self.work) and all(
-            key in then and bool(then[key] == value)
-            for then, now in zip(self._hyper, current, strict=True)
-            for key, value in now.items()
-        )
+        return still_hold(self._hyper, self._sweep.inner.param_groups, self.work)
 
     def give_way(self) -> bool:
         """See `Owed`.
@@ -284,7 +268,7 @@ class Chase:
         """
         if self._working or not self._batches:
             return False
-        self._await(self._batches[0])
+        self._batches.wait()
         if self._batches:
             with self._at_work():
                 self._update()
@@ -319,7 +303,7 @@ class Chase:
                 ending.callback(grad.drop)
             if self._on_host is not None:
                 ending.callback(self._on_host.give_up)
-            self._sweep.abandon(self._opened)
+            self._batches.abandon()
 
     def before_use(self, tensor: PagedTensor) -> None:
         """See `Owed`.
@@ -348,17 +332,17 @@ class Chase:
         while self._owed and self._done <= index:
             if not self._batches:
                 with self._at_work():
-                    self._open(insist=True)
+                    self._batches.open(insist=True)
             # A handler of signals may look at parameters, and so carry out what this is about.
             if self._batches:
-                self._await(self._batches[0])
+                self._batches.wait()
             if self._batches:
                 with self._at_work():
                     self._update()
-                    self._open(insist=False)
+                    self._batches.open(insist=False)
 
     def _wait_for_host(self) -> None:
-        """Waits for the next window that is updated on the CPU; as in `_await`, Ctrl-C is not put off."""
+        """Waits for the next window that is updated on the CPU; as in `Batches.wait`, Ctrl-C is not put off."""
         assert self._on_host is not None
         job = self._on_host.next_job
         if job is not None:
@@ -376,26 +360,11 @@ class Chase:
             self._add_here(entry)
         self._end_if_done()
 
-    def _await(self, batch: list[Unit]) -> None:
-        """Waits for what a batch reads. Ctrl-C is not put off any longer here, since nothing is half done."""
-        with self._sweep.pool.traffic.stalled():
-            INTERRUPTS.look()
-            for transfer in [transfer for unit in batch for transfer in unit.awaited()]:
-                # An error is raised again by the update itself.
-                with suppress(DiskError):
-                    transfer.order()
-
-    def _open(self, *, insist: bool) -> None:
-        if len(self._batches) < _AT_ONCE:
-            batch = self._sweep.open(self._cursor, self._opened, insist=insist)
-            if batch:
-                self._batches.append(batch)
-
     def _update(self) -> None:
-        batch = self._batches.popleft()
+        batch = self._batches.take()
         self._gradients.difference_update([unit.grad.value for unit in batch if unit.last])
         self.touched = True
-        self._sweep.carry_out(batch, self._opened, self._scale, self._hyper)
+        self._batches.carry_out(batch, self._scale, self._hyper)
         # What was written to a placeholder is told when all of it is noted, and of the last slot as of the first.
         with ExitStack() as showing:
             for unit in batch:
@@ -447,14 +416,3 @@ def _show_lost(slot: ParamSlot) -> None:
     """Shows values whose update will not come; that a write to their placeholder is lost with it is no more news."""
     with suppress(PlaceholderError):
         slot.unveil()
-
-
-def ordered(work: Work, order: dict[str, int]) -> Work:
-    """`work` in the order in which a forward reads the parameters; those it does not read come last.
-
-    Args:
-        work: what is to be updated.
-        order: the place of each parameter, by name.
-    """
-    last = len(order)
-    return sorted(work, key=lambda entry: order.get(entry[1].slot.name, last))

@@ -15,13 +15,13 @@ import torch
 from ptm_accel.errors import LostStepError
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.run_ahead import RunAhead
-from ptm_accel.optim.chase import Chase, ordered
+from ptm_accel.optim.chase import Chase
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.in_backward import InBackward
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.states import States
 from ptm_accel.optim.sweep import Sweep
-from ptm_accel.optim.units import Entry, ParamState, Work
+from ptm_accel.optim.units import Entry, ParamState, Work, ordered
 
 
 class Overlap:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.optim.arithmetic import NAMES, bare_step
+from ptm_accel.optim.arithmetic import bare_step
+from ptm_accel.optim.hyperparameters import NAMES
 from ptm_accel.optim.isolation import Copied, copy_of, knows_parameters, nothing_drawn, optimizers_in
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,9 @@ from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
-from ptm_accel.optim.arithmetic import Arithmetic, hyperparameters
+from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.hyperparameters import hyperparameters
 from ptm_accel.optim.units import Cursor, ParamState, Unit, Work
 
 _LARGEST_WINDOW_BYTES = 32 << 20
@@ -78,7 +79,7 @@ class Sweep:
             scale: what gradients are multiplied by first (clipping), if anything.
         """
         cursor = Cursor(work)
-        hyper = self.hyperparameters()
+        hyper = hyperparameters(self.inner.param_groups)
         fresh = [(state, grad, dict(state.small)) for _, state, grad in work if state.fresh]
         with ExitStack() as cleanup:
             opened: list[Unit] = []
@@ -89,10 +90,6 @@ class Sweep:
                 following = self.open(cursor, opened, insist=False)
                 self.carry_out(current, opened, scale, hyper)
                 current = following or self.open(cursor, opened, insist=True)
-
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        """Those of each group, as they are now."""
-        return hyperparameters(self.inner.param_groups)
 
     def carry_out(
         self, batch: list[Unit], opened: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]

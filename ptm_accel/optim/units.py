@@ -196,3 +196,14 @@ class Cursor:
         """Goes on behind `unit`."""
         self.new = unit.new
         self.index, self.start = (self.index + 1, 0) if unit.last else (self.index, unit.stop)
+
+
+def ordered(work: Work, order: dict[str, int]) -> Work:
+    """`work` in the order in which a forward reads the parameters; those it does not read come last.
+
+    Args:
+        work: what is to be updated.
+        order: the place of each parameter, by name.
+    """
+    last = len(order)
+    return sorted(work, key=lambda entry: order.get(entry[1].slot.name, last))
