@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ptm_accel import __version__, autoload, machine
 from ptm_accel.config import YAML_SECTION, DiskConfig, PTMConfig, check_disk_path
+from ptm_accel.dials import expand
 from ptm_accel.environment import SWITCH
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
 from ptm_accel.units import format_bytes
@@ -213,7 +214,7 @@ def _asked() -> dict[str, Any]:
             try:
                 checked = PTMConfig.load({dial: value})
                 for path in DiskConfig.load(checked.disk).paths if checked.disk is not None else ():
-                    check_disk_path(Path(os.path.expanduser(os.path.expandvars(path))))
+                    check_disk_path(Path(expand(path)))
             except PTMError as error:
                 typer.echo(f"  {error}", err=True)
                 continue
