@@ -105,19 +105,7 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
     cls = type(optimizer)
     if cls.__module__.startswith(_KNOWN):
         return None
-    for name, value in vars(optimizer).items():
-        for other in optimizers_in(value):
-            raise UnsupportedError(
-                f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute "
-                f"{name!r}, {type(other).__name__}), which would not see what is on pages. Use that one by itself."
-            )
-    known = knows_parameters(optimizer)
-    if known is not None:
-        raise UnsupportedError(
-            f"the optimizer {cls.__name__} cannot run on pages: its attribute {known!r} holds parameters or groups by "
-            "the object, and its step is given others in their place. Keep what it says of a parameter in its group, "
-            "in state[p], or on the parameter itself (p.rate = 0.1)."
-        )
+    _refuse_objects(optimizer)
     rows = _small(optimizer, masters=masters, device=device)
     if not rows:
         return None
@@ -136,6 +124,44 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
             str(error).partition("\n")[0][:_LONGEST_TEXT],
         )
         return None
+    _judge(cls, rows, whole, apart)
+    return max(whole.full_size(at) for at in range(len(rows)))
+
+
+def _refuse_objects(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that keeps what its step goes by as objects, and is given others in their place.
+
+    Raises:
+        UnsupportedError: another optimizer, parameters or groups.
+    """
+    cls = type(optimizer)
+    for name, value in vars(optimizer).items():
+        for other in optimizers_in(value):
+            raise UnsupportedError(
+                f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute "
+                f"{name!r}, {type(other).__name__}), which would not see what is on pages. Use that one by itself."
+            )
+    known = knows_parameters(optimizer)
+    if known is not None:
+        raise UnsupportedError(
+            f"the optimizer {cls.__name__} cannot run on pages: its attribute {known!r} holds parameters or groups by "
+            "the object, and its step is given others in their place. Keep what it says of a parameter in its group, "
+            "in state[p], or on the parameter itself (p.rate = 0.1)."
+        )
+
+
+def _judge(cls: type[torch.optim.Optimizer], rows: Sequence[_Row], whole: _Outcome, apart: _Outcome) -> None:
+    """Refuses an optimizer by what it did, or warns of it.
+
+    Args:
+        cls: its class.
+        rows: the small tensors it was tried on.
+        whole: what came of steps in one call.
+        apart: what came of steps in one call for each tensor.
+
+    Raises:
+        UnsupportedError: it was not the same.
+    """
     what = whole.differs_in(apart)
     if what is not None:
         raise UnsupportedError(
@@ -163,7 +189,6 @@ def rehearse(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.d
             tuple(beside[1]),
             tuple(beside[2]),
         )
-    return max(whole.full_size(at) for at in range(len(rows)))
 
 
 def _small(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.device) -> list[_Row]:
