@@ -26,7 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from machine_facts import facts
 from random_tokens import Tokens
-from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
+from small_llama import VOCABULARY, small_llama
+from transformers import TrainerCallback, TrainingArguments
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,7 @@ def child(kind: str, directory: Path, steps: int) -> None:
     import ptm_accel
 
     what = KINDS[kind]
-    shape = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        vocab_size=8192,
-        use_cache=False,
-    )
-    dials = {"host_memory": HOST_MEMORY, "disk": str(directory), "master_weights": "fp32"}
-    torch.manual_seed(0)
-    model = ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=torch.bfloat16)
+    model, dials = small_llama(HOST_MEMORY, directory)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=steps,
@@ -133,7 +124,7 @@ def child(kind: str, directory: Path, steps: int) -> None:
     )
     watch = Watch()
     callbacks = [watch, *([Looks()] if what.looked_at else [])]
-    tokens = Tokens(512, what.length, 8192)
+    tokens = Tokens(512, what.length, VOCABULARY)
     trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=callbacks, ptm_config=dials)
     trainer.train()
     engine = ptm_accel.engine_of(model)

@@ -21,10 +21,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch
 from machine_facts import facts, ratio_line
 from random_tokens import Tokens
-from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
+from small_llama import VOCABULARY, small_llama
+from transformers import TrainerCallback, TrainingArguments
 
 KINDS = {
     "demand": "paged on demand, update at `step()`",
@@ -52,24 +52,13 @@ def child(kind: str, directory: Path, steps: int, host_memory: str) -> None:
     """One run."""
     from ptm_accel.integrations.transformers import Trainer
 
-    import ptm_accel
     from ptm_accel.engine import Engine
 
     if kind == "demand":
         Engine.planned = False
     elif kind == "planned":
         Engine._may_overlap = lambda self: False  # type: ignore[method-assign]
-    shape = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        vocab_size=8192,
-        use_cache=False,
-    )
-    dials = {"host_memory": host_memory, "disk": str(directory), "master_weights": "fp32"}
-    torch.manual_seed(0)
-    model = ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=torch.bfloat16)
+    model, dials = small_llama(host_memory, directory)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=steps,
@@ -85,7 +74,7 @@ def child(kind: str, directory: Path, steps: int, host_memory: str) -> None:
     )
     clock = Clock()
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=Tokens(256, 128, 8192), callbacks=[clock], ptm_config=dials
+        model=model, args=arguments, train_dataset=Tokens(256, 128, VOCABULARY), callbacks=[clock], ptm_config=dials
     )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -22,11 +22,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch
 from machine_facts import facts
 from ptm_accel.integrations.transformers import Trainer
 from random_tokens import Tokens
-from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback, TrainingArguments
+from small_llama import VOCABULARY, small_llama
+from transformers import TrainerCallback, TrainingArguments
 
 import ptm_accel
 from ptm_accel.engine import Engine
@@ -191,17 +191,7 @@ def foretell(engine: Engine, other: Configuration, seen: Turn, warm: Tally, move
 
 def train(directory: Path, turns: list[Turn]) -> None:
     """One training, through all the turns."""
-    shape = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        vocab_size=8192,
-        use_cache=False,
-    )
-    dials = {"host_memory": CALIBRATION.host_memory, "disk": str(directory), "master_weights": "fp32"}
-    torch.manual_seed(0)
-    model = ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=torch.bfloat16)
+    model, dials = small_llama(CALIBRATION.host_memory, directory)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=sum(turn.settle + MEASURED for turn in turns),
@@ -215,7 +205,7 @@ def train(directory: Path, turns: list[Turn]) -> None:
         learning_rate=1e-4,
         max_grad_norm=CALIBRATION.clip,
     )
-    tokens = Tokens(256, 128, 8192)
+    tokens = Tokens(256, 128, VOCABULARY)
     Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[Turns(turns)], ptm_config=dials).train()
 
 

@@ -5,28 +5,20 @@ Started by tests with one argument, a JSON object: the folder, the dials, which 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import faulty_disk
 import pytest
+import tiny
 from ptm_accel.integrations.transformers import Trainer
 from transformers import trainer_jit_checkpoint
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class AtOnce:
@@ -37,9 +29,8 @@ class AtOnce:
 
 
 def main(job: dict[str, Any]) -> None:
-    tiny, faulty = load("tiny"), load("faulty_disk")
     patch = pytest.MonkeyPatch()
-    disk = faulty.FaultyDisk("preadv", hangs=job.get("hangs", False))
+    disk = faulty_disk.FaultyDisk("preadv", hangs=job.get("hangs", False))
     disk.install(patch)
     sent: list[bool] = []
 
@@ -56,7 +47,7 @@ def main(job: dict[str, Any]) -> None:
         args=tiny.arguments(Path(job["folder"]), **changes),
         train_dataset=tiny.data(),
         ptm_config=job["dials"],
-        callbacks=[faulty.call_at(job["place"], disk.armed.set if job.get("hangs") else send, patch)],
+        callbacks=[faulty_disk.call_at(job["place"], disk.armed.set if job.get("hangs") else send, patch)],
     )
     patch.setattr(trainer_jit_checkpoint, "threading", SimpleNamespace(Timer=AtOnce))
     trainer.train()

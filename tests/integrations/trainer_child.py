@@ -5,29 +5,19 @@ Started by tests with one argument, a JSON object: the folder, the dials, when t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import tiny
 from ptm_accel.integrations.transformers import Trainer
 
 from ptm_accel.engine import engine_of
 
 STEPS = 10
-
-
-def load_tiny() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Killed(Trainer):
@@ -49,7 +39,6 @@ class Killed(Trainer):
 
 
 def main(job: dict[str, Any]) -> None:
-    tiny = load_tiny()
     folder = Path(job["folder"])
     trainer = Killed(
         model=tiny.model(**job["sizes"]),
