@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 SWITCH = "ACCELERATE_USE_PTM"
 LAUNCHER = "PTM_LAUNCHER"
@@ -47,6 +47,9 @@ HOSTS = {
 
 _COMMANDS = ("accelerate", "accelerate-launch", "accelerate-config", "ptm-accel")
 
+_failures: list[object] = []
+"""With what `sys.exit` was called in a process that is to train on pages, where that is a failure."""
+
 
 def install() -> None:
     """Called by torch."""
@@ -60,6 +63,7 @@ def install() -> None:
         import_module("ptm_accel.clipping").install()
         if OWNER not in os.environ and _runs_the_script(program):
             os.environ[OWNER] = str(os.getpid())
+            _note_exits()
             atexit.register(refuse_unused)
     if found:
         watch(found, program)
@@ -69,6 +73,18 @@ def watch(wanted: dict[str, tuple[str, str]], main: str = "") -> None:
     """Has modules met as they are imported, unless that has been done; see `Watcher`."""
     if not any(isinstance(finder, Watcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, Watcher(wanted, main))
+
+
+def _note_exits() -> None:
+    """Has `sys.exit` remember that it was given a status of failure: what is called at exit is not told of it."""
+    stock = sys.exit
+
+    def exit_noted(status: Any = None, /) -> NoReturn:
+        if status not in (None, 0):
+            _failures.append(status)
+        stock(status)
+
+    sys.exit = exit_noted
 
 
 def _runs_the_script(program: str) -> bool:
@@ -158,7 +174,7 @@ def refuse_unused() -> None:
     engine = sys.modules.get("ptm_accel.engine")
     if os.environ.get(OWNER) != str(os.getpid()) or (engine is not None and engine.Engine.count):
         return
-    if hasattr(sys, "last_type") or hasattr(sys, "last_exc"):
+    if hasattr(sys, "last_type") or hasattr(sys, "last_exc") or _failures:
         # It has ended by another error, which says more.
         return
     sys.stdout.flush()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ptm_accel import autoload
+from ptm_accel.engine import Engine
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ def test_who_is_waited_for(
     monkeypatch.setattr(sys, "orig_argv", argv)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(autoload.atexit, "register", lambda function: None)
+    monkeypatch.setattr(sys, "exit", sys.exit)
     for name in (autoload.SWITCH, autoload.OWNER):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
@@ -61,6 +63,7 @@ def test_who_is_waited_for(
 def test_the_process_that_owns_the_script_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(autoload.atexit, "register", asked.append)
+    monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setenv(autoload.SWITCH, "1")
     monkeypatch.delenv(autoload.OWNER, raising=False)
@@ -81,6 +84,29 @@ def test_the_process_that_owns_the_script_is_the_first(monkeypatch: pytest.Monke
     autoload.install()
     assert len(asked) == 2
     monkeypatch.delenv(autoload.OWNER)
+
+
+@pytest.mark.parametrize(("status", "refused"), [(None, [1]), (0, [1]), (2, []), ("no such file", [])])
+def test_a_script_that_has_failed_by_itself_is_not_refused(
+    status: object, refused: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by a wrong argument of its own: pages have no part in that, and its status is what it said."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(autoload.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(autoload, "_failures", [])
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(Engine, "count", 0)
+    for name in ("last_type", "last_exc"):
+        monkeypatch.delattr(sys, name, raising=False)
+    monkeypatch.setenv(autoload.OWNER, str(os.getpid()))
+    autoload._note_exits()
+    with pytest.raises(SystemExit) as left:
+        sys.exit(status)  # type: ignore[arg-type]
+    assert left.value.code == status
+    autoload.refuse_unused()
+    assert ended == refused
+    assert ("no model was put on them" in capsys.readouterr().err) == bool(refused)
 
 
 def test_modules_are_met_once_whenever_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
