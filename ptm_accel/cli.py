@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -275,6 +277,9 @@ def launch_script(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: flags of `accelerate launch`, the script, and what is the script's.
+
+    Raises:
+        SystemExit: the script has failed; with its exit status, as a shell would tell it.
     """
     autoload.watch(autoload.COMMANDS)
     host = import_module("accelerate.commands.launch")
@@ -285,7 +290,29 @@ def launch_script(arguments: Sequence[str]) -> None:
         # Runs it as a module of ours, which needs no help from torch.
         args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
         args.training_script, args.module = "ptm_accel", True
-    host.launch_command(args)
+    try:
+        host.launch_command(args)
+    except subprocess.CalledProcessError as error:
+        # The process has told of its error itself; where accelerate has called it from would be a second traceback.
+        raise SystemExit(_told(error.returncode)) from None
+
+
+def _told(code: int) -> int:
+    """The exit status that stands for how a process has ended; says so where the process could not.
+
+    Args:
+        code: as `subprocess` gives it: below zero, the signal that has ended it.
+    """
+    if code >= 0:
+        return code
+    hint = ""
+    if -code == signal.SIGKILL:
+        hint = (
+            " Where nobody has killed it, memory ran out: activations are not counted by host_memory. Lower "
+            "host_memory, use a smaller batch, or gradient checkpointing."
+        )
+    sys.stderr.write(f"ptm-accel launch: the script was ended by {signal.Signals(-code).name}.{hint}\n")
+    return 128 - code
 
 
 if __name__ == "__main__":

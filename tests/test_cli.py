@@ -152,6 +152,37 @@ def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
         assert done.stdout == "['--lr', '1'] 7 1GB true\n", done.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL. Where nobody has killed it, memory ran out"),
+    ],
+)
+def test_a_script_that_fails_ends_launch_with_its_status(code: str, status: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(code)
+    # What is started is a python that runs the script and nothing else: how it ends is all that counts.
+    done = subprocess.run(
+        [sys.executable, "-m", "ptm_accel.cli", "launch", "--cpu", "--no_python", sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("Traceback") == ("Error" in said)
+
+
+def test_the_status_is_the_one_that_a_shell_would_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._told(7) == 7
+    assert capsys.readouterr().err == ""
+    assert cli._told(-15) == 143
+    assert capsys.readouterr().err == "ptm-accel launch: the script was ended by SIGTERM.\n"
+
+
 def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ACCELERATE_USE_PTM": "1", "PTM_HOST_MEMORY": "1GB", "PTM_UPDATE": "blocking"}.items():
         monkeypatch.setenv(name, value)
