@@ -64,9 +64,10 @@ class DiskConfig:
         texts = path_texts(self.paths)
         seen: dict[str, str] = {}
         for text in texts:
-            first = seen.setdefault(os.path.realpath(expand(text)), text)
-            if first is not text:
-                raise ConfigError(f"disk.paths: {text!r} is the same folder as {first!r}; name each folder once.")
+            folder = os.path.realpath(expand(text))
+            if folder in seen:
+                raise ConfigError(f"disk.paths: {text!r} is the same folder as {seen[folder]!r}; name each folder once.")
+            seen[folder] = text
         object.__setattr__(self, "paths", texts)
         if self.limit is not None and check_size("disk.limit", self.limit) == 0:
             raise ConfigError("disk.limit: 0 B leaves no room for pages; raise it, or leave disk out.")
@@ -126,7 +127,7 @@ class PTMConfig:
         page_bytes = _check_page_size(self.page_size)
         for dial, value in (("device_memory", self.device_memory), ("host_memory", self.host_memory)):
             if value is not None:
-                check_holds_a_page(dial, check_size(dial, value), page_bytes)
+                check_holds_a_page(dial, check_size(dial, value), page_bytes, value)
         if self.disk is not None:
             object.__setattr__(self, "disk", DiskConfig.load(self.disk))
         if self.update == "lock_free":

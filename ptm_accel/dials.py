@@ -26,15 +26,24 @@ def check_size(dial: str, value: str | int, *, total_bytes: int = _ANY_TOTAL_BYT
         raise ConfigError(f"{dial}: {error}") from error
 
 
-def check_holds_a_page(dial: str, nbytes: int, page_bytes: int) -> None:
+def check_holds_a_page(dial: str, nbytes: int, page_bytes: int, asked: str | int | None = None) -> None:
     """Says that the bytes of a dial are too few for anything, if they are.
+
+    Args:
+        dial: its name.
+        nbytes: what it comes to.
+        page_bytes: size of a page.
+        asked: what was written.
 
     Raises:
         ConfigError: less than a page.
     """
     if nbytes < page_bytes:
+        # `16` is rarely meant so; neither is the `16` of `--ptm_host_memory 16 GB`, which a shell cuts in two.
+        bare = nbytes > 0 and str(asked).strip() == str(nbytes)
+        unit = " (a number without a unit is bytes; in a shell a size is one word, such as 16GB)" if bare else ""
         raise ConfigError(
-            f"{dial}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}; "
+            f"{dial}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}{unit}; "
             f"raise {dial}, or lower page_size."
         )
 

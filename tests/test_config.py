@@ -86,6 +86,12 @@ class TestDials:
         ),
         ({"host_memory": "0%"}, "host_memory: 0 B cannot hold one page of 4.00 MiB; raise host_memory"),
         ({"host_memory": "1MiB"}, "host_memory: 1.00 MiB cannot hold one page of 4.00 MiB; raise host_memory"),
+        (
+            {"host_memory": "16"},
+            "host_memory: 16 B cannot hold one page of 4.00 MiB (a number without a unit is bytes; in a shell a size is "
+            "one word, such as 16GB); raise host_memory, or lower page_size.",
+        ),
+        ({"device_memory": 8}, "device_memory: 8 B cannot hold one page of 4.00 MiB (a number without a unit is bytes"),
         ({"host_memory": "1GiB", "page_size": "2GiB"}, "host_memory: 1.00 GiB cannot hold one page of 2.00 GiB; raise"),
         ({"device_memory": "0GB"}, "device_memory: 0 B cannot hold one page of 4.00 MiB; raise device_memory"),
         ({"device_memory": "3XB"}, "device_memory: '3XB' has the unknown unit 'XB'"),
@@ -109,6 +115,7 @@ class TestDials:
         ({"disk": []}, "disk.paths: [] names no folder; name at least one, or leave disk out to train without."),
         ({"disk": " "}, "disk.paths: [' '] names no folder; name at least one"),
         ({"disk": [1]}, "disk.paths: (1,) is not a path or a list of paths; name existing folders."),
+        ({"disk": ["/a", "/a"]}, "disk.paths: '/a' is the same folder as '/a'; name each folder once."),
         ({"disk": ["/a", "/b", "/a/../b/"]}, "disk.paths: '/a/../b/' is the same folder as '/b'; name each"),
         ({"disk": {"paths": "/a", "limit": 0}}, "disk.limit: 0 B leaves no room for pages; raise it, or leave disk"),
         ({"disk": {"paths": "/a", "limit": "x"}}, "disk.limit: 'x' is not a byte count; use"),
