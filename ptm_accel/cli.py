@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptm_accel import __version__, autoload, machine
-from ptm_accel.config import YAML_SECTION, DiskConfig, PTMConfig, check_disk_path
+from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, DiskConfig, PTMConfig, check_disk_path
 from ptm_accel.dials import expand
 from ptm_accel.environment import SWITCH
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
@@ -128,6 +128,9 @@ def estimate(
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer.")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
     master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
+    page_size: Annotated[
+        str, typer.Option("--page_size", "--page-size", help="As the dial; a small model wants less.")
+    ] = DEFAULT_PAGE_SIZE,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Tells what training a model with AdamW needs: memory, disk, and the least that it can do with."""
@@ -138,16 +141,17 @@ def estimate(
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in dtypes:
         raise ConfigError(f"dtype: {dtype!r} is unknown; set it to {', '.join(dtypes)}.")
-    masters = PTMConfig(master_weights=master_weights).master_weights is not None
+    dials = PTMConfig(master_weights=master_weights, page_size=page_size)
     host = import_module("ptm_accel.integrations.transformers.estimating")
     meta = host.meta_model(model, dtypes[dtype], checkpointing=checkpointing)
     autocast = torch.bfloat16 if bf16 else None
+    given: Any = {"master_weights": dials.master_weights is not None, "page_size": dials.page_size}
     batch: Any = host.text_batch(meta, batch_size, length)
     try:
-        found = work_out(meta, batch, master_weights=masters, autocast_dtype=autocast)
+        found = work_out(meta, batch, autocast_dtype=autocast, **given)
         unknown = None
     except UnsupportedError as error:
-        found, unknown = work_out(meta, master_weights=masters), str(error)
+        found, unknown = work_out(meta, **given), str(error)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "unknown": unknown}, indent=1))
         return

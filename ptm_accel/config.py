@@ -66,7 +66,8 @@ class DiskConfig:
         for text in texts:
             folder = os.path.realpath(expand(text))
             if folder in seen:
-                raise ConfigError(f"disk.paths: {text!r} is the same folder as {seen[folder]!r}; name each folder once.")
+                first = seen[folder]
+                raise ConfigError(f"disk.paths: {text!r} is the same folder as {first!r}; name each folder once.")
             seen[folder] = text
         object.__setattr__(self, "paths", texts)
         if self.limit is not None and check_size("disk.limit", self.limit) == 0:

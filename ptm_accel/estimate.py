@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ptm_accel.config import DEFAULT_PAGE_SIZE
+from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.attach import check_model, small_bytes, take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, Appetite, least_budget
@@ -29,7 +30,8 @@ class Estimate:
         trainable: how many of them.
         states_bytes: parameters, gradients, optimizer state, masters and buffers.
         whole_bytes: the budget under which nothing ever moves.
-        least_bytes: the least budget that it can train under.
+        least_bytes: the least budget that it can train under; with the bounce buffers of one folder on a disk, which a
+            device has in host memory, and every other folder needs as well.
         reason: which tensor or phase makes that the least.
         below_bytes: what the tiers below must hold under the least budget.
         pass_bytes: what a forward and backward hold beside the budget on a CPU, at most: activations and casts; on a
@@ -89,7 +91,7 @@ def estimate(
         trainable=sum(count for count, trained in counted if trained),
         states_bytes=floor.states_bytes,
         whole_bytes=floor.whole_bytes,
-        least_bytes=floor.total_bytes,
+        least_bytes=floor.total_bytes + bounce_bytes(1, page_bytes),
         reason=floor.reason,
         below_bytes=max(floor.states_bytes - floor.fixed_bytes, 0),
         pass_bytes=pass_bytes,

@@ -23,6 +23,29 @@ from ptm_accel.units import format_bytes
 GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
 """Slots are multiples of this: of what direct transfers ask for, and of what can be mapped."""
 
+IO_THREADS_PER_PATH = 2
+"""Transfers at the same time on each path, each with a bounce buffer of its own."""
+
+
+def bounce_bytes(paths: int, block_bytes: int, io_threads_per_path: int = IO_THREADS_PER_PATH) -> int:
+    """What the bounce buffers of a disk tier take of host memory.
+
+    Args:
+        paths: how many of its paths are read and written past the page cache; the others need none.
+        block_bytes: the greatest transfer.
+        io_threads_per_path: transfers at the same time on each path.
+    """
+    return paths * io_threads_per_path * block_bytes
+
+
+def _refuse_buffers_beyond(host: Budget, buffers_bytes: int, block_bytes: int) -> None:
+    if buffers_bytes > host.capacity_bytes:
+        raise BudgetError(
+            f"host_memory is {format_bytes(host.capacity_bytes)}, less than the bounce buffers of disk alone take "
+            f"({format_bytes(buffers_bytes)}, {buffers_bytes // block_bytes} pages of {format_bytes(block_bytes)}). "
+            f"Set host_memory higher than {buffers_bytes} bytes, or lower page_size."
+        )
+
 
 class DiskTier:
     """Keeps bytes in scratch files (see `Home`); the handles are `DiskSlot`s.
@@ -49,7 +72,7 @@ class DiskTier:
         self,
         paths: Sequence[Path],
         budget: Budget,
-        io_threads_per_path: int = 2,
+        io_threads_per_path: int = IO_THREADS_PER_PATH,
         block_bytes: int = 4 << 20,
         weights: Sequence[float] | None = None,
         staging: Budget | None = None,
@@ -69,8 +92,9 @@ class DiskTier:
             for path in paths:
                 self._files.append(ScratchFile(path, io))
                 undo.callback(self._files[-1].close)
-            buffers_bytes = sum(file.direct for file in self._files) * io_threads_per_path * block_bytes
+            buffers_bytes = bounce_bytes(sum(file.direct for file in self._files), block_bytes, io_threads_per_path)
             if staging is not None and buffers_bytes:
+                _refuse_buffers_beyond(staging, buffers_bytes, block_bytes)
                 self._staging = staging.reserve(buffers_bytes, Tag.STAGING, "the bounce buffers of the disk tier")
                 undo.callback(self._staging.release)
             self._lanes = Lanes(self._files, io_threads_per_path, block_bytes)

@@ -243,8 +243,15 @@ def test_bounce_buffers_are_charged(make: Make) -> None:
     assert host.used_by_tag() == {Tag.STAGING: 3 * BLOCK}
     tier.close()
     assert host.used_bytes == 0
-    with pytest.raises(BudgetError, match="for the bounce buffers of the disk tier"):
+    with pytest.raises(BudgetError) as refused:
         make(staging=Budget(Tier.HOST, BLOCK))
+    assert str(refused.value) == (
+        "host_memory is 64.00 KiB, less than the bounce buffers of disk alone take (128.00 KiB, 2 pages of 64.00 KiB). "
+        "Set host_memory higher than 131072 bytes, or lower page_size."
+    )
+    host = Budget(Tier.HOST, 3 * BLOCK)
+    with host.reserve(2 * BLOCK, Tag.STAGING, "what is there"), pytest.raises(BudgetError, match="for the bounce buffers"):
+        make(staging=host)
 
 
 def test_memory_posing_as_disk_is_warned_of(make: Make) -> None:
