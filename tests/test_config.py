@@ -88,8 +88,8 @@ class TestDials:
         ({"host_memory": "1MiB"}, "host_memory: 1.00 MiB cannot hold one page of 4.00 MiB; raise host_memory"),
         (
             {"host_memory": "16"},
-            "host_memory: 16 B cannot hold one page of 4.00 MiB (a number without a unit is bytes; in a shell a size is "
-            "one word, such as 16GB); raise host_memory, or lower page_size.",
+            "host_memory: 16 B cannot hold one page of 4.00 MiB (a number without a unit is bytes; in a shell a size "
+            "is one word, such as 16GB); raise host_memory, or lower page_size.",
         ),
         ({"device_memory": 8}, "device_memory: 8 B cannot hold one page of 4.00 MiB (a number without a unit is bytes"),
         ({"host_memory": "1GiB", "page_size": "2GiB"}, "host_memory: 1.00 GiB cannot hold one page of 2.00 GiB; raise"),
