@@ -425,33 +425,17 @@ def test_a_master_of_another_dtype_is_refused(tmp_path: Path) -> None:
         load_optimizer_state(run.optimizer, tmp_path)
 
 
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = """
-import json, sys, threading, time
+import json, sys
 from pathlib import Path
 import torch
 from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
+from tests.anonymous_memory import Peak, anonymous_bytes
 
 BUDGET, SHARD, MIB = 24 << 20, 8 << 20, 1 << 20
-
-def anonymous():
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) << 10
-
-class Peak:
-    def __enter__(self):
-        self.bytes, self.over = 0, threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-    def watch(self):
-        while not self.over.wait(0.001):
-            self.bytes = max(self.bytes, anonymous())
-    def __exit__(self, *error):
-        self.over.set()
-        self.thread.join()
 
 def build():
     with torch.device("meta"):
@@ -460,7 +444,7 @@ def build():
     return engine, engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 engine, optimizer = build()
-start = anonymous()
+start = anonymous_bytes()
 for number, slot in enumerate(engine.slots):
     state = optimizer.states.named(slot.name)
     for key in ("exp_avg", "exp_avg_sq"):
@@ -468,23 +452,22 @@ for number, slot in enumerate(engine.slots):
     optimizer.states.put(state, "step", torch.tensor(3.0))
 out = Path(sys.argv[1]) / "state"
 out.mkdir()
-base = anonymous()
 with Peak() as saving:
     save_optimizer_state(optimizer, out, max_shard_bytes=SHARD)
 engine.close()
 del engine, optimizer, state, slot
 engine, optimizer = build()
-base2 = anonymous()
 with Peak() as loading:
     load_optimizer_state(optimizer, out)
 values = [float(engine.pool.snapshot(optimizer.states.named(s.name).paged["exp_avg"])[0, 0]) for s in engine.slots]
 assert values == [float(i) for i in range(96)], values
-print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loading": loading.bytes - base2}))
+print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loading": loading.grown}))
 """
 
 
 def test_saving_and_loading_stay_within_the_budget_and_a_shard(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
     budget, shard, slack = 24 << 20, 8 << 20, 4 << 20

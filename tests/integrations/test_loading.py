@@ -313,32 +313,15 @@ def test_a_checkpoint_of_another_model_does_not_fill_the_memory(saved: Save, tmp
         from_pretrained(AutoModelForCausalLM, saved("vit"), {**dials(tmp_path), "host_memory": "8MiB"}, config=other)
 
 
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = """
-import json, sys, threading
+import json, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from ptm_accel.integrations.transformers.loading import from_config, from_pretrained, load_weights
 from ptm_accel.engine import engine_of
-
-def anonymous():
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) << 10
-
-class Peak:
-    def __enter__(self):
-        self.start = anonymous()
-        self.bytes, self.over = 0, threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-    def watch(self):
-        while not self.over.wait(0.002):
-            self.bytes = max(self.bytes, anonymous() - self.start)
-    def __exit__(self, *error):
-        self.over.set()
-        self.thread.join()
+from tests.anonymous_memory import Peak
 
 config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
                      num_attention_heads=8, num_key_value_heads=8)
@@ -355,13 +338,13 @@ with Peak() as writing:
     load_weights(model, where / "model")
 engine_of(model).close()
 del model
-peaks = {"building": building.bytes, "writing": writing.bytes}
+peaks = {"building": building.grown, "writing": writing.grown}
 for dtype in (torch.float32, torch.float64):
     with Peak() as reading:
         model = from_pretrained(AutoModelForCausalLM, where / "model", dials, dtype=dtype)
     found = model.state_dict()["model.layers.5.mlp.up_proj.weight"][:2]
     assert torch.equal(found, probe.to(dtype))
-    peaks[str(dtype)] = reading.bytes
+    peaks[str(dtype)] = reading.grown
     del found
     engine_of(model).close()
     del model
@@ -370,7 +353,8 @@ print(json.dumps({"nbytes": nbytes, "largest": largest, **peaks}))
 
 
 def test_no_more_than_the_budget_and_one_tensor_is_ever_in_memory(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
     budget = 128 << 20

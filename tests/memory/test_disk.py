@@ -23,6 +23,7 @@ from ptm_accel.memory.budget import Budget, Common, Tag, Tier
 from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier
 from ptm_accel.memory.mapping import anonymous_run
 from ptm_accel.memory.scratch import Io, file_system_of
+from tests.anonymous_memory import anonymous_bytes
 from tests.descriptors import mapped_from, open_files
 
 MIB = 1 << 20
@@ -221,16 +222,12 @@ def test_a_snapshot_costs_no_memory_of_ours_and_is_unmapped(make: Make) -> None:
     slot = stored(tier, random_bytes(32 * MIB))
     inode = os.fstat(tier.pieces(slot)[0].fd).st_ino
 
-    def anonymous_kib() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
     tier.snapshot(slot).sum()
-    before, mapped = anonymous_kib(), mapped_from(inode)
+    before, mapped = anonymous_bytes(), mapped_from(inode)
     snapshot = tier.snapshot(slot)
     assert mapped_from(inode) > mapped
     snapshot.sum()
-    assert anonymous_kib() - before < 4096
+    assert anonymous_bytes() - before < 4 * MIB
     del snapshot
     assert mapped_from(inode) == mapped
 
