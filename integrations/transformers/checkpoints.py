@@ -99,6 +99,12 @@ class PagedCheckpoints(_Host):
         if not isinstance(asked, bool):
             path = Path(asked)
             if path.is_dir() and not _whole(path):
+                within = [found.name for found in _numbered(path) if _whole(found)]
+                if within:
+                    raise CheckpointError(
+                        f"{path} is no checkpoint, but holds {', '.join(within)}. Resume from one of them: "
+                        f"{path / within[0]}."
+                    )
                 raise CheckpointError(
                     f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no "
                     f"{TRAINER_STATE_NAME}, which is written last. Resume from another one, or pass "
@@ -269,6 +275,12 @@ class StockOnPages(_StockHost):
         saved, scheduler = _saved_last(directory), directory / SCHEDULER_NAME
         # Of one without the other the stock Trainer takes neither.
         if saved is None or not scheduler.is_file():
+            logger.warning(
+                "%s has no %s: the weights are taken from it, and training goes on with a new optimizer and its schedule "
+                "from the start, as without ptm_accel.",
+                directory,
+                "optimizer state" if saved is None else SCHEDULER_NAME,
+            )
             return
         load_either_state(engine.optimizer, saved)
         if self.lr_scheduler is not None:

@@ -230,6 +230,11 @@ def test_only_complete_checkpoints_are_resumed_from(
         CheckpointError, match=r"checkpoint-7 is incomplete: it has \d+ files, and no trainer_state.json"
     ):
         again.train(resume_from_checkpoint=str(run / "checkpoint-7"))
+    with pytest.raises(CheckpointError) as refused:
+        again.train(resume_from_checkpoint=str(run))
+    assert str(refused.value) == (
+        f"{run} is no checkpoint, but holds checkpoint-2. Resume from one of them: {run / 'checkpoint-2'}."
+    )
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
     assert "checkpoint-7 is incomplete (no trainer_state.json); it is not resumed from." in caplog.text
@@ -305,7 +310,9 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert tiny.digest(trainer.model) == before
 
 
-def test_save_only_model(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+def test_save_only_model(
+    tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runs = []
     for cls, config in ((transformers.Trainer, None), (Trainer, tight)):
         run = tmp_path / cls.__module__.partition(".")[0]
@@ -315,10 +322,11 @@ def test_save_only_model(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
         trainer.train(resume_from_checkpoint=True)
         runs.append((sorted(os.listdir(run / "checkpoint-2")), tiny.digest(trainer.model)))
     assert runs[0] == runs[1]
+    assert "checkpoint-1 has no optimizer state: the weights are taken from it, and training goes on with" in caplog.text
 
 
 def test_without_a_scheduler_the_optimizer_begins_anew_as_well(
-    tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in the stock Trainer, which takes the two together or neither; some delete the one to get a new schedule."""
     runs = []
@@ -331,6 +339,7 @@ def test_without_a_scheduler_the_optimizer_begins_anew_as_well(
         resumed.train(resume_from_checkpoint=str(run / "checkpoint-2"))
         runs.append((_steps({"history": tiny.history(resumed)}), tiny.digest(resumed.model)))
     assert runs[0] == runs[1]
+    assert "checkpoint-2 has no scheduler.pt: the weights are taken from it" in caplog.text
 
 
 def test_uploads_begin_when_the_checkpoint_has_its_name(
