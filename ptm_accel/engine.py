@@ -21,7 +21,6 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
 from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
-from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER
 from ptm_accel.opening import open_memory
 from ptm_accel.sharing import share
 from ptm_accel.sizing import refuse_oversized_model
@@ -66,7 +65,7 @@ class Engine(TrainedModel):
         Raises:
             ConfigError: contradictory dials, or other dials than a model on pages was given.
             UnsupportedError: a parameter or module that cannot be paged, by name.
-            BudgetError: less than the least budget the model can train under.
+            BudgetError: less than the least budget the model can train under with any optimizer.
         """
         existing = engine_of(model) or engine_holding(model.parameters())
         if existing is not None:
@@ -74,7 +73,7 @@ class Engine(TrainedModel):
             existing.follow(model)
             if evaluates and existing.optimizer is None and not existing.evaluates:
                 existing.evaluates = True
-                existing._share(existing.floor, existing._states)
+                existing.claim_again()
             return existing
         check_model(model)
         asked = config or PTMConfig()
@@ -123,7 +122,7 @@ class Engine(TrainedModel):
         """Refuses a model that `attach` would refuse for its size, without changing it; it may be on the meta device.
 
         Raises:
-            BudgetError: less than the least budget the model can train under.
+            BudgetError: less than the least budget the model can train under with any optimizer.
         """
         engine = cls(model, config, resolved, memory)
         engine._finaliser.detach()
@@ -158,8 +157,11 @@ class Engine(TrainedModel):
         try:
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
-            floor = self._floor(FUSED_ADAMW, model, changes.slots)
-            self._needs(floor, self._floor(NO_OPTIMIZER, model, changes.slots))
+            if self.optimizer is not None and self.optimizer.states.are_of(changes.slots):
+                floor = self._floor(self.optimizer.appetite, model, changes.slots)
+                self._needs(floor, floor, floor)
+            else:
+                self._expect_optimizer(model, changes.slots)
         except BaseException:
             for slot in changes.new:
                 self.pool.forget(slot.value)
@@ -189,7 +191,7 @@ class Engine(TrainedModel):
             self.replicas.share_values(changes.new, ())
         if self.optimizer is not None:
             assert self.gradients is not None
-            if self.optimizer.states.are_of_the_model():
+            if self.optimizer.states.are_of(self.slots):
                 self.optimizer.follow(self.gradients)
             else:
                 self.optimizer.close()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.errors import BudgetError
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.arena import HostArena
@@ -116,33 +117,58 @@ class PagedModel:
     def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         small = small_bytes(self.config.page_bytes)
         take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
-        # What an optimizer will keep is not known yet; it is asked when there is one.
-        self._needs(self._floor(FUSED_ADAMW), self._floor(NO_OPTIMIZER))
+        self._expect_optimizer()
 
-    def _needs(self, floor: Floor, states: Floor) -> None:
+    def _expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
+        """Before there is an optimizer: reckons with AdamW, or where that is too much, with what any needs.
+
+        What the optimizer really needs is asked when there is one.
+
+        Args:
+            model: see `_floor`.
+            slots: see `_floor`.
+
+        Raises:
+            BudgetError: no optimizer could do with the budgets; nothing has been changed then.
+        """
+        adamw, least = self._floor(FUSED_ADAMW, model, slots), self._floor(NO_OPTIMIZER, model, slots)
+        try:
+            self._needs(adamw, least, adamw)
+            return
+        except BudgetError:
+            if adamw.total_bytes == least.total_bytes:
+                raise
+        self._needs(least, least, adamw)
+
+    def _needs(self, floor: Floor, states: Floor, expected: Floor) -> None:
         """The least budget is known, or another one than before: budgets are divided anew where they are shared.
 
         Args:
-            floor: with the optimizer that there is, or that is expected.
+            floor: the least budget.
             states: with the optimizer that there is, or none.
+            expected: with the optimizer that there is, or that is expected, to be named in errors.
 
         Raises:
             BudgetError: the budgets are less than that; nothing has been changed then.
         """
-        before = self._share(floor, states)
+        before = self._share(floor, states, expected)
         try:
-            refuse_below(self.memory, floor)
-            refuse_homeless(self.memory, states, floor)
+            refuse_below(self.memory, floor, expected)
+            refuse_homeless(self.memory, states, expected)
         except BaseException:
             if self.party is not None and before is not None:
                 share(self.party, before)
             raise
-        self.floor, self._states = floor, states
+        self.floor, self._states, self._expected = floor, states, expected
         self.pool.least_bytes, self.pool.whole_bytes = floor.total_bytes, floor.whole_bytes
         if self.pool.room.tide is not None:
             self.pool.room.tide.need(floor.total_bytes * 5 // 4)
 
-    def _share(self, floor: Floor, states: Floor) -> Claim | None:
+    def claim_again(self) -> None:
+        """Divides budgets anew by what is known of this model now."""
+        self._share(self.floor, self._states, self._expected)
+
+    def _share(self, floor: Floor, states: Floor, expected: Floor) -> Claim | None:
         """Divides budgets with other models of this process that have the same dials; returns the claim before."""
         party = self.party
         if party is None:
@@ -153,14 +179,22 @@ class PagedModel:
         before = party.claim
         evaluated = sum(slot.value.slot_bytes for slot in self.slots) if self.evaluates else 0
         floor = replace(floor, total_bytes=max(floor.total_bytes, self._together_bytes))
-        name, page_bytes = type(self.model).__name__, self.config.page_bytes
-        share(party, claim_of(name, floor, states, self.memory, page_bytes=page_bytes, evaluated_bytes=evaluated))
+        claim = claim_of(
+            type(self.model).__name__,
+            floor,
+            states,
+            self.memory,
+            expected_bytes=expected.total_bytes,
+            page_bytes=self.config.page_bytes,
+            evaluated_bytes=evaluated,
+        )
+        share(party, claim)
         return before
 
     def share_again(self) -> None:
         """Divides budgets anew where somebody who had a part of them has left."""
         if self.party is not None and self.party.stale:
-            self._share(self.floor, self._states)
+            self.claim_again()
 
     def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         self._size_up(values)
@@ -258,7 +292,7 @@ class PagedModel:
         self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes, follows=self.evaluates)
         self.pool.room.shrink()
         # Now that there is one, it is to know of those of other models on the card.
-        self._share(self.floor, self._states)
+        self.claim_again()
 
     def refresh_compiled(self, model: nn.Module | None = None) -> None:
         """Looks for what `torch.compile` has compiled since the model was put on pages.
@@ -280,7 +314,7 @@ class PagedModel:
         needed = region_bytes(region, self.floor, landing)
         if needed > self._together_bytes:
             self._together_bytes = needed
-            self._share(self.floor, self._states)
+            self.claim_again()
         refuse_oversized_region(region, needed, self.pool.budget)
         self.gradients.expect_together(region.grad_bytes)
 

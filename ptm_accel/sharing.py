@@ -21,7 +21,7 @@ from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.model.floor import Floor
-from ptm_accel.sizing import dial_of
+from ptm_accel.sizing import dial_of, with_adamw
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Claim:
         states_bytes: what must be somewhere at all times, as far as is known.
         fixed_bytes: what of it is always in the compute tier.
         page_bytes: its pages.
+        expected_bytes: the least of the compute tier with the optimizer that is expected, where there is none yet.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Claim:
     states_bytes: int
     fixed_bytes: int
     page_bytes: int
+    expected_bytes: int = 0
 
 
 class Party:
@@ -133,14 +135,24 @@ def divide(capacity_bytes: int, needs: Sequence[Need]) -> list[int] | None:
     return [need.least + spare * (need.whole - need.least) // (whole - least) for need in needs]
 
 
-def claim_of(name: str, floor: Floor, states: Floor, memory: Memory, *, page_bytes: int, evaluated_bytes: int) -> Claim:
+def claim_of(
+    name: str,
+    floor: Floor,
+    states: Floor,
+    memory: Memory,
+    *,
+    expected_bytes: int,
+    page_bytes: int,
+    evaluated_bytes: int,
+) -> Claim:
     """What a model asks for.
 
     Args:
         name: of the model.
-        floor: what it needs, with the optimizer that it has or is expected to have.
+        floor: what it needs, with the optimizer that it has or is expected to have, if there is room for that.
         states: what it needs as far as is known: without states of an optimizer that it does not have yet.
         memory: where it is.
+        expected_bytes: the least that it needs with the optimizer that it has or is expected to have.
         page_bytes: its pages.
         evaluated_bytes: its parameters, if it is only evaluated; else 0.
     """
@@ -152,7 +164,8 @@ def claim_of(name: str, floor: Floor, states: Floor, memory: Memory, *, page_byt
     if memory.pool.home is None:
         # Nothing of it can be moved away.
         least = max(least, min(whole, states.whole_bytes))
-    return Claim(name, Need(least, max(least, whole)), kept, floor.fixed_bytes, page_bytes)
+    need = Need(least, max(least, whole))
+    return Claim(name, need, kept, floor.fixed_bytes, page_bytes, max(least, expected_bytes))
 
 
 def share(party: Party, claim: Claim) -> None:
@@ -290,13 +303,16 @@ def _join(parties: Sequence[Party]) -> None:
 
 def _too_little(parties: Sequence[Party], tier: Tier, needs: Sequence[Need], capacity_bytes: int) -> BudgetError:
     dial = dial_of(parties[0].memory) if tier is parties[0].memory.pool.budget.tier else "host_memory"
-    least = sum(need.least for need in needs)
+    least, more = sum(need.least for need in needs), ""
+    if tier is parties[0].memory.pool.budget.tier:
+        expected = sum(claim.expected_bytes for claim in _claims(parties))
+        more = with_adamw(expected) if expected > least else ""
     named = ", ".join(
         f"{claim.name} {format_bytes(need.least)}" for claim, need in zip(_claims(parties), needs, strict=True)
     )
     return BudgetError(
         f"{dial} is {format_bytes(capacity_bytes)} for all models of this process that have these dials, and "
         f"{len(parties)} of them cannot train under less than {format_bytes(least)} together ({named}). Set {dial} "
-        f"to at least {least} bytes, or take a model that is not used any more off its pages: "
+        f"to at least {least} bytes{more}, or take a model that is not used any more off its pages: "
         "engine_of(model).detach()."
     )

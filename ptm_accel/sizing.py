@@ -25,19 +25,25 @@ def dial_of(memory: Memory) -> str:
     return "device_memory" if memory.pool.budget.tier is Tier.DEVICE else "host_memory"
 
 
-def refuse_below(memory: Memory, floor: Floor) -> None:
+def refuse_below(memory: Memory, floor: Floor, expected: Floor) -> None:
     """Refuses a budget of the compute tier below the floor.
+
+    Args:
+        memory: the tiers.
+        floor: what is refused where it does not fit: as far as is known, so with any optimizer before there is one.
+        expected: with the optimizer that is expected, AdamW, so that nobody sets a figure and is refused once more.
 
     Raises:
         BudgetError: with the figure to set and the tensor that is the reason.
     """
     capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
     if capacity < floor.total_bytes:
+        more = with_adamw(expected.total_bytes) if expected.total_bytes > floor.total_bytes else ""
         raise BudgetError(
             f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
             f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
             f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {dial} to at least "
-            f"{floor.total_bytes} bytes."
+            f"{floor.total_bytes} bytes{more}."
         )
 
 
@@ -58,7 +64,7 @@ def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
         return
     states, unknown = format_bytes(floor.states_bytes), expected.states_bytes - floor.states_bytes
     if memory.pool.home is None:
-        more = _with_adamw(expected.whole_bytes) if unknown else ""
+        more = with_adamw(expected.whole_bytes) if unknown else ""
         raise BudgetError(
             f"{dial} is {format_bytes(capacity)} and the states of this model take {states}, "
             f"{format_bytes(floor.whole_bytes)} with what a step needs beside them, with no tier below for what "
@@ -68,7 +74,7 @@ def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
     missing = floor.states_bytes - floor.fixed_bytes - sum(below.values())
     if missing > 0:
         named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
-        more = _with_adamw(missing + unknown) if unknown else ""
+        more = with_adamw(missing + unknown) if unknown else ""
         raise BudgetError(
             f"the states of this model take {states}, more than {dial} ({format_bytes(capacity)}), and "
             f"the tiers below hold too little of them ({named}). "
@@ -77,7 +83,7 @@ def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
         )
 
 
-def _with_adamw(nbytes: int) -> str:
+def with_adamw(nbytes: int) -> str:
     """Before there is an optimizer, the figure that is most likely to be enough: who sets it is refused only once."""
     return f" ({nbytes} with AdamW's state, which is not counted yet)"
 

@@ -90,7 +90,7 @@ class TrainedModel(PagedModel):
         floor = self._floor(appetite_of(optimizer, state_tensors=state_tensors))
         evaluated, self.evaluates = self.evaluates, False
         try:
-            self._needs(floor, floor)
+            self._needs(floor, floor, floor)
         except BaseException:
             self.evaluates = evaluated
             raise
@@ -127,7 +127,7 @@ class TrainedModel(PagedModel):
             BudgetError: the budgets are below what that takes; nothing has been changed.
         """
         floor = self._floor(appetite)
-        self._needs(floor, floor)
+        self._needs(floor, floor, floor)
         self._hold_norms()
 
     def _batch_bytes(self) -> int:

@@ -34,6 +34,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(decay_groups(model), lr=1e-2, fused=True)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Keeps nothing and allocates nothing: no optimizer needs less room."""
+    return torch.optim.SGD(model.parameters(), lr=1e-1, fused=True)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to train.

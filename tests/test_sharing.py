@@ -27,6 +27,7 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.model.floor import NO_OPTIMIZER
 from ptm_accel.sharing import Claim, Need, Party, divide, share
+from tests.plain_loop import adamw, sgd
 from tests.tiers import AMPLE, needs, open_memory
 
 CPU = torch.device("cpu")
@@ -162,15 +163,25 @@ def test_one_that_comes_in_the_middle_of_training_takes_its_part_then(tmp_path: 
 
 def test_too_little_for_both_is_refused_before_anything_changes(tmp_path: Path, attached: list[Engine]) -> None:
     floor = needs(model(), tmp_path, "host+disk")[0]
-    capacity = 2 * floor - 1
+    least = needs(model(), tmp_path, "host+disk", optimizer=sgd)[0]
+    assert least < floor
+    # The first one came when there was room for AdamW.
+    capacity = floor + least - 1
     first = attach(attached, model(), dials(capacity, tmp_path))
     second = model(1)
     values = [param.detach().clone() for param in second.parameters()]
-    with pytest.raises(BudgetError, match=rf"2 of them cannot train.*Set host_memory to at least {2 * floor} bytes"):
+    figures = rf"2 of them cannot train.* to at least {floor + least} bytes \({2 * floor} with AdamW's state"
+    with pytest.raises(BudgetError, match=figures):
         Engine.attach(second, dials(capacity, tmp_path), device=CPU)
     assert all(torch.equal(param, value) for param, value in zip(second.parameters(), values, strict=True))
     assert limits([first]) == [capacity]
-    attach(attached, second, dials(capacity + 1, tmp_path))
+    first.close()
+    first, other = attach(attached, model(), dials(capacity + 1, tmp_path)), second
+    engine = attach(attached, other, dials(capacity + 1, tmp_path))
+    with pytest.raises(BudgetError, match=rf"2 of them cannot train.* to at least {2 * floor} bytes, or take"):
+        engine.bind_optimizer(adamw(other))
+    engine.bind_optimizer(sgd(other))
+    assert limits([first, engine]) == [floor, least]
 
 
 def test_who_cannot_give_way_keeps_what_it_has(tmp_path: Path, attached: list[Engine]) -> None:
@@ -375,6 +386,12 @@ def test_without_a_disk_it_counts_what_is_known(tmp_path: Path, attached: list[E
         attached[1].bind_optimizer(torch.optim.AdamW(attached[1].model.parameters(), fused=True))
 
 
+def fill(attached: list[Engine], config: PTMConfig) -> None:
+    """Puts models on pages that share dials, more than can be."""
+    for seed in range(99):
+        attach(attached, model(seed, layers=8), config)
+
+
 def test_a_compiled_region_is_part_of_the_least(tmp_path: Path, attached: list[Engine]) -> None:
     floor, whole = needs(model(layers=8), tmp_path, "host+disk")
     config = dials(whole, tmp_path)
@@ -385,13 +402,11 @@ def test_a_compiled_region_is_part_of_the_least(tmp_path: Path, attached: list[E
     assert engine.party.claim is not None
     least = engine.party.claim.compute.least
     assert least > floor
-    for seed in range((whole - least) // floor):
-        attach(attached, model(seed, layers=8), config)
+    with pytest.raises(BudgetError, match="of them cannot train"):
+        fill(attached, config)
     assert limits([engine])[0] >= least
     engine.bind_optimizer(torch.optim.AdamW(compiled.parameters(), fused=True))
     step(engine)
-    with pytest.raises(BudgetError, match="of them cannot train"):
-        Engine.attach(model(99, layers=8), config, device=CPU)
 
 
 @pytest.mark.parametrize("which", [0, 1])

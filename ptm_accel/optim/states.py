@@ -118,10 +118,10 @@ class States:
             raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
         return self.of(slot)
 
-    def are_of_the_model(self) -> bool:
-        """Whether the optimizer's parameters are the model's, and of the shapes that its state is of."""
+    def are_of(self, slots: SlotTable) -> bool:
+        """Whether the optimizer's parameters are among those of a model, and of the shapes that its state is of."""
         shapes = ((tensor.shape, state.slot.value.shape) for state in self for tensor in state.paged.values())
-        here = all(self._slots.of(param) is not None for param in self.params())
+        here = all(slots.of(param) is not None for param in self.params())
         return here and all(kept == shape for kept, shape in shapes)
 
     # ---- what is kept ------------------------------------------------------------------------------------------

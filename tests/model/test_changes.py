@@ -16,7 +16,7 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, ConfigError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.model.faults import FaultDict
-from tests.plain_loop import same_bits
+from tests.plain_loop import MakeOptimizer, adamw, same_bits, sgd
 from tests.tiers import config, needs, on_pages, open_memory
 
 WIDTH = 64
@@ -287,6 +287,23 @@ def test_a_model_that_does_not_fit_any_more_stays_as_it_was(tmp_path: Path) -> N
         model.head = small
         assert train(model, engine) == expected
         assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_a_model_that_grows_is_measured_by_the_optimizer_that_it_keeps(make: MakeOptimizer, tmp_path: Path) -> None:
+    def after(nbytes: int) -> int:
+        model = net()
+        with on_pages(model, "host+disk", nbytes, tmp_path) as engine:
+            optimizer = engine.bind_optimizer(make(model))
+            engine.follow(Wrapper(model))
+            assert engine.optimizer is optimizer
+            return engine.floor.total_bytes
+
+    before, grown = needs(net(), tmp_path, "host+disk", optimizer=make)[0], after(4 << 20)
+    assert before < grown
+    assert after(grown) == grown
+    with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {grown} bytes[.]$"):
+        after(grown - 1)
 
 
 class Quantised(nn.Parameter):

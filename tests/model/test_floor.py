@@ -22,7 +22,7 @@ from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.slots import ExtentTable, SlotTable
-from tests.plain_loop import Recipe, adamw, assert_same, train, train_with_masters
+from tests.plain_loop import Recipe, adamw, assert_same, sgd, train, train_with_masters
 from tests.tiers import PAGE, config, needs, on_pages, open_memory
 from tests.zoo import ENTRIES
 
@@ -161,13 +161,15 @@ def test_the_sum_of_gradients_can_decide() -> None:
 def test_a_byte_less_is_refused_with_the_figure_and_the_name(name: str, kind: str, tmp_path: Path) -> None:
     model = ENTRIES[name].build()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    floor, _ = needs(model, tmp_path, kind)
-    memory = open_memory(kind, floor - 1, tmp_path)
+    floor, least = (needs(model, tmp_path, kind, optimizer=optimizer)[0] for optimizer in (adamw, sgd))
+    assert least <= floor
+    memory = open_memory(kind, least - 1, tmp_path)
     with pytest.raises(BudgetError) as caught:
         Engine.attach(model, config(), memory=memory)
     dial = "host_memory" if kind == "host+disk" else "device_memory"
     assert str(caught.value).startswith(f"{dial} is ")
-    assert str(caught.value).endswith(f"Set {dial} to at least {floor} bytes.")
+    more = f" ({floor} with AdamW's state, which is not counted yet)" if least < floor else ""
+    assert str(caught.value).endswith(f"Set {dial} to at least {least} bytes{more}.")
     named = re.findall(
         r"(?:the update of (?:all|a window) of|the largest is|the gradient of) ([\w.]+)", str(caught.value)
     )
@@ -205,10 +207,6 @@ def test_with_less_than_the_floor_training_would_fail(tmp_path: Path, monkeypatc
 
 
 NARROW = torch.bfloat16
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
 @pytest.mark.thinned(8)
@@ -332,6 +330,25 @@ def test_an_optimizer_with_a_larger_appetite_is_refused_when_it_comes(kind: str,
         assert not isinstance(caught.value, DeviceBudgetError)
         assert engine.optimizer is None
         engine.bind_optimizer(adamw(model))
+
+
+@pytest.mark.parametrize("kind", ["host+disk", "mock+host", "mock+host+disk"])
+def test_what_is_enough_for_one_optimizer_is_refused_to_another_when_it_comes(kind: str, tmp_path: Path) -> None:
+    entry = ENTRIES["t5"]
+    floor, least = (needs(entry.build(), tmp_path, kind, optimizer=optimizer)[0] for optimizer in (adamw, sgd))
+    assert least < floor
+    plain = train(entry.build(), entry, Recipe(optimizer=sgd, accumulation=2))
+    model = entry.build()
+    with on_pages(model, kind, least, tmp_path) as engine:
+        with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {floor} bytes[.]$"):
+            engine.bind_optimizer(adamw(model))
+        assert engine.optimizer is None
+        assert_same(train(model, entry, Recipe(optimizer=sgd, accumulation=2), engine), plain)
+        kept = engine.optimizer
+        with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {floor} bytes[.]$"):
+            engine.bind_optimizer(adamw(model))
+        assert engine.optimizer is kept
+        assert engine.floor.total_bytes == least
 
 
 def test_the_landing_is_part_of_the_floor(tmp_path: Path) -> None:
