@@ -112,6 +112,9 @@ class PagedModel:
     def _weights_touched(self) -> None:
         """Some parameters may have been written from outside."""
 
+    def _warn_of_lost_step(self) -> None:
+        """The values of parameters have been given: those that are of no step are named such."""
+
     # ---- onto pages --------------------------------------------------------------------------------------------
 
     def _size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
@@ -239,6 +242,7 @@ class PagedModel:
         self.residency.install(self.model)
         self.state_dicts.install(self.model)
         self.state_dicts.loaded = self._weights_touched
+        self.state_dicts.given = self._warn_of_lost_step
         self.gradients.hold_landing()
         self._hold_norms()
         self.residency.regions.found = self._meet_region

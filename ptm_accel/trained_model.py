@@ -56,6 +56,7 @@ class TrainedModel(PagedModel):
         self.updates_in_backward: Callable[[], bool] = _no
         self._forbidden = 0
         self._told_of_nan = False
+        self._told_of_lost: str | None = None
         self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
         self.run_ahead.in_backward = _asking(self, TrainedModel._may_update_in_backward, False)
         self.run_ahead.on_host_possible = _asking(self, TrainedModel._may_update_on_host, False)
@@ -365,6 +366,17 @@ class TrainedModel(PagedModel):
     def _weights_touched(self) -> None:
         if self.optimizer is not None:
             self.optimizer.weights_touched()
+
+    def _warn_of_lost_step(self) -> None:
+        lost = None if self.optimizer is None else self.optimizer.lost
+        if lost is not None and lost != self._told_of_lost:
+            logger.warning(
+                "state_dict() and what saves by it give weights that are between two steps: the update %s (counted "
+                "since this optimizer was prepared). Load the last checkpoint, weights and optimizer, and go on from "
+                "there.",
+                lost,
+            )
+        self._told_of_lost = lost
 
     def check_integrity(self) -> None:
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""

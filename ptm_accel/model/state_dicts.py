@@ -44,6 +44,8 @@ class StateDictHooks:
         self._filling = True
         self.loaded: Callable[[], None] = _nothing
         """Called when parameters have been loaded into."""
+        self.given: Callable[[], None] = _nothing
+        """Called when values of parameters have been given."""
 
     def install(self, model: nn.Module) -> None:
         """Puts the hooks on every module that owns parameters."""
@@ -96,6 +98,9 @@ class StateDictHooks:
                     state_dict[key] = self._snapshot(slot, state_dict)
                 else:
                     state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")
+            if self._filling:
+                # Not before: an update that is waited for here may fail.
+                self.given()
 
         return Hook(fill)
 

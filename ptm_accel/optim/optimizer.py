@@ -223,6 +223,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._overlap.refuse_lost()
 
+    @property
+    def lost(self) -> str | None:
+        """What of an update that has failed since the state was loaded last, or None."""
+        return self._overlap.lost
+
     def restored(self) -> None:
         """All of its state was loaded: what was lost before is no more."""
         self._overlap.restored()

@@ -48,7 +48,7 @@ class Overlap:
         self._states = states
         self._run_ahead = run_ahead
         self._groups: dict[int, int] = {}
-        self._lost: str | None = None
+        self.lost: str | None = None
 
     def begin(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
         """The step has come, and nothing has begun before it: it runs beside the next forward.
@@ -138,16 +138,16 @@ class Overlap:
             DiskError: as by `settle`.
         """
         self.settle()
-        if self._lost is not None:
+        if self.lost is not None:
             raise LostStepError(
-                f"cannot save what is between two steps: the update {self._lost} (counted since this optimizer was "
+                f"cannot save what is between two steps: the update {self.lost} (counted since this optimizer was "
                 "prepared). Load the last checkpoint, weights and optimizer, and go on from there; "
                 "model.save_pretrained() and model.state_dict() give the weights as they are."
             )
 
     def restored(self) -> None:
         """All of the state was loaded: what was lost before is no more."""
-        self._lost = None
+        self.lost = None
 
     def give_up(self) -> None:
         """What is left of a step is not done."""
@@ -169,7 +169,7 @@ class Overlap:
             self.chase = None
             # Of a step that was not asked for yet, and of which nothing was done, nothing is missed.
             if chase.lost and (chase.whole or chase.touched):
-                self._lost = f"of step {number} failed, and {chase.lost} parameters were not updated"
+                self.lost = f"of step {number} failed, and {chase.lost} parameters were not updated"
             self._run_ahead.updates_ended(chase.updated)
 
         chase = Chase(

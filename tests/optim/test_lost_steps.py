@@ -72,6 +72,43 @@ def test_after_a_lost_update_nothing_is_saved_until_all_is_loaded(way: str, tmp_
         optimizer.state_dict()
 
 
+def test_weights_that_are_of_no_step_are_given_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if "between two steps" in record.getMessage()]
+        caplog.clear()
+        return found
+
+    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+        (tmp_path / "state").mkdir()
+        save_optimizer_state(optimizer, tmp_path / "state")
+        for after in (1, 0):
+            model.state_dict()
+            assert not warnings()
+            step(model, optimizer, 3)
+            with one_failure(after), pytest.raises(DiskError, match="the disk is gone"):
+                engine.settle()
+            with engine.state_dicts.names_only():
+                model.state_dict()
+            assert not warnings(), "that gave no values"
+            model.state_dict()
+            assert [re.findall(r"the update of step \d failed, and \d+ parameters", said) for said in warnings()]
+            model.state_dict()
+            assert not warnings(), "it was said"
+            load_optimizer_state(optimizer, tmp_path / "state")
+
+
+def test_a_failure_that_a_state_dict_meets_is_warned_of_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with chasing(tmp_path, warm=3) as (model, _, optimizer):
+        step(model, optimizer, 3)
+        with one_failure(after=1), pytest.raises(DiskError, match="the disk is gone"):
+            model.state_dict()
+        caplog.clear()
+        model.state_dict()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_a_step_that_was_not_asked_for_is_missed_by_nobody(tmp_path: Path) -> None:
     with chasing(tmp_path, warm=3) as (_, engine, optimizer):
         engine.settle()
