@@ -255,12 +255,13 @@ def write_section(file: Path, dials: dict[str, Any]) -> None:
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
     output: Annotated[Path | None, typer.Option(help="By default optimizer.pt in the checkpoint.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that was saved after the checkpoint.")] = False,
 ) -> None:
     """Writes a checkpoint's optimizer state as runs without ptm_accel read it (for an Accelerator: optimizer.bin)."""
     from ptm_accel.checkpoint.plain_state import write_plain_state
 
     file = checkpoint / "optimizer.pt" if output is None else output
-    write_plain_state(checkpoint, file)
+    write_plain_state(checkpoint, file, replace_newer=force)
     typer.echo(f"{file}: {format_bytes(file.stat().st_size)}")
 
 

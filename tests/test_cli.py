@@ -125,11 +125,26 @@ def test_export_writes_what_torch_reads(tmp_path: Path) -> None:
     optimizer.step()
     save_optimizer_state(optimizer, tmp_path)
     engine.close()
+    assert RUNNER.invoke(cli.app, ["export", str(tmp_path)]).exit_code == 0
     found = RUNNER.invoke(cli.app, ["export", str(tmp_path)])
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 0, "an earlier export may be written over"
     torch.optim.AdamW(torch.nn.Linear(8, 8).parameters()).load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     assert RUNNER.invoke(cli.app, ["export", str(tmp_path), "--output", str(tmp_path / "optimizer.bin")]).exit_code == 0
     assert (tmp_path / "optimizer.bin").stat().st_size > 3 * 8 * 8 * 4
+
+    later = tmp_path / "optimizer.pt"
+    exported = later.read_bytes()
+    later.write_bytes(b"of a plain run that went on from here")
+    saved_ns = (tmp_path / "optimizer.json").stat().st_mtime_ns
+    os.utime(later, ns=(saved_ns, saved_ns + 1))
+    found = RUNNER.invoke(cli.app, ["export", str(tmp_path)])
+    assert isinstance(found.exception, CheckpointError)
+    assert str(found.exception).startswith(
+        f"{later} was saved after the state in {tmp_path} that would be written over"
+    )
+    assert later.read_bytes() == b"of a plain run that went on from here"
+    assert RUNNER.invoke(cli.app, ["export", str(tmp_path), "--force"]).exit_code == 0
+    assert later.read_bytes() == exported
 
 
 def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:

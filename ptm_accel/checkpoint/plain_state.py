@@ -101,25 +101,33 @@ def _check_shapes(
                 )
 
 
-def write_plain_state(directory: Path, file: Path) -> None:
+def write_plain_state(directory: Path, file: Path, *, replace_newer: bool = False) -> None:
     """Writes a checkpoint's optimizer state as plain torch reads it.
 
     Args:
         directory: a checkpoint that `save_optimizer_state` has written into.
         file: what to write; it is there as a whole or not at all.
+        replace_newer: also a file that was saved after the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or has fp32 masters, for which plain runs have no place.
+        CheckpointError: the checkpoint is damaged, or has fp32 masters, for which plain runs have no place; or there is
+            a file that was saved later.
         DiskError: writing failed.
     """
     with ExitStack() as files:
         saved = SavedState(directory, read_index(directory), files)
+        # Of two states in a directory the one that was saved last is loaded, and an exported one is as old as what it
+        # was made from.
+        saved_ns = (directory / INDEX_NAME).stat().st_mtime_ns
+        if not replace_newer and file.exists() and file.stat().st_mtime_ns > saved_ns:
+            raise CheckpointError(
+                f"{file} was saved after the state in {directory} that would be written over it, as by a run without "
+                "ptm_accel that went on from there. Give another file (--output), or --force to lose this one."
+            )
         whole = _plain(saved, directory)
         part = file.with_name(f".{file.name}.incomplete")
         try:
             torch.save(whole, part)
-            # Of two states in a directory the one that was saved last is loaded: this is not a later one.
-            saved_ns = (directory / INDEX_NAME).stat().st_mtime_ns
             os.utime(part, ns=(saved_ns, saved_ns))
             part.replace(file)
         except (OSError, RuntimeError) as error:

@@ -37,18 +37,19 @@ class Overlap:
         chase: what has begun and not ended; None if there is nothing.
         in_backward: what begins before the step is asked for.
         steps: how many have been made.
+        lost: what of an update that has failed since the state was loaded last; None if there is nothing.
     """
 
     def __init__(self, sweep: Sweep, on_host: OnHost, states: States, run_ahead: RunAhead) -> None:
         self.chase: Chase | None = None
         self.in_backward = InBackward(sweep, run_ahead, self._entry_of, self.begin_in_backward)
         self.steps = 0
+        self.lost: str | None = None
         self._sweep = sweep
         self._on_host = on_host
         self._states = states
         self._run_ahead = run_ahead
         self._groups: dict[int, int] = {}
-        self.lost: str | None = None
 
     def begin(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
         """The step has come, and nothing has begun before it: it runs beside the next forward.
