@@ -179,7 +179,11 @@ def _same_tensors(what: str, ours: dict[str, Any], theirs: dict[str, Any]) -> No
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two values are equal, tensors by dtype, shape and every bit."""
+    """Whether two values are equal, tensors by dtype, shape and every bit, also those in dictionaries and lists."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same_bits, a, b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False

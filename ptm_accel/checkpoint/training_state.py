@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.dict_hooks import after_loading, before_saving, warn_of_unread, warn_of_unsaved
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.state_dicts import Groups, completed, converted
 from ptm_accel.optim.states import MASTER_KEY, placed
@@ -81,6 +82,8 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
     """
     directory = Path(directory)
     optimizer.refuse_lost_step()
+    before_saving(optimizer)
+    warn_of_unsaved(optimizer)
     for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
     writer = _Encoder()
@@ -222,6 +225,8 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         optimizer.expect(groups)
         _apply(optimizer, saved, groups)
     optimizer.restored()
+    warn_of_unread(optimizer)
+    after_loading(optimizer)
 
 
 def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None:

@@ -18,6 +18,7 @@ from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
+from ptm_accel.optim.dict_hooks import after_loading, after_saving, before_loading, before_saving
 from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.overlap import Overlap
@@ -362,9 +363,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostStepError: an update has failed since the state was loaded last.
         """
         self.refuse_lost_step()
-        return state_dict_of(self.states, self.param_groups)
+        before_saving(self)
+        return after_saving(self, state_dict_of(self.states, self.param_groups))
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
 
@@ -372,8 +373,14 @@ class PagedOptimizer(torch.optim.Optimizer):
             CheckpointError: other parameter groups than this optimizer's.
             BudgetError: with what they say updates need more than there is; nothing has been changed.
         """
-        load_into(self.states, self.inner, state_dict, self.expect)
+        self.load_hooked(before_loading(self, state_dict))
+
+    def load_hooked(self, state_dict: dict[str, Any]) -> None:
+        """As `load_state_dict`, of what the hooks before loading have been given already."""
+        with torch.no_grad():
+            load_into(self.states, self.inner, state_dict, self.expect)
         self.restored()
+        after_loading(self)
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.
