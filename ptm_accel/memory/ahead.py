@@ -22,8 +22,12 @@ class Ahead:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def prefetch(self, tensor: PagedTensor) -> bool:
+    def prefetch(self, tensor: PagedTensor, beside_bytes: int = 0) -> bool:
         """Sends for a tensor that is away, if that can be done without waiting and without moving anything.
+
+        Args:
+            tensor: which one.
+            beside_bytes: of the room, so much is to stay free.
 
         Returns:
             whether the tensor is there or on its way now.
@@ -37,9 +41,10 @@ class Ahead:
                 return tensor.place is not Place.BLANK
             if pool.owed is not None and pool.owed.elsewhere(tensor):
                 return False
-            if tensor.slot_bytes > pool.budget.free_bytes:
+            needed = tensor.slot_bytes + beside_bytes
+            if needed > pool.budget.free_bytes:
                 pool.room.collect()
-            if tensor.slot_bytes > pool.budget.free_bytes:
+            if needed > pool.budget.free_bytes:
                 return False
             try:
                 load = pool.extents.begin_load(tensor, moves=False)

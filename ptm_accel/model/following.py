@@ -218,19 +218,35 @@ class Following:
             if self.beside is not None and self.beside.elsewhere(tensor):
                 passed.append(self._coming.popleft())
                 continue
-            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
-                self._make_way(tensor, accessed)
-                break
+            if tensor.place is Place.AWAY and tensor is not accessed:
+                made_bytes = self._made_bytes(due)
+                if not self._pool.ahead.prefetch(tensor, made_bytes):
+                    self._make_way(tensor, accessed, made_bytes)
+                    break
             self._coming.popleft()
         self._coming.extendleft(reversed(passed))
 
-    def _make_way(self, coming: PagedTensor, accessed: PagedTensor) -> None:
+    def _made_bytes(self, due: int) -> int:
+        """What is made at once, and before the access `due`.
+
+        If what comes for that access took the room, compute would wait for a store to end.
+        """
+        route, total = self._route, 0
+        assert route is not None
+        for at in route.made_next[self._position - 1]:
+            item = route.trace.items[route.trace.accesses[at].item]
+            tensor = self._tensors.get(item.name)
+            if at < due and (tensor is None or tensor.place in (Place.AWAY, Place.BLANK)):
+                total += item.nbytes
+        return total
+
+    def _make_way(self, coming: PagedTensor, accessed: PagedTensor, beside_bytes: int) -> None:
         """Lets what is wanted after `coming` go, so that there will be room; memory comes free as the stores end."""
         pool, route = self._pool, self._route
         assert route is not None
         wanted = self._next_use(route, coming, self._position)
         free = pool.budget.free_bytes + pool.room.ending_bytes
-        while free < coming.slot_bytes:
+        while free < coming.slot_bytes + beside_bytes:
             spared = self.victim(tensor for tensor in pool.shelf.free() if tensor is not accessed)
             if spared is None or self._next_use(route, spared, self._position) <= wanted:
                 return

@@ -33,6 +33,7 @@ class Route:
         updated: the names of the parameters whose updates are in the plan.
         final: the names of those whose gradients are whole when they arrive.
         rank: how many accesses of the pass itself come before each access; the last entry is their number.
+        made_next: for each access, those right behind it that bring something into being (`Trace.made_next`).
         trains: whether there is a backward in it.
         watch: compares what such passes take with what was simulated.
     """
@@ -50,6 +51,7 @@ class Route:
     updated: frozenset[str] = frozenset()
     final: frozenset[str] = frozenset()
     rank: list[int] = field(default_factory=lambda: [0])
+    made_next: list[tuple[int, ...]] = field(default_factory=list)
     trains: bool = False
     watch: Watch = field(default_factory=Watch)
 
@@ -60,6 +62,7 @@ class Route:
         self.updated = frozenset(name.removesuffix(GRAD_SUFFIX) for name in used_up)
         self.trains = any(access.backward for access in self.recorded.accesses)
         self.final = frozenset(final_gradients(self.recorded).values())
+        self.made_next = self.trace.made_next()
         for index, access in enumerate(self.trace.accesses):
             self.places.setdefault(items[access.item].name, []).append(index)
             if not access.update:

@@ -2,7 +2,7 @@
 
 It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored first,
 and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in order, and an
-access waits for what has not arrived. Updates that follow their gradients, in backward, are waited for by nobody until
+access waits for what has not arrived. Room for what is made at once, and sooner than what comes is wanted, is left free. Updates that follow their gradients, in backward, are waited for by nobody until
 too many gradients have piled up. What is updated on the CPU beside a device is updated in order, when its gradient has
 gone there, and can be sent for when that is done. The pass is repeated until it begins as it ends; the last time is
 reported.
@@ -143,6 +143,7 @@ class _Run:
         self._lag_bytes = plan.capacity_bytes // LAG
         first = {access.item: access.use for access in reversed(trace.accesses)}
         self._made = {item for item, use in first.items() if use is Use.CREATE}
+        self._made_next = trace.made_next()
         # When the CPU has done what it has to do, and when each of the parameters that it updates can be sent for.
         self._on_host = on_host
         self._host = 0.0
@@ -314,11 +315,16 @@ class _Run:
                 if self._ready.get(item, 0.0) > self._now:
                     passed.append(self._coming.popleft())
                     continue
-                if self._room(held_bytes) < self._trace.items[item].nbytes:
+                if self._room(held_bytes) < self._trace.items[item].nbytes + self._made_before(due, index):
                     break
                 self._load(item)
             self._coming.popleft()
         self._coming.extendleft(reversed(passed))
+
+    def _made_before(self, due: int, index: int) -> int:
+        """Bytes of what is made at once, and before the access that something comes for."""
+        made = (self._trace.accesses[at].item for at in self._made_next[index] if at < due)
+        return sum(self._trace.items[item].nbytes for item in made if item not in self._arrival)
 
     def _load(self, item: int) -> None:
         nbytes = self._trace.items[item].nbytes

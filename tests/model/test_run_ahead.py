@@ -433,9 +433,9 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
         seen: list[str] = []
         prefetch = Ahead.prefetch
 
-        def noted(self: Ahead, tensor: PagedTensor) -> bool:
+        def noted(self: Ahead, tensor: PagedTensor, beside_bytes: int = 0) -> bool:
             seen.append(tensor.name)
-            return prefetch(self, tensor)
+            return prefetch(self, tensor, beside_bytes)
 
         monkeypatch.setattr(Ahead, "prefetch", noted)
         for slot in engine.slots:
@@ -444,6 +444,32 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
         with torch.no_grad():
             model(batch(0))
         assert seen == [names[-1]]
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_what_is_sent_for_leaves_room_for_what_is_made_first(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that finds its room taken by what comes for later would wait until something has been stored."""
+    left: list[tuple[int, int]] = []
+    prefetch = Ahead.prefetch
+    with tight(kind, tmp_path, monkeypatch, share=0.1) as (model, engine, optimizer):
+
+        def noted(self: Ahead, tensor: PagedTensor, beside_bytes: int = 0) -> bool:
+            sent = prefetch(self, tensor, beside_bytes)
+            if sent:
+                left.append((beside_bytes, engine.pool.budget.free_bytes))
+            return sent
+
+        for number in range(4):
+            step(model, optimizer, number)
+        monkeypatch.setattr(Ahead, "prefetch", noted)
+        for number in range(4, 8):
+            step(model, optimizer, number)
+        engine.settle()
+        gradients = {item.nbytes for item in beside_updates(engine).trace.items if item.name.endswith(".weight.grad")}
+    assert gradients & {beside for beside, _ in left}
+    assert all(free >= beside for beside, free in left)
 
 
 @contextmanager

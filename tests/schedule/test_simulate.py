@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptm_accel.hardware.profile import LinkRates, side_by_side
+from ptm_accel.schedule.actions import Action, Move, Plan
 from ptm_accel.schedule.bound import StepCost, lower_bound_s
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import Simulation, simulate
@@ -63,6 +64,22 @@ def test_loads_in_time_cost_nothing() -> None:
     assert done.read_bytes > 0
     assert done.seconds == pytest.approx(done.compute_s)
     assert done.late == 0
+
+
+@pytest.mark.parametrize("due", [2, 4])
+def test_what_comes_leaves_room_for_what_is_made_before_it_is_wanted(due: int) -> None:
+    """The room of what leaves is free only once that is stored: what is left goes to what is needed first."""
+    items = tuple(Item(name, 10) for name in ("leaves", "stays", "made", "comes"))
+    accesses = [Access(0, Use.WRITE), Access(1, Use.READ, 0.1), Access(2, Use.CREATE, 5.0), Access(1, Use.READ, 5.0)]
+    accesses.insert(due, Access(3, Use.READ))
+    actions = ((Action(Move.EVICT, 3),), (Action(Move.EVICT, 0), Action(Move.LOAD, 3, due)), (), (), ())
+    plan = Plan(None, 30, actions, frozenset({0, 1}))
+    done = simulate(Trace(None, items, tuple(accesses)), plan, DUPLEX)
+    assert done.peak_bytes == 30
+    if due == 4:
+        assert (done.room_stall_s, done.late) == (0.0, 1), "only what is written is waited for, as the pass begins"
+    else:
+        assert (done.room_stall_s, done.late) == (0.0, 2), "what is wanted first comes first"
 
 
 def test_a_duplex_link_stores_beside_its_loads() -> None:
