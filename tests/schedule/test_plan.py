@@ -204,6 +204,31 @@ def test_no_policy_loads_less(given_: tuple[Trace, int, int]) -> None:
     assert Walk(trace, plan).loads == fewest_loads(trace, capacity, plan.resident)
 
 
+def swept(count: int, sweeps: int, *, alternating: bool) -> Trace:
+    """State that is gone through again and again, in one direction or to and fro."""
+    there = list(range(count))
+    order = [item for number in range(sweeps) for item in (there[::-1] if alternating and number % 2 else there)]
+    return Trace(None, tuple(Item(f"m{n}", 10) for n in there), tuple(Access(item, Use.READ) for item in order))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 20])
+def test_sweeps_to_and_fro_load_one_item_less_than_where_a_share_is_kept(count: int) -> None:
+    """What the last sweep used last is used first, and still only one more of the items is met than of those kept."""
+    for places in range(1, count):
+        share = plan_pass(
+            swept(count, 1, alternating=False), capacity_bytes=10 * places, kept=frozenset(range(places - 1))
+        )
+        kept = Walk(swept(count, 1, alternating=False), share).loads
+        assert kept == count - (places - 1)
+        # The fewest loads of any policy (`test_no_policy_loads_less`), over so many sweeps that the ends do not count.
+        sweeps = 2 * count
+        least = {}
+        for alternating in (False, True):
+            trace = swept(count, sweeps, alternating=alternating)
+            least[alternating] = Walk(trace, plan_pass(trace, capacity_bytes=10 * places)).loads / sweeps
+        assert kept - 1 <= least[True] <= least[False] <= kept
+
+
 def test_what_fits_is_never_moved() -> None:
     trace = layers(6)
     plan = plan_pass(trace, capacity_bytes=trace.item_bytes)
