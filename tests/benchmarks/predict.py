@@ -33,6 +33,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tier
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.tally import Tally
+from ptm_accel.schedule.trace import Trace
 from ptm_accel.schedule.updates import Updates
 from ptm_accel.schedule.watch import LinkUse, rates_as_seen
 from ptm_accel.units import parse_bytes
@@ -172,11 +173,11 @@ def foretell(engine: Engine, other: Configuration, seen: Turn, warm: Tally, move
     # What lies between two passes, and in holes of the heap, is the same under each budget. Medians throughout, as of
     # what is measured: one step beside a busy neighbour says nothing of the others.
     outside_s = statistics.median(step - a_pass for step, a_pass in zip(seen.times, seen.passes, strict=True))
-    # The pass that was recorded is one of many; its arithmetic is what others took.
-    excess_s = route.recorded.compute_s - statistics.median(seen.computes)
     holes_bytes = pool.room.limit_bytes - pool.budget.capacity_bytes
     choice = choose_plan(
-        route.recorded,
+        # The pass that was recorded is one of many; its arithmetic is what others took. Not taken off what is simulated
+        # with more of it: what is moved would be hidden behind arithmetic that there is not.
+        at_pace(route.recorded, statistics.median(seen.computes)),
         capacity_bytes=parse_bytes(other.host_memory) - holes_bytes,
         updates=run_ahead.updates,
         overwritten=run_ahead.overwritten,
@@ -186,7 +187,14 @@ def foretell(engine: Engine, other: Configuration, seen: Turn, warm: Tally, move
         update_s=run_ahead.tally.update_s_per_byte(warm),
     )
     assert choice.simulated is not None, f"no plan for {other}"
-    return Foretold(choice.simulated.seconds - excess_s + outside_s, choice.simulated.peak_bytes / MIB)
+    return Foretold(choice.simulated.seconds + outside_s, choice.simulated.peak_bytes / MIB)
+
+
+def at_pace(trace: Trace, compute_s: float) -> Trace:
+    """A trace whose arithmetic takes so many seconds in all."""
+    factor = compute_s / trace.compute_s
+    accesses = tuple(replace(access, compute_s=access.compute_s * factor) for access in trace.accesses)
+    return replace(trace, accesses=accesses, lead_s=trace.lead_s * factor)
 
 
 def train(directory: Path, turns: list[Turn]) -> None:
