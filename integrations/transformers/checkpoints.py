@@ -276,8 +276,8 @@ class StockOnPages(_StockHost):
         # Of one without the other the stock Trainer takes neither.
         if saved is None or not scheduler.is_file():
             logger.warning(
-                "%s has no %s: the weights are taken from it, and training goes on with a new optimizer and its schedule "
-                "from the start, as without ptm_accel.",
+                "%s has no %s: the weights are taken from it, and training goes on with a new optimizer and its "
+                "schedule from the start, as without ptm_accel.",
                 directory,
                 "optimizer state" if saved is None else SCHEDULER_NAME,
             )

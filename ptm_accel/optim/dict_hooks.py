@@ -66,8 +66,9 @@ def _hooks(optimizer: torch.optim.Optimizer, name: str) -> list[Callable[..., An
 def _warn(optimizer: torch.optim.Optimizer, name: str, registered: str, done: str) -> None:
     if count := len(_hooks(optimizer, name)):
         logger.warning(
-            "%d hooks of optimizer.%s were not run: the optimizer state of a checkpoint is %s tensor by tensor, without "
-            "a state dictionary to give them. It is %s as it is; optimizer.state_dict() and load_state_dict() run them.",
+            "%d hooks of optimizer.%s were not run: the optimizer state of a checkpoint is %s tensor by tensor, "
+            "without a state dictionary to give them. It is %s as it is; optimizer.state_dict() and load_state_dict() "
+            "run them.",
             count,
             registered,
             done,

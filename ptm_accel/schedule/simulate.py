@@ -1,10 +1,11 @@
 """Carries a plan out on paper: discrete events on a line of compute and a link whose transfers queue in order.
 
-It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored first,
-and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in order, and an
-access waits for what has not arrived. Room for what is made at once, and sooner than what comes is wanted, is left free. Updates that follow their gradients, in backward, are waited for by nobody until
-too many gradients have piled up. What is updated on the CPU beside a device is updated in order, when its gradient has
-gone there, and can be sent for when that is done. The pass is repeated until it begins as it ends; the last time is
+It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored
+first, and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in
+order, and an access waits for what has not arrived. Room for what is made at once, and sooner than what comes is
+wanted, is left free. Updates that follow their gradients, in backward, are waited for by nobody until too many
+gradients have piled up. What is updated on the CPU beside a device is updated in order, when its gradient has gone
+there, and can be sent for when that is done. The pass is repeated until it begins as it ends; the last time is
 reported.
 """
 
