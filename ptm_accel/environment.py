@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,8 @@ from typing import Any
 from ptm_accel.autoload import SWITCH as SWITCH
 from ptm_accel.config import DiskConfig, PTMConfig
 from ptm_accel.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config_file"
 
@@ -97,6 +100,8 @@ def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None)
         ConfigError: dials that cannot be used; both give some, and not the same.
     """
     asked = from_environment(os.environ)
+    if asked is None:
+        _tell_of_unread(os.environ)
     if given is None:
         return asked or PTMConfig()
     config = PTMConfig.load(given)
@@ -106,6 +111,23 @@ def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None)
             "them out."
         )
     return config
+
+
+_told: set[str] = set()
+
+
+def _tell_of_unread(environ: Mapping[str, str]) -> None:
+    """Says, once of each, which dials of the environment do nothing, because pages are not switched on there."""
+    unread = [variable_of(name) for name in (*TEXT_DIALS, CONFIG_FILE) if environ.get(variable_of(name))]
+    new = [variable for variable in unread if variable not in _told]
+    _told.update(new)
+    if new:
+        logger.warning(
+            "%s in the environment does nothing without %s=true: the dials are those that the script gives, or the "
+            "derived ones. Set it as well, or give the dials in the script.",
+            ", ".join(new),
+            SWITCH,
+        )
 
 
 def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:

@@ -95,3 +95,35 @@ def test_dials_of_a_script_and_of_the_environment(monkeypatch: pytest.MonkeyPatc
     assert agreed({"host_memory": "2GB"}) == PTMConfig(host_memory="2GB")
     with pytest.raises(ConfigError, match="the script gives the dials .*; leave one of them out"):
         agreed({"host_memory": "1GB"})
+
+
+def test_dials_that_do_nothing_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ptm_accel.environment._told", set())
+    monkeypatch.delenv(SWITCH, raising=False)
+    agreed(None)
+    monkeypatch.setenv("PTM_ANOTHER_PROGRAM", "1")
+    monkeypatch.setenv("PTM_DISK", "")
+    agreed(None)
+    assert not caplog.messages
+    monkeypatch.setenv("PTM_HOST_MEMORY", "1GB")
+    monkeypatch.setenv("PTM_CONFIG_FILE", "/nowhere.yaml")
+    for _ in range(2):
+        assert agreed({"host_memory": "2GB"}) == PTMConfig(host_memory="2GB")
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "PTM_HOST_MEMORY, PTM_CONFIG_FILE in the environment does nothing without ACCELERATE_USE_PTM=true"
+    ]
+    caplog.clear()
+    monkeypatch.setenv("PTM_UPDATE", "blocking")
+    monkeypatch.setenv(SWITCH, "off")
+    agreed(None)
+    assert [message.split()[0] for message in caplog.messages] == ["PTM_UPDATE"]
+
+
+def test_dials_that_are_read_are_not_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("ptm_accel.environment._told", set())
+    monkeypatch.setenv(SWITCH, "true")
+    monkeypatch.setenv("PTM_HOST_MEMORY", "1GB")
+    assert agreed(None) == PTMConfig(host_memory="1GB")
+    assert not caplog.messages
