@@ -230,10 +230,10 @@ class HeapTide:
         Where this lowers the capacity, the reservation has what is too much moved away.
         """
         self._charges += 1
-        if self._learning:
-            self._look()
         if not self.keeping:
-            self._trim()
+            # What lives now may be too much already; then the rest of the step cannot change what comes of it.
+            learns = self._learning and not self._is_too_much(self._live_bytes // _GUESS)
+            self._trim(self._look() if learns else None)
         elif self._charges % _EVERY == 0 or self._heap.end() > self._end + _GROWTH_BYTES:
             self._look()
             if not self._take_off(self._holes_bytes):
@@ -256,11 +256,11 @@ class HeapTide:
             self._stop()
         return self._budget.capacity_bytes < before
 
-    def _trim(self) -> None:
+    def _trim(self, use: HeapUse | None = None) -> None:
         """Gives holes back now and then: large blocks are served from those that there are, whatever is set."""
         self._uses += 1
         if self._uses % _TRIM_EVERY == 0:
-            use = self._heap.use()
+            use = use or self._heap.use()
             if use.held - use.live > _HOLES_BYTES:
                 self._heap.give_back()
 
@@ -268,11 +268,12 @@ class HeapTide:
     def _holes_bytes(self) -> int:
         return max(self._held_bytes - self._live_bytes, 0)
 
-    def _look(self) -> None:
+    def _look(self) -> HeapUse:
         self._end = self._heap.end()
         use = self._heap.use()
         self._live_bytes = max(self._live_bytes, use.live - self._begin.live)
         self._held_bytes = max(self._held_bytes, use.held - self._begin.held)
+        return use
 
     def end_step(self) -> None:
         """Called after every optimizer step: decides whether blocks are kept, and what that costs.
@@ -296,7 +297,7 @@ class HeapTide:
 
     def _take_off(self, nbytes: int, *, may_raise: bool = False) -> bool:
         """Lowers the capacity to what `nbytes` of holes leave, or raises it to that; False if that is too little."""
-        if nbytes > self.total_bytes // _MOST_OF_BUDGET or self.total_bytes - nbytes < self._least_bytes:
+        if self._is_too_much(nbytes):
             logger.debug("%s of holes in the heap are too much for the budget", format_bytes(nbytes))
             return False
         left = max(self.total_bytes - round_up(nbytes, self._grain), self._least_bytes)
@@ -304,6 +305,9 @@ class HeapTide:
             self._budget.capacity_bytes = left
             self._taken_bytes = nbytes
         return True
+
+    def _is_too_much(self, nbytes: int) -> bool:
+        return nbytes > self.total_bytes // _MOST_OF_BUDGET or self.total_bytes - nbytes < self._least_bytes
 
     def close(self) -> None:
         """Ends the watch: blocks are given back as they are freed, as before it began."""

@@ -26,9 +26,11 @@ class Played:
     held: int = 10 * MIB
     live: int = 10 * MIB
     mapped: int = 0
+    looks: int = 0
     calls: list[str] = field(default_factory=list)
 
     def use(self) -> HeapUse:
+        self.looks += 1
         return HeapUse(self.held, self.live)
 
     def end(self) -> int:
@@ -134,6 +136,32 @@ def test_where_holes_would_take_too_much_blocks_go_on_being_given_back(live: int
     assert (heap.calls, tide.keeping, budget.capacity_bytes) == (["give back"], False, 1000 * MIB)
     tide.end_step()
     assert heap.calls == ["give back"], "that is settled"
+
+
+@pytest.mark.parametrize(("live", "least"), [(700 * MIB, 100 * MIB), (300 * MIB, 900 * MIB)])
+def test_what_is_settled_in_the_first_step_is_not_looked_for(live: int, least: int) -> None:
+    """A look goes through all holes: one is for what lives, then one in 16 charges is for holes to give back."""
+    budget, heap, tide = make(least)
+    heap.live += live
+    heap.held += live
+    begin = heap.looks
+    for _ in range(64):
+        tide.sample()
+    assert heap.looks - begin == 1 + 64 // 16
+    tide.end_step()
+    assert (heap.calls, tide.keeping, budget.capacity_bytes) == (["give back"], False, 1000 * MIB)
+
+
+def test_one_look_in_the_first_step_is_for_what_lives_and_for_holes() -> None:
+    _, heap, tide = make()
+    begin = heap.looks
+    for _ in range(32):
+        tide.sample()
+    assert heap.looks - begin == 32
+    heap.held += 20 * MIB
+    for _ in range(16):
+        tide.sample()
+    assert heap.calls == ["give back", "give back"]
 
 
 def test_holes_that_grow_too_large_end_it() -> None:
