@@ -9,6 +9,7 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Mark
 from ptm_accel.schedule.actions import Plan
+from ptm_accel.schedule.choice import Choice, Way
 from ptm_accel.schedule.simulate import Simulation
 from ptm_accel.schedule.trace import Recorder, Trace, Use
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates, final_gradients
@@ -27,6 +28,7 @@ class Route:
         updates: which updates are carried out beside it.
         simulated: what the plan should come to; None where the link has not been measured.
         on_host: the parameters that it has updated on the CPU beside a device, by name.
+        way: how the plan divides the budget.
         places: the accesses of each item, ascending, by the item's name.
         own: of those, the ones of the pass itself.
         kept: the names of what is to stay for good.
@@ -45,6 +47,7 @@ class Route:
     updates: Updates = Updates.APART
     simulated: Simulation | None = None
     on_host: frozenset[str] = frozenset()
+    way: Way | None = None
     places: dict[str, list[int]] = field(default_factory=dict)
     own: dict[str, list[int]] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
@@ -68,6 +71,11 @@ class Route:
             if not access.update:
                 self.own.setdefault(items[access.item].name, []).append(index)
             self.rank.append(self.rank[-1] + (not access.update))
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was chosen for it, if a plan has been."""
+        return Choice(self.way, self.trace, self.plan, self.simulated, self.on_host) if self.way is not None else None
 
     def due(self, position: int) -> int:
         """The next access of the pass itself, from `position` on."""

@@ -306,6 +306,8 @@ class RunAhead(Following):
 
     def _planned(self, recorded: Trace, *, updates: Updates) -> Route:
         capacity = self._pool.budget.capacity_bytes
+        # The same pass under another budget: more of it must not make for a slower plan.
+        before = (known for known in self.routes.values() if known.recorded is recorded and known.updates is updates)
         choice = choose_plan(
             recorded,
             capacity_bytes=capacity,
@@ -318,7 +320,10 @@ class RunAhead(Following):
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
             near=self._ways.get(updates) if len(recorded.accesses) > _MANY_ACCESSES else None,
+            less=next((known.choice for known in before), None),
         )
         if choice.simulated is not None:
             self._ways[updates] = choice.way
-        return Route(choice.trace, choice.plan, capacity, recorded, updates, choice.simulated, choice.on_host)
+        return Route(
+            choice.trace, choice.plan, capacity, recorded, updates, choice.simulated, choice.on_host, choice.way
+        )

@@ -98,6 +98,7 @@ def choose_plan(
     update_s: float,
     host_s: float | None = None,
     near: Way | None = None,
+    less: Choice | None = None,
 ) -> Choice:
     """The best plan for a pass.
 
@@ -116,6 +117,8 @@ def choose_plan(
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
         host_s: the same for updates on the CPU beside a device; None where there are none.
         near: the way of a plan for a pass like this one: from there on a better one is looked for; None to look at all.
+        less: the choice for the same pass under a smaller budget. Its plan is good under this one, too: what is chosen
+            takes no longer.
     """
     task = _Task(recorded, capacity_bytes, updates, overwritten, in_backward, repeats, rates, update_s, host_s)
     ways = [
@@ -135,12 +138,14 @@ def choose_plan(
         worth = [each.way for each in every if each.simulated and each.seconds <= least * _WORTH_A_LOOK]
         every += [task.choice(way, False, on_host) for way in worth]
         every.sort(key=lambda each: ways.index(each.way))
-    return _best(every)
+    smaller = task.again(less) if less is not None else []
+    return _best([*every, *smaller], min((each.seconds for each in smaller), default=math.inf))
 
 
-def _best(choices: Sequence[Choice]) -> Choice:
-    least = min(each.seconds for each in choices)
-    good = [each for each in choices if each.simulated and each.seconds <= least * _AS_GOOD]
+def _best(choices: Sequence[Choice], most_s: float) -> Choice:
+    """The best of them, that takes no longer than `most_s`."""
+    most_s = min(most_s, min(each.seconds for each in choices) * _AS_GOOD)
+    good = [each for each in choices if each.simulated and each.seconds <= most_s]
     steady = [each for each in good if each.way.ahead_share * (1 - each.way.kept_share) >= _ENOUGH_AHEAD]
     return min(steady, key=_moved_bytes) if steady else [*good, *choices][0]
 
@@ -181,6 +186,13 @@ class _Task:
         seconds, best = min(times, key=lambda pair: pair[0])
         alone = next((time for time, names in times if not names), None)
         return best if alone is None or seconds * _WORTH_A_LOOK < alone else nobody
+
+    def again(self, less: Choice) -> list[Choice]:
+        """What was chosen with less, as it would be now: it may have begun in either way."""
+        if less.plan is None or less.plan.capacity_bytes >= self.capacity_bytes:
+            return []
+        then = replace(self, capacity_bytes=less.plan.capacity_bytes)
+        return [then.choice(less.way, begins, less.on_host) for begins in {self.ends_step, False}]
 
     def climb(self, near: Way, ways: Sequence[Way], on_host: frozenset[str]) -> dict[Way, Choice]:
         """Goes from one way to the best beside it, and on from there, as long as that is better; all that it met."""

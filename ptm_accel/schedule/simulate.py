@@ -316,7 +316,10 @@ class _Run:
                 if self._ready.get(item, 0.0) > self._now:
                     passed.append(self._coming.popleft())
                     continue
-                if self._room(held_bytes) < self._trace.items[item].nbytes + self._made_before(due, index):
+                needed = self._trace.items[item].nbytes
+                if self._made_next[index]:
+                    needed += self._made_before(due, index)
+                if self._room(held_bytes) < needed:
                     break
                 self._load(item)
             self._coming.popleft()

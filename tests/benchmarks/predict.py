@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainingArguments
 import ptm_accel
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tier
-from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.choice import Choice, choose_plan
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Trace
 from ptm_accel.schedule.updates import Updates
@@ -89,7 +89,7 @@ class Turn:
         passes: of those, the seconds of each pass; one makes a step.
         computes: of those, the seconds of each pass in which something was computed.
         peak_mib: the most that pages took in them.
-        foretold: what steps under the other configurations should take by these, where this is the calibration.
+        foretold: what steps under each configuration should take by these, where this is the calibration.
     """
 
     configuration: Configuration
@@ -141,7 +141,7 @@ class Turns(TrainerCallback):
             turn.peak_mib = budget.peak_bytes / MIB
             if turn.configuration == CALIBRATION:
                 assert self._before is not None
-                turn.foretold = {other: foretell(engine, other, turn, *self._before) for other in OTHERS}
+                turn.foretold = foretell(engine, turn, *self._before)
             if self._left:
                 self._change(engine, args)
 
@@ -157,12 +157,11 @@ def link_use(engine: Engine) -> LinkUse:
     return engine.run_ahead.link_use()
 
 
-def foretell(engine: Engine, other: Configuration, seen: Turn, warm: Tally, moved: LinkUse) -> Foretold:
-    """What a step takes under another budget, by what was seen under this one.
+def foretell(engine: Engine, seen: Turn, warm: Tally, moved: LinkUse) -> dict[Configuration, Foretold]:
+    """What a step takes under each budget, this one included, by what was seen under this one.
 
     Args:
         engine: it was seen in.
-        other: the other budget.
         seen: the steps under this one.
         warm: what passes had taken before the steps that are gone by.
         moved: what the disk had moved then.
@@ -174,20 +173,26 @@ def foretell(engine: Engine, other: Configuration, seen: Turn, warm: Tally, move
     # what is measured: one step beside a busy neighbour says nothing of the others.
     outside_s = statistics.median(step - a_pass for step, a_pass in zip(seen.times, seen.passes, strict=True))
     holes_bytes = pool.room.limit_bytes - pool.budget.capacity_bytes
-    choice = choose_plan(
-        # The pass that was recorded is one of many; its arithmetic is what others took. Not taken off what is simulated
-        # with more of it: what is moved would be hidden behind arithmetic that there is not.
-        at_pace(route.recorded, statistics.median(seen.computes)),
-        capacity_bytes=parse_bytes(other.host_memory) - holes_bytes,
-        updates=run_ahead.updates,
-        overwritten=run_ahead.overwritten,
-        in_backward=not other.clip,
-        repeats=True,
-        rates=rates_as_seen(run_ahead.rates, moved, link_use(engine)),
-        update_s=run_ahead.tally.update_s_per_byte(warm),
-    )
-    assert choice.simulated is not None, f"no plan for {other}"
-    return Foretold(choice.simulated.seconds + outside_s, choice.simulated.peak_bytes / MIB)
+    # The pass that was recorded is one of many; its arithmetic is what others took. The difference is not taken off
+    # what is simulated with more of it: what is moved would be hidden behind arithmetic that there is not.
+    recorded = at_pace(route.recorded, statistics.median(seen.computes))
+    rates = rates_as_seen(run_ahead.rates, moved, link_use(engine))
+    foretold, chosen = {}, dict[float, Choice]()
+    for other in sorted((CALIBRATION, *OTHERS), key=lambda other: parse_bytes(other.host_memory)):
+        choice = chosen[other.clip] = choose_plan(
+            recorded,
+            capacity_bytes=parse_bytes(other.host_memory) - holes_bytes,
+            updates=run_ahead.updates,
+            overwritten=run_ahead.overwritten,
+            in_backward=not other.clip,
+            repeats=True,
+            rates=rates,
+            update_s=run_ahead.tally.update_s_per_byte(warm),
+            less=chosen.get(other.clip),
+        )
+        assert choice.simulated is not None, f"no plan for {other}"
+        foretold[other] = Foretold(choice.simulated.seconds + outside_s, choice.simulated.peak_bytes / MIB)
+    return foretold
 
 
 def at_pace(trace: Trace, compute_s: float) -> Trace:
@@ -252,6 +257,11 @@ def report(options: argparse.Namespace, turns: list[Turn]) -> None:
             f"| {statistics.median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} "
             f"| {peak:.0f} MiB | {max(turn.peak_mib for turn in seen):.0f} MiB |"
         )
+    own = [turn.foretold[CALIBRATION].step_s / turn.step_s for turn in turns if turn.configuration == CALIBRATION]
+    print(
+        f"\nOf themselves the calibrations foretell {statistics.median(own):.2f} of what they took "
+        f"({', '.join(f'{ratio:.2f}' for ratio in own)}): so far off is the simulation, whatever the budget."
+    )
 
 
 def main() -> None:

@@ -233,6 +233,31 @@ def test_another_budget_is_another_plan(tmp_path: Path, monkeypatch: pytest.Monk
         assert after.capacity_bytes == before.capacity_bytes + 4096
 
 
+def test_a_plan_for_more_is_looked_for_beside_the_one_there_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def noted(recorded: Trace, *, less: Choice | None, **dials: Any) -> Choice:
+        if less is not None and less.plan is not None:
+            given.append(less.plan.capacity_bytes)
+        return choose_plan(recorded, less=less, **dials)
+
+    monkeypatch.setattr("ptm_accel.schedule.watch._TOLERANCE", 1e9)
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        for number in range(5):
+            step(model, optimizer, number)
+        before = beside_updates(engine)
+        monkeypatch.setattr("ptm_accel.model.run_ahead.choose_plan", noted)
+        engine.pool.budget.capacity_bytes += 65536
+        engine.run_ahead.resized()
+        step(model, optimizer, 5)
+        engine.settle()
+        assert before.plan is not None
+        assert before.plan.capacity_bytes in given
+        assert beside_updates(engine).capacity_bytes > before.capacity_bytes
+
+
 def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The kinds of the passes that are planned from here on, in order."""
     planned: list[object] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -139,3 +140,41 @@ def test_where_nothing_fits_near_another_all_ways_are_looked_at() -> None:
     assert everywhere.plan is not None
     near = choose_plan(recorded(held=40), **tight, near=Way(0.7, 0.05))
     assert near.seconds <= everywhere.seconds * 1.01
+
+
+def any_pass(rng: random.Random) -> tuple[Trace, dict[str, Any], int, int]:
+    """A pass of layers of several sizes, what it is planned with, and two budgets."""
+    sizes = [rng.choice([4, 8, 16, 36]) for _ in range(rng.randint(3, 10))]
+    count = len(sizes)
+    items = [Item(f"w{n}{end}", size) for end in ("", ".grad") for n, size in enumerate(sizes)]
+    accesses = [Access(n, Use.READ, 2 * rng.random(), rng.randrange(8)) for n in range(count)]
+    for n in reversed(range(count)):
+        accesses.append(Access(n, Use.READ, 2 * rng.random(), rng.randrange(8), backward=True))
+        accesses.append(Access(count + n, Use.CREATE, rng.random(), rng.randrange(8), backward=True))
+    least = 2 * (max(sizes) + 8)
+    smaller = rng.randint(least, max(least, 7 * sum(sizes)))
+    rate = rng.choice([2.0, 8.0, 30.0, 200.0])
+    dials = {
+        "updates": {f"w{n}": [Item(f"w{n}.m", 4 * size), Item(f"w{n}.grad", size)] for n, size in enumerate(sizes)},
+        "overwritten": {f"w{n}" for n in range(count)} if rng.random() < 0.5 else set(),
+        "in_backward": rng.random() < 0.4,
+        "repeats": rng.random() < 0.8,
+        "rates": LinkRates(rate, rate * rng.choice([0.5, 1.0, 2.0]), rate),
+        "update_s": rng.choice([0.0, 0.01, 0.05]),
+    }
+    return Trace(None, tuple(items), tuple(accesses)), dials, smaller, int(smaller * rng.choice([1.02, 1.1, 1.5])) + 1
+
+
+# Of the last one the plan that is looked for anew is slower with more.
+@pytest.mark.parametrize("seed", [*range(14), 52])
+def test_more_room_is_never_slower_than_what_was_chosen_with_less(seed: int) -> None:
+    trace, dials, smaller, larger = any_pass(random.Random(seed))
+    less = choose_plan(trace, capacity_bytes=smaller, **dials)
+    more = choose_plan(trace, capacity_bytes=larger, **dials, less=less)
+    assert less.simulated is not None
+    assert more.plan is not None
+    assert more.seconds <= less.seconds
+    assert more.plan.capacity_bytes <= larger
+    # Whatever lies between them, and where it is none.
+    assert choose_plan(trace, capacity_bytes=2 * larger, **dials, less=more).seconds <= less.seconds
+    assert choose_plan(trace, capacity_bytes=smaller, **dials, less=more).seconds == less.seconds
