@@ -52,7 +52,8 @@ class DiskTier:
 
     Offsets and lengths may be odd and tensors unaligned; what is not aligned goes through bounce buffers. Reading
     bytes that were never written is allowed and gives anything. A failed store is raised by its `wait`, and by the
-    next `new`, `store` or `load` of the tier if nobody has waited for it; its slot can then only be freed.
+    next `new`, `store` or `load` of the tier if nobody has waited for it; what it was to write cannot be read until it
+    has been stored again.
 
     Args:
         paths: one folder for each scratch file; the best is one for each drive.
@@ -62,6 +63,7 @@ class DiskTier:
         weights: the speed of each path; equal by default.
         staging: the host budget that bounce buffers are charged to.
         io: the system calls, for tests.
+        announces: whether a later call raises the error of a store; not where whoever stores looks at each of them.
 
     Raises:
         DiskError: a path cannot be used.
@@ -77,6 +79,7 @@ class DiskTier:
         weights: Sequence[float] | None = None,
         staging: Budget | None = None,
         io: Io | None = None,
+        announces: bool = True,
     ) -> None:
         weights = [1.0] * len(paths) if weights is None else weights
         assert paths and len(weights) == len(paths) and min(weights) > 0, f"weights {weights} for paths {paths}"
@@ -85,6 +88,7 @@ class DiskTier:
         io = io or Io()
         self.tier = Tier.DISK
         self.budget = budget
+        self._announces = announces
         self._live: set[DiskSlot] = set()
         self._staging: Reservation | None = None
         with ExitStack() as undo:
@@ -223,8 +227,8 @@ class DiskTier:
         with self._lanes.lock:
             self._lanes.require_open(f"snapshot of {handle.name}")
             self._check(handle, 0, handle.nbytes)
-            if handle.failure is not None:
-                raise handle.failure.error()
+            if (failure := handle.failure_in(0, handle.nbytes)) is not None:
+                raise failure.error()
             return [FilePiece(self._files[path].fd, offset, nbytes) for path, offset, nbytes in handle.segments]
 
     def close(self) -> None:
@@ -257,7 +261,7 @@ class DiskTier:
             self._lanes.require_open(what)
             while self._lanes.failed_stores:
                 store = self._lanes.failed_stores.popleft()
-                if not store.seen and store.failure is not None:
+                if self._announces and not store.seen and store.failure is not None:
                     store.seen = True
                     raise store.failure.error()
 

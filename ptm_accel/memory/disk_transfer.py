@@ -45,7 +45,7 @@ class DiskSlot:
         segments: where they lie, in order.
         reservation: the charge.
         running: transfers that have not ended.
-        failure: of a store; the bytes are not to be trusted from then on.
+        lost: what failed stores were to write, as (begin, end, why): not to be read until it has been stored again.
     """
 
     name: str
@@ -53,11 +53,28 @@ class DiskSlot:
     segments: list[Segment]
     reservation: Reservation
     running: list[DiskTransfer] = field(default_factory=list)
-    failure: Failure | None = None
+    lost: list[tuple[int, int, Failure]] = field(default_factory=list)
     _starts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._starts = [0, *accumulate(segment.nbytes for segment in self.segments)]
+
+    def failure_in(self, begin: int, end: int) -> Failure | None:
+        """Why bytes [begin, end) are not to be trusted, if they are not."""
+        return next((why for first, last, why in self.lost if first < end and begin < last), None)
+
+    def lose(self, begin: int, end: int, failure: Failure) -> None:
+        """A store of these bytes has failed."""
+        self.lost.append((begin, end, failure))
+
+    def find(self, begin: int, end: int) -> None:
+        """A store of these bytes has ended well."""
+        parts = [
+            part
+            for first, last, why in self.lost
+            for part in ((first, min(last, begin), why), (max(first, end), last, why))
+        ]
+        self.lost = [part for part in parts if part[0] < part[1]]
 
     def cut(self, offset: int, nbytes: int) -> Iterator[Segment]:
         """The segments of a part of the slot."""
@@ -90,6 +107,8 @@ class DiskTransfer:
         failure: the first thing that went wrong, if any.
         seen: whether somebody has been told of the failure.
         unfinished: pieces that have not been moved or given up yet.
+        begin: of the first block of the slot that it touches.
+        end: of the last.
         blockers: transfers that must end before this one may begin.
         followers: transfers that wait for this one.
     """
@@ -104,8 +123,9 @@ class DiskTransfer:
         self.followers: list[DiskTransfer] = []
         self.pieces = list(_pieces(self, offset, buffer.data_ptr(), lanes.block_bytes))
         self.unfinished = len(self.pieces)
-        self._begin = offset // ALIGN_BYTES * ALIGN_BYTES
-        self._end = round_up(offset + self.nbytes)
+        self.begin = offset // ALIGN_BYTES * ALIGN_BYTES
+        self.end = round_up(offset + self.nbytes)
+        self._offset = offset
         self._buffer: torch.Tensor | None = buffer
         self._lanes = lanes
 
@@ -130,8 +150,17 @@ class DiskTransfer:
 
     def conflicts(self, other: DiskTransfer) -> bool:
         """Whether the two touch the same blocks of their slot and one of them writes."""
-        overlap = self._begin < other._end and other._begin < self._end
+        overlap = self.begin < other.end and other.begin < self.end
         return overlap and Direction.WRITE in (self.direction, other.direction)
+
+    def note_end(self) -> None:
+        """Notes in the slot what a store that has ended has done to it."""
+        if self.failure is not None:
+            # The ends of their blocks that are not ours were read and written back.
+            self.slot.lose(self.begin, self.end, self.failure)
+        elif self.slot.lost:
+            end = (self._offset + self.nbytes) // ALIGN_BYTES * ALIGN_BYTES
+            self.slot.find(round_up(self._offset), end)
 
     def let_go(self) -> None:
         """Drops the tensor, and the pieces, which refer back to this."""

@@ -100,13 +100,14 @@ class Lanes:
         """Starts a transfer, behind those that it conflicts with.
 
         Raises:
-            DiskError: the tier is closed, or belongs to another process; or a store to the slot has failed.
+            DiskError: the tier is closed, or belongs to another process; or a store of what is to be read has failed.
         """
         with self.lock:
             self.require_open(f"{transfer.direction.value} of {transfer.slot.name}")
             # Looked at here, where no store can end meanwhile: a load would be behind nothing, and read anything.
-            if transfer.slot.failure is not None:
-                raise transfer.slot.failure.error()
+            reads = transfer.direction is Direction.READ
+            if reads and (failure := transfer.slot.failure_in(transfer.begin, transfer.end)) is not None:
+                raise failure.error()
             for other in transfer.slot.running:
                 if transfer.conflicts(other):
                     other.followers.append(transfer)
@@ -232,6 +233,8 @@ class Lanes:
     def _end(self, transfer: DiskTransfer) -> None:
         slot, failure = transfer.slot, transfer.failure
         writes = transfer.direction is Direction.WRITE
+        if writes:
+            transfer.note_end()
         transfer.let_go()
         slot.running.remove(transfer)
         self._running -= 1
@@ -239,7 +242,6 @@ class Lanes:
             self.bytes_written += transfer.nbytes if writes else 0
             self.bytes_read += 0 if writes else transfer.nbytes
         elif writes:
-            slot.failure = failure
             self.failed_stores.append(transfer)
         for follower in transfer.followers:
             follower.blockers -= 1

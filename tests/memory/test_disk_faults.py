@@ -176,6 +176,57 @@ def test_a_failed_background_write_surfaces_at_the_next_call(tier: DiskTier, fau
         other = tier.new(NBYTES, Tag.PARAM, "other")
 
 
+def test_what_a_failed_store_was_to_write_can_be_read_once_it_is_stored(tier: DiskTier, faults: Faults) -> None:
+    slot = tier.new(NBYTES, Tag.PARAM, "w")
+    tier.store(slot, 0, bytes_of(1)).wait()
+
+    def fails(begin: int, nbytes: int) -> None:
+        faults.error = OSError(errno.EIO, "Input/output error")
+        with pytest.raises(DiskError, match="write of w failed"):
+            tier.store(slot, begin, bytes_of(2, nbytes)).wait()
+        faults.error = None
+
+    def lost(begin: int, nbytes: int) -> bool:
+        try:
+            tier.load(slot, begin, bytes_of(0, nbytes)).wait()
+        except DiskError as error:
+            assert "write of w failed" in str(error)
+            return True
+        return False
+
+    fails(BLOCK, 2 * BLOCK)
+    assert [lost(at, BLOCK) for at in range(0, NBYTES, BLOCK)] == [False, True, True, False]
+    with pytest.raises(DiskError, match="write of w failed"):
+        tier.snapshot(slot)
+    # A part of what was lost, beside what was not; then the middle of it; then an end that is no whole unit.
+    tier.store(slot, 0, bytes_of(3, BLOCK + GRAIN_BYTES)).wait()
+    assert (lost(0, BLOCK + GRAIN_BYTES), lost(BLOCK + GRAIN_BYTES, GRAIN_BYTES)) == (False, True)
+    tier.store(slot, 2 * BLOCK, bytes_of(4, GRAIN_BYTES)).wait()
+    assert [lost(at, GRAIN_BYTES) for at in (2 * BLOCK - GRAIN_BYTES, 2 * BLOCK, 2 * BLOCK + GRAIN_BYTES)] == [
+        True,
+        False,
+        True,
+    ]
+    tier.store(slot, BLOCK, bytes_of(5, 2 * BLOCK - 1)).wait()
+    assert (lost(0, 3 * BLOCK - GRAIN_BYTES), lost(3 * BLOCK - 1, 1)) == (False, True)
+    tier.store(slot, 0, bytes_of(6)).wait()
+    assert int(tier.snapshot(slot).min()) == 6
+
+
+def test_a_tier_need_not_announce_what_whoever_stores_looks_at(tmp_path: Path, faults: Faults) -> None:
+    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), io=faults.io(), announces=False)
+    slot = tier.new(NBYTES, Tag.PARAM, "w")
+    faults.error = OSError(errno.EIO, "Input/output error")
+    transfer = tier.store(slot, 0, bytes_of(2))
+    tier._lanes.wait_until(transfer.done, "the test")
+    faults.error = None
+    other = tier.new(NBYTES, Tag.PARAM, "v")
+    tier.store(other, 0, bytes_of(1)).wait()
+    with pytest.raises(DiskError, match="write of w failed"):
+        transfer.wait()
+    tier.close()
+
+
 def test_an_error_that_was_raised_by_wait_does_not_surface_again(tier: DiskTier, faults: Faults) -> None:
     faults.error = OSError(errno.EIO, "Input/output error")
     slot = tier.new(NBYTES, Tag.PARAM, "w")
