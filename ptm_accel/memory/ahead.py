@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ptm_accel.errors import BudgetError, DeviceBudgetError
+from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.copies import joined
 from ptm_accel.memory.paged import PagedTensor, Place
 
@@ -31,14 +31,16 @@ class Ahead:
 
         Returns:
             whether the tensor is there or on its way now.
-
-        Raises:
-            DiskError: an earlier store of it failed.
         """
         pool = self._pool
         with pool.lock:
+            if tensor.unsaved:
+                pool.room.collect()
             if tensor.place is not Place.AWAY:
                 return tensor.place is not Place.BLANK
+            if tensor.unsaved and pool.room.has_failed(tensor):
+                # A part of it has to be stored again first.
+                return False
             if pool.owed is not None and pool.owed.elsewhere(tensor):
                 return False
             needed = tensor.slot_bytes + beside_bytes
@@ -52,6 +54,12 @@ class Ahead:
                 # A card whose free memory is in pieces, or that others fill. Whoever must have the tensor makes room,
                 # or is told; a step that cannot go on is refused at its end at the latest.
                 return False
+            except DiskError as error:
+                # Whoever must have it tries again.
+                pool.traffic.retries.note(error)
+                return False
+            if tensor.place.resident:
+                return True
             if load is None:
                 pool.extents.settle_in(tensor, Place.DIRTY)
                 return True
@@ -60,18 +68,24 @@ class Ahead:
             return True
 
     def receive(self, tensor: PagedTensor) -> None:
-        """Waits for a tensor that was sent for: ARRIVING -> CLEAN.
+        """Waits for a tensor that was sent for: ARRIVING -> CLEAN. One that did not come is fetched.
 
         Raises:
-            DiskError: the load failed; the tensor is away again.
+            DiskError: the load failed, twice; the tensor is away again.
         """
         pool, load = self._pool, tensor.arrival
         assert load is not None
         try:
             pool.traffic.order(load)
+        except DiskError as error:
+            self.turn_back(tensor)
+            pool.traffic.retries.note(error)
         except BaseException:
             self.turn_back(tensor)
             raise
+        if tensor.place is Place.AWAY:
+            pool.extents.bring(tensor)
+            return
         pool.stats.hits += 1
         tensor.arrival = None
         pool.extents.settle_in(tensor, pool.extents.place_when_loaded(tensor))
@@ -87,36 +101,42 @@ class Ahead:
         del extent
         pool.room.leave(octets, block, reservation, load)
 
-    def evict(self, tensor: PagedTensor) -> None:
+    def evict(self, tensor: PagedTensor) -> bool:
         """As `Pool.evict`, without waiting: the store runs beside compute, and the memory is free once it has ended.
 
-        A store that fails is raised by the next access to the tensor, or to its home.
+        If the store fails, the tensor is given its memory back as soon as that is seen (`Salvage`).
+
+        Returns:
+            whether it leaves. It does not where stores fail; whoever must have its room has it stored, and is told.
 
         Raises:
             BudgetError: the home has no room; nothing has changed.
-            DiskError: an earlier store failed.
         """
         pool = self._pool
         with pool.lock:
             if tensor.place.resident:
                 tensor.note_changes()
-            if tensor.place is not Place.DIRTY:
-                pool.evict(tensor)
-                return
-            assert not tensor.pins and pool.home is not None, tensor
+            try:
+                if tensor.place is not Place.DIRTY:
+                    pool.evict(tensor)
+                    return True
+                assert not tensor.pins and pool.home is not None, tensor
+                if pool.traffic.doubtful:
+                    return False
+                pool.traffic.start_store_whole(tensor)
+            except DiskError as error:
+                pool.traffic.doubt(error)
+                return False
             pool.stats.evictions += 1
-            pool.traffic.start_store_whole(tensor)
             pool.extents.let_go(tensor, joined(tensor.stores))
             tensor.place = Place.AWAY
+            return True
 
     def make_way(self, nbytes: int) -> bool:
         """Has idle tensors leave so that there will be room, without waiting, as long as the home takes them.
 
         Returns:
             whether the room is there already; if not, it comes free as the stores end.
-
-        Raises:
-            DiskError: an earlier store failed.
         """
         pool, room = self._pool, self._pool.room
         with pool.lock:
@@ -124,7 +144,8 @@ class Ahead:
                 room.collect()
             while nbytes > pool.budget.free_bytes + room.ending_bytes and (victim := pool.victim()) is not None:
                 try:
-                    self.evict(victim)
+                    if not self.evict(victim):
+                        break
                 except BudgetError:
                     # The home is full. Whoever must have the room will be told.
                     break

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ptm_accel.errors import DiskError
+from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.transfer import Transfer
 
@@ -37,6 +39,10 @@ class Extents:
         with torch.inference_mode(False):
             reservation, block = self._pool.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
             assert block.buffer is not None
+            if tensor.extent is not None:
+                # It has come back, since its store failed while room was made for it.
+                self._pool.room.leave(block.buffer, block, reservation)
+                return tensor.extent
             typed = block.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.extent = Extent(typed, block.buffer, block, reservation)
         return tensor.extent
@@ -53,18 +59,35 @@ class Extents:
         tensor.extent = Extent(own, own.view(-1).view(torch.uint8), None, reservation)
 
     def bring(self, tensor: PagedTensor) -> None:
-        """Brings in a tensor that is not there, nor on its way, while the caller waits.
+        """Brings in a tensor that is blank or away, while the caller waits.
 
         Raises:
-            BudgetError: no room.
-            DiskError: the transfer failed.
+            BudgetError: no room can be made.
+            DiskError: the transfer failed, twice, or a part of it could not be stored.
         """
-        self._pool.stats.faults += 1
+        pool = self._pool
+        pool.stats.faults += 1
         if tensor.place is Place.BLANK:
             self.make(tensor).tensor.fill_(tensor.fill)
             self.settle_in(tensor, Place.DIRTY)
             return
+        pool.salvage.mend(tensor)
+        again = False
+        while not tensor.place.resident:
+            try:
+                self._load(tensor)
+            except DiskError as error:
+                # It was behind a store, perhaps, that has failed; its bytes are still here.
+                if not pool.salvage.mend(tensor):
+                    if again:
+                        raise
+                    again = True
+                pool.traffic.retries.note(error)
+
+    def _load(self, tensor: PagedTensor) -> None:
         load = self.begin_load(tensor)
+        if tensor.place.resident:
+            return
         try:
             if load is not None:
                 self._pool.traffic.order(load)
@@ -76,6 +99,8 @@ class Extents:
     def begin_load(self, tensor: PagedTensor, *, moves: bool = True) -> Transfer | None:
         """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
 
+        One that could not be stored may have come back while room was made: it is resident then.
+
         Args:
             tensor: which one.
             moves: see `Room.take_block`.
@@ -85,6 +110,8 @@ class Extents:
             DiskError: an earlier store of it failed.
         """
         extent = self.make(tensor, moves=moves)
+        if tensor.place.resident:
+            return None
         try:
             return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
         except BaseException:
@@ -112,8 +139,8 @@ class Extents:
         assert extent is not None
         self._pool.room.leave(extent.octets, extent.block, extent.reservation)
 
-    def let_go(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
-        """Takes the extent from `tensor`; its memory is free once nobody views it and `transfer` has ended."""
+    def let_go(self, tensor: PagedTensor, store: Transfer | None = None) -> None:
+        """Takes the extent from `tensor`; its memory is free once nobody views it and `store` has ended, well."""
         extent = tensor.extent
         assert extent is not None
         if tensor.occupant is not None:
@@ -121,5 +148,6 @@ class Extents:
         self._pool.shelf.take(tensor)
         tensor.extent = None
         octets, block, reservation = extent.octets, extent.block, extent.reservation
+        unsaved = None if store is None else Unsaved(tensor, 0, octets, extent)
         del extent
-        self._pool.room.leave(octets, block, reservation, transfer)
+        self._pool.room.leave(octets, block, reservation, store, unsaved)

@@ -3,8 +3,8 @@
 It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
 tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
 `Traffic` moves bytes to and from the home, `Extents` gives tensors their memory and takes it back, `Windows` gives
-parts of tensors, `Ahead` makes moves that nobody waits for, `Snapshots` and `Handouts` are for those who look from
-outside, and the `Shelf` has what may leave, in order.
+parts of tensors, `Ahead` makes moves that nobody waits for, `Salvage` sees to what could not be stored, `Snapshots` and
+`Handouts` are for those who look from outside, and the `Shelf` has what may leave, in order.
 
 What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
 (`Ahead`) and moved away beside compute; neither changes what an access returns.
@@ -26,11 +26,13 @@ from ptm_accel.memory.copies import settle
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.handouts import Handouts
 from ptm_accel.memory.interrupts import BookLock
+from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.room import Room
+from ptm_accel.memory.salvage import Salvage
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.snapshots import Snapshots
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
@@ -70,6 +72,7 @@ class Pool:
         self.extents = Extents(self)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
+        self.salvage = Salvage(self)
         self.snapshots = Snapshots(self)
         self.handouts = Handouts(self)
         self.shelf = Shelf(has_home=home is not None)
@@ -115,6 +118,7 @@ class Pool:
                 self.adviser.created(tensor)
             # Small ones leave small holes, and a copy of them is rounded up to more than they are.
             copied |= self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
+            tensor.unsaved.clear()
             # A scratch file is no place for values that training writes again and again.
             copied |= is_scratch(data)
             alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
@@ -166,6 +170,7 @@ class Pool:
                 tensor.handle = None
             tensor.stored_bytes = 0
             tensor.origin = None
+            tensor.unsaved.clear()
             tensor.place = Place.BLANK
 
     def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
@@ -269,18 +274,26 @@ class Pool:
         self.handouts.collect()
         return self.shelf.nbytes
 
-    def occupy(self, tensor: PagedTensor) -> None:
+    def occupy(self, tensor: PagedTensor) -> bool:
         """Makes room for a tensor that is away and will be written whole: AWAY -> DIRTY, and nothing is loaded.
 
         Whoever asks for it writes it before it can leave, or gives the room back (`vacate`).
 
+        Returns:
+            whether it was made; not for one that is there after all, since it could not be stored.
+
         Raises:
             BudgetError: no room can be made.
+            DiskError: a part of it could not be stored.
         """
         with self.lock:
             assert tensor.place is Place.AWAY, tensor
+            self.salvage.settle(tensor)
+            if tensor.place.resident:
+                return False
             self.extents.make(tensor)
             self.extents.settle_in(tensor, Place.DIRTY)
+            return True
 
     def vacate(self, tensor: PagedTensor) -> None:
         """Gives back the room of a tensor that was to be written (`occupy`) and was not: it is as it was."""
@@ -346,6 +359,10 @@ class Pool:
                 self.traffic.store_whole(tensor)
                 lent = tensor.place is Place.LENT or self.handouts.holds(tensor)
                 tensor.place = Place.LENT if lent else Place.CLEAN
+
+    def give_back(self, unsaved: Unsaved) -> None:
+        """See `Evictor`."""
+        self.salvage.give_back(unsaved)
 
     # ---- looking from outside ----------------------------------------------------------------------------------
 

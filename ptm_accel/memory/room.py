@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptm_accel.errors import BudgetError, DeviceBudgetError
+from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.interrupts import BookLock
+from ptm_accel.memory.leavers import Leaver, Unsaved
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.tide import Tide
 from ptm_accel.memory.traffic import Traffic
@@ -43,24 +43,9 @@ class Evictor(Protocol):
         """What cannot be moved because somebody pins it."""
         ...
 
-
-@dataclass(slots=True)
-class _Leaver:
-    """Memory that we let go of and that somebody may still use: a view, or a transfer.
-
-    Attributes:
-        storage: dies with the last view.
-        block: what the tier takes back then; None for memory of torch's.
-        reservation: the charge.
-        transfer: reads or writes the memory.
-        kept: memory of torch's that only the transfer still needs.
-    """
-
-    storage: StorageWeakRef
-    block: Block | None
-    reservation: Reservation
-    transfer: Transfer | None
-    kept: torch.Tensor | None = None
+    def give_back(self, unsaved: Unsaved) -> None:
+        """Gives a tensor that is away the extent back that could not be stored; it is charged as before."""
+        ...
 
 
 class Room:
@@ -82,7 +67,7 @@ class Room:
         self.tide: Tide | HeapTide | None = None
         self._traffic = traffic
         self._evictor = evictor
-        self._leavers: list[_Leaver] = []
+        self._leavers: list[Leaver] = []
         self._lock = lock
 
     @property
@@ -142,7 +127,9 @@ class Room:
                 with self._lock:
                     left = len(self._leavers)
                     self.collect()
-                    if len(self._leavers) == left and not self._wait_for_one() and not self._evictor.evict_one():
+                    if len(self._leavers) != left or self._wait_for_one() or self.store_again():
+                        continue
+                    if not self._evictor.evict_one():
                         raise
 
     def _wait_for_one(self) -> bool:
@@ -150,9 +137,21 @@ class Room:
         running = self._running()
         if running is None:
             return False
-        with self._traffic.stalled():
-            running.wait()
+        self._wait(running)
         return True
+
+    def _wait(self, transfer: Transfer) -> None:
+        """Waits for a transfer to end. Its error is for those whose bytes it moves, unless it can never end.
+
+        Raises:
+            DiskError: it cannot.
+        """
+        with self._traffic.stalled():
+            try:
+                transfer.wait()
+            except DiskError:
+                if not transfer.done():
+                    raise
 
     @contextmanager
     def charged(self, nbytes: int, tag: Tag, name: str) -> Iterator[Callable[[torch.Tensor], None]]:
@@ -168,37 +167,108 @@ class Room:
         finally:
             with self._lock:
                 if kept:
-                    self._leavers.append(_Leaver(kept[0], None, reservation, None))
+                    self._leavers.append(Leaver(kept[0], None, reservation, None))
                 else:
                     reservation.release()
 
     def leave(
-        self, octets: torch.Tensor, block: Block | None, reservation: Reservation, transfer: Transfer | None = None
+        self,
+        octets: torch.Tensor,
+        block: Block | None,
+        reservation: Reservation,
+        transfer: Transfer | None = None,
+        unsaved: Unsaved | None = None,
     ) -> None:
-        """Lets go of memory: it is taken back when its last view has died and `transfer` has ended."""
+        """Lets go of memory: it is taken back when its last view has died and `transfer` has ended.
+
+        Args:
+            octets: the memory.
+            block: what the tier takes back; None for memory of torch's.
+            reservation: the charge.
+            transfer: reads or writes it.
+            unsaved: what `transfer` is to save: where it fails the memory stays for that.
+        """
         storage = StorageWeakRef(octets.untyped_storage())
         if block is not None:
             block.buffer = None
         with self._lock:
             kept = octets if block is None and transfer is not None else None
-            self._leavers.append(_Leaver(storage, block, reservation, transfer, kept))
+            if unsaved is not None:
+                unsaved.tensor.unsaved.append(unsaved)
+            self._leavers.append(Leaver(storage, block, reservation, transfer, kept, unsaved))
 
     def collect(self) -> None:
-        """Takes back the memory of leavers that nobody uses any more."""
+        """Takes back the memory of leavers that nobody uses any more; what could not be stored has its memory again."""
         with self._lock:
-            still: list[_Leaver] = []
+            still: list[Leaver] = []
+            back: list[Leaver] = []
             for leaver in self._leavers:
-                running = leaver.transfer is not None and not leaver.transfer.done()
-                if not running:
-                    # Some that will not be waited for any more hold what they would have filled.
-                    leaver.kept = leaver.transfer = None
-                if running or not leaver.storage.expired():
+                if (failure := leaver.look()) is not None:
+                    self._traffic.doubt(failure)
+                if leaver.comes_back:
+                    back.append(leaver)
+                if not leaver.unused:
                     still.append(leaver)
                     continue
                 leaver.reservation.release()
                 if leaver.block is not None:
                     self.compute.recycle(leaver.block)
             self._leavers = still
+            for leaver in back:
+                # Whoever is told of it may come back here, or raise.
+                if leaver.comes_back and leaver.unsaved is not None:
+                    self._leavers.remove(leaver)
+                    self._evictor.give_back(leaver.unsaved)
+
+    def store_again(self, tensor: PagedTensor | None = None) -> bool:
+        """Stores parts of tensors whose store has failed once more, and waits for that.
+
+        Args:
+            tensor: only those of this one.
+
+        Returns:
+            whether there was any.
+
+        Raises:
+            DiskError: it failed twice more; the part is kept all the same.
+        """
+        with self._lock:
+            failed = [each for each in self._failed_parts if tensor is None or each.is_of(tensor)]
+            for leaver in failed:
+                try:
+                    self._store_part(leaver)
+                except DiskError as error:
+                    self._traffic.retries.note(error)
+                else:
+                    continue
+                self._store_part(leaver)
+            return bool(failed)
+
+    def _store_part(self, leaver: Leaver) -> None:
+        assert leaver.unsaved is not None
+        leaver.transfer = self._traffic.store_part_again(leaver.unsaved)
+        with self._traffic.stalled():
+            leaver.transfer.wait()
+        self._traffic.doubtful = False
+        leaver.look()
+
+    def wait_for(self, tensor: PagedTensor) -> None:
+        """Waits for the stores of a tensor's leaving memory, whether they end well or not.
+
+        Raises:
+            DiskError: one can never end.
+        """
+        for leaver in [each for each in self._leavers if each.is_of(tensor)]:
+            if leaver.transfer is not None:
+                self._wait(leaver.transfer)
+
+    def has_failed(self, tensor: PagedTensor) -> bool:
+        """Whether a part of the tensor is here that could not be stored."""
+        return any(leaver.is_of(tensor) for leaver in self._failed_parts)
+
+    @property
+    def _failed_parts(self) -> list[Leaver]:
+        return [leaver for leaver in self._leavers if leaver.failed_part]
 
     def resize(self, nbytes: int) -> None:
         """Gives the tier another capacity; idle tensors are moved away until what is used is within it.
@@ -244,7 +314,8 @@ class Room:
         """What could be charged now if everything idle were moved away and every running transfer had ended."""
         with self._lock:
             self.collect()
-            return self.budget.free_bytes + self.ending_bytes + self._evictor.idle_bytes
+            failed = sum(leaver.reservation.nbytes for leaver in self._failed_parts)
+            return self.budget.free_bytes + self.ending_bytes + failed + self._evictor.idle_bytes
 
     @property
     def ending_bytes(self) -> int:
@@ -259,12 +330,17 @@ class Room:
     def _make_room(self, nbytes: int, name: str) -> None:
         self.collect()
         while nbytes > self.budget.free_bytes:
-            if not self._wait_for_one() and not self._evictor.evict_one():
+            if not self._wait_for_one() and not self.store_again() and not self._evictor.evict_one():
                 # The last transfer may have ended since its memory was last asked for.
                 self.collect()
-                if nbytes > self.budget.free_bytes and self._running() is None and not self._tide_gives_way():
+                short = nbytes > self.budget.free_bytes
+                if short and self._running() is None and not self._came_back() and not self._tide_gives_way():
                     raise self._refusal(nbytes, name)
             self.collect()
+
+    def _came_back(self) -> bool:
+        """Whether there is something to store, where there was nothing: a store has failed."""
+        return self._evictor.idle_bytes > 0 or bool(self._failed_parts)
 
     def _tide_gives_way(self) -> bool:
         return self.tide is not None and self.tide.give_way()

@@ -144,6 +144,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
             block_bytes=capacities.page_bytes,
             weights=capacities.disk_weights,
             staging=host,
+            announces=False,
         )
     if isinstance(device, torch.device) and device.type == "cpu":
         arena = HostArena(host)

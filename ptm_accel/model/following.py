@@ -256,8 +256,7 @@ class Following:
 
     def _spare(self, tensor: PagedTensor) -> bool:
         try:
-            self._pool.ahead.evict(tensor)
+            return self._pool.ahead.evict(tensor)
         except BudgetError:
             # The home is full: it stays, and whoever needs its room is told.
             return False
-        return True

@@ -91,7 +91,7 @@ class HostUpdates:
             whether it did.
 
         Raises:
-            DiskError: an earlier store of something had failed.
+            DiskError: a transfer failed.
         """
         if not self._owner.chosen(entry[1].slot.name):
             return False
@@ -106,8 +106,8 @@ class HostUpdates:
         except BudgetError:
             # The home is full: what has gone there is as good there.
             return False
-        # Some are padded in the home, and what was never stored there is nowhere.
-        if any(tensor.stored_bytes < tensor.nbytes for tensor in tensors):
+        # Some are padded in the home, what was never stored there is nowhere, and what could not be stored is here.
+        if any(tensor.place is not Place.AWAY or tensor.stored_bytes < tensor.nbytes for tensor in tensors):
             return False
         self._counts_come += _counts_to_host(entry[1], self._home)
         self._owed.update(tensors)

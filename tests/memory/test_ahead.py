@@ -221,14 +221,16 @@ def test_a_load_that_fails_is_told_to_who_reads(gate: Gate, tmp_path: Path) -> N
         assert (pool.fault(tensor) == 1.0).all()
 
 
-def test_a_store_behind_that_fails_is_told_at_the_next_call(gate: Gate, tmp_path: Path) -> None:
+def test_a_store_behind_that_fails_is_told_to_who_needs_the_room(gate: Gate, tmp_path: Path) -> None:
     with memory_of(2, tmp_path) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
         gate.failing.add("pwritev")
         pool.ahead.evict(tensor)
+        assert (pool.fault(tensor) == 1.0).all()
         with pytest.raises(DiskError, match="write of a failed"):
-            pool.fault(tensor)
+            pool.room.reserve(2 * PAGE, Tag.STAGING, "somebody else")
+        assert (pool.fault(tensor) == 1.0).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,34 @@
+"""Transfers that failed and are made again, as a disk may fail once and then go on."""
+
+from __future__ import annotations
+
+import logging
+
+from ptm_accel.errors import DiskError
+
+logger = logging.getLogger(__name__)
+
+_TOLD_EVERY = 100
+"""Of how many failures one is told of."""
+
+
+class Retries:
+    """Counts transfers that are made again, and says so now and then.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, error: DiskError) -> None:
+        """A transfer has failed, and is made again now or when it is needed; if it fails then, that is raised."""
+        self.count += 1
+        if self.count % _TOLD_EVERY == 1:
+            logger.warning(
+                "a transfer failed (%d so far). Nothing is lost: it is made again, and the run ends if that fails. %s",
+                self.count,
+                # As text: an error refers to the frames that it has passed, and so to pages, and handlers keep records.
+                str(error),
+            )
