@@ -25,16 +25,19 @@ from tests.plain_loop import same_bits
 from tests.tiers import needs, on_pages
 
 
-class FailsOnce:
-    """The system calls of the scratch file: as they are, but for one write.
+NEVER = 1 << 30
+
+
+class FailsFrom:
+    """The system calls of the scratch file: as they are, but for writes from one on.
 
     Attributes:
-        number: of the write that fails, counted from 1; 0 for none.
+        number: of the first write that fails, counted from 1.
         met: it has come.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = NEVER
         self.met = False
         self._lock = threading.Lock()
 
@@ -44,7 +47,7 @@ class FailsOnce:
     def _write(self, *args: Any) -> int:
         with self._lock:
             self.number -= 1
-            fails = self.number == 0
+            fails = self.number <= 0
             self.met |= fails
         if fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -88,7 +91,7 @@ def test_a_batch_is_begun_again_after_a_write_has_failed(
 
     model = Net()
     floor = floor_of(model, tmp_path)
-    disk = FailsOnce()
+    disk = FailsFrom()
     monkeypatch.setattr("ptm_accel.memory.disk.Io", disk.io)
     failed: list[int] = []
     with on_pages(model, "host+disk", floor, tmp_path, update=BLOCKING) as engine:
@@ -97,6 +100,7 @@ def test_a_batch_is_begun_again_after_a_write_has_failed(
         def again() -> None:
             failed.append(number)
             assert len(failed) < 3, "it fails again, though the disk does not"
+            disk.number = NEVER
             engine.abort()
             engine.zero_grad()
 

@@ -189,8 +189,7 @@ def test_what_a_failed_store_was_to_write_can_be_read_once_it_is_stored(tier: Di
     def lost(begin: int, nbytes: int) -> bool:
         try:
             tier.load(slot, begin, bytes_of(0, nbytes)).wait()
-        except DiskError as error:
-            assert "write of w failed" in str(error)
+        except DiskError:
             return True
         return False
 

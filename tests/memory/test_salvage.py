@@ -280,8 +280,7 @@ def test_a_store_that_is_waited_for_is_made_once_more(kind: str, faults: Faults,
         pool = memory.pool
         tensors = [made(pool, f"t{n}", float(n)) for n in range(2)]
         faults.left["pwritev"] = 1
-        for n in range(2, 12):
-            tensors.append(made(pool, f"t{n}", float(n)))
+        tensors += [made(pool, f"t{n}", float(n)) for n in range(2, 12)]
         assert faults.failed == 1
         for n, tensor in enumerate(tensors):
             assert holds(pool.fault(tensor), float(n))

@@ -270,7 +270,7 @@ def test_the_next_batch_is_opened_before_the_present_one_is_computed(
 
 
 class Failing:
-    """A home whose n-th store fails, as a disk that is full or broken does."""
+    """A home whose stores fail from the n-th on, as those of a disk that is full or broken do."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception]) -> None:
         self.left = 1 << 30
@@ -280,7 +280,7 @@ class Failing:
 
         def store(*args: Any) -> Any:
             self.left -= 1
-            if self.left == 0:
+            if self.left <= 0:
                 raise error()
             return real(*args)
 
