@@ -24,7 +24,6 @@ from tests.model.nets import Net, inputs
 from tests.plain_loop import same_bits
 from tests.tiers import needs, on_pages
 
-
 NEVER = 1 << 30
 
 
