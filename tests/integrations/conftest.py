@@ -45,15 +45,6 @@ def fresh_accelerate() -> Iterator[Callable[[], None]]:
     forget()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imports_are_no_garbage() -> Iterator[None]:
-    """Each collection would look through all that was imported, and take most of the time of a test for that."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _accounted() -> Iterator[None]:
     """Conservation laws of every engine that is alive after a test, and then their end."""
