@@ -39,6 +39,9 @@ much, the one that moves least is taken: a disk wears, and what is not moved can
 _WORTH_A_LOOK = 1.02
 """Plans that take longer than the best by more than this factor are not tried with another beginning."""
 
+_MOST_LOOKS = 6
+"""No more than so many of the best are: where all is hidden behind arithmetic, nearly all plans are as good."""
+
 
 class Way(NamedTuple):
     """How the budget is divided.
@@ -135,8 +138,9 @@ def choose_plan(
     least = min(each.seconds for each in every)
     if repeats:
         # The other way to begin changes little: it is looked at only where that could make a plan the best.
-        worth = [each.way for each in every if each.simulated and each.seconds <= least * _WORTH_A_LOOK]
-        every += [task.choice(way, False, on_host) for way in worth]
+        worth = [each for each in every if each.simulated and each.seconds <= least * _WORTH_A_LOOK]
+        worth = sorted(worth, key=lambda each: each.seconds)[:_MOST_LOOKS]
+        every += [task.choice(each.way, False, on_host) for each in worth]
         every.sort(key=lambda each: ways.index(each.way))
     smaller = task.again(less) if less is not None else []
     return _best([*every, *smaller], min((each.seconds for each in smaller), default=math.inf))

@@ -327,8 +327,11 @@ class _Run:
 
     def _made_before(self, due: int, index: int) -> int:
         """Bytes of what is made at once, and before the access that something comes for."""
-        made = (self._trace.accesses[at].item for at in self._made_next[index] if at < due)
-        return sum(self._trace.items[item].nbytes for item in made if item not in self._arrival)
+        total, accesses = 0, self._trace.accesses
+        for at in self._made_next[index]:
+            if at < due and accesses[at].item not in self._arrival:
+                total += self._trace.items[accesses[at].item].nbytes
+        return total
 
     def _load(self, item: int) -> None:
         nbytes = self._trace.items[item].nbytes
