@@ -205,14 +205,14 @@ def test_no_policy_loads_less(given_: tuple[Trace, int, int]) -> None:
 
 
 def swept(count: int, sweeps: int, *, alternating: bool) -> Trace:
-    """State that is gone through again and again, in one direction or to and fro."""
+    """State that is gone through again and again, in one direction or back and forth."""
     there = list(range(count))
     order = [item for number in range(sweeps) for item in (there[::-1] if alternating and number % 2 else there)]
     return Trace(None, tuple(Item(f"m{n}", 10) for n in there), tuple(Access(item, Use.READ) for item in order))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 20])
-def test_sweeps_to_and_fro_load_one_item_less_than_where_a_share_is_kept(count: int) -> None:
+def test_sweeps_back_and_forth_load_one_item_less_than_where_a_share_is_kept(count: int) -> None:
     """What the last sweep used last is used first, and still only one more of the items is met than of those kept."""
     for places in range(1, count):
         share = plan_pass(
