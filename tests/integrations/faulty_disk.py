@@ -131,5 +131,5 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
     elif place == "backward":
         before(Traffic, "start_load", lambda traffic, *_: in_backward())
     else:
-        before(Ahead, "prefetch", lambda ahead, tensor: not in_backward() and tensor.tag is Tag.PARAM)
+        before(Ahead, "prefetch", lambda ahead, tensor, *_: not in_backward() and tensor.tag is Tag.PARAM)
     return FromStep(3, lambda: begun.append(True))
