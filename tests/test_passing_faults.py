@@ -124,7 +124,7 @@ def test_a_transfer_that_fails_once_changes_no_number(
 
     disk = FailsOnce(call, code)
     monkeypatch.setattr("ptm_accel.memory.disk.Io", disk.io)
-    number, met = begin, 0
+    number, met, told = begin, 0, 0
     while True:
         caplog.clear()
         disk.at, disk.calls, disk.met = None, 0, False
@@ -138,7 +138,11 @@ def test_a_transfer_that_fails_once_changes_no_number(
             break
         if code not in (SHORT, errno.EINTR):
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-            assert any(f"(errno {code})" in said and str(tmp_path) in said for said in warnings), (number, warnings)
+            said = any(f"(errno {code})" in text and str(tmp_path) in text for text in warnings)
+            # What was read ahead, and given up before it was there, may fail without a word.
+            assert said or call == "preadv", (number, warnings)
+            told += said
         met += 1
         number += APART
     assert met > 1, "the run has fewer transfers than this test is for"
+    assert told or code in (SHORT, errno.EINTR), "no failure was told of"
