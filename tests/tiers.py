@@ -123,3 +123,18 @@ def at_floor(model: nn.Module, directory: Path, kind: str = "host+disk", **dials
     floor, _ = needs(model, directory, kind, **dials)
     with on_pages(model, kind, floor, directory, **dials) as engine:
         yield engine
+
+
+@contextmanager
+def memory_of(pages: int, directory: Path, kind: str = "host+disk") -> Iterator[Memory]:
+    """Tiers with room for so many pages, beside what they hold themselves; nothing is left of it at the end."""
+    probe = open_memory(kind, 1 << 20, directory)
+    held = probe.pool.budget.used_bytes
+    probe.close()
+    memory = open_memory(kind, pages * PAGE + held, directory)
+    try:
+        yield memory
+        memory.check_integrity()
+    finally:
+        memory.close()
+    assert memory.pool.budget.used_bytes == 0

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from ptm_accel.errors import BudgetError, DiskError
+from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copies import finish, settle
 from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState
@@ -135,13 +135,7 @@ class FramedPages:
 
     def _spill(self, victims: Sequence[Page], *, admitting: bool = False) -> None:
         """Moves pages to disk; what fails is tried once more, and stays in its frame if it fails again."""
-        try:
-            self._spill_once(victims, admitting)
-        except DiskError as error:
-            self._retries.note(error)
-        else:
-            return
-        self._spill_once(victims, admitting)
+        self._retries.twice(lambda: self._spill_once(victims, admitting))
 
     def _spill_once(self, victims: Sequence[Page], admitting: bool) -> None:
         """Starts all writes, then waits for them. Pages that are on disk already are left alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from ptm_accel.errors import DiskError
 
@@ -32,3 +33,21 @@ class Retries:
                 # As text: an error refers to the frames that it has passed, and so to pages, and handlers keep records.
                 str(error),
             )
+
+    def twice(self, transfer: Callable[[], None]) -> None:
+        """Makes a transfer that is waited for, and makes it once more if it fails.
+
+        Args:
+            transfer: makes it, from its start, each time that it is called.
+
+        Raises:
+            DiskError: it failed, twice.
+        """
+        try:
+            transfer()
+        except DiskError as error:
+            self.note(error)
+        else:
+            return
+        # Not within the handler: the first error would go on as the context of the second, with all that it holds.
+        transfer()

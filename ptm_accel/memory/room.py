@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -235,13 +236,7 @@ class Room:
         with self._lock:
             failed = [each for each in self._failed_parts if tensor is None or each.is_of(tensor)]
             for leaver in failed:
-                try:
-                    self._store_part(leaver)
-                except DiskError as error:
-                    self._traffic.retries.note(error)
-                else:
-                    continue
-                self._store_part(leaver)
+                self._traffic.retries.twice(partial(self._store_part, leaver))
             return bool(failed)
 
     def _store_part(self, leaver: Leaver) -> None:

@@ -220,13 +220,7 @@ class Traffic:
             BudgetError: the home has no room.
             DiskError: it failed, twice.
         """
-        try:
-            self._store_whole(tensor)
-        except DiskError as error:
-            self.retries.note(error)
-        else:
-            return
-        self._store_whole(tensor)
+        self.retries.twice(lambda: self._store_whole(tensor))
 
     def _store_whole(self, tensor: PagedTensor) -> None:
         before = tensor.stored_bytes, self.stats.stored_bytes

@@ -119,7 +119,12 @@ def main() -> None:
             found[way.title, budget].append(seconds)
             print(f"round {turn + 1}, {budget}, {way.title}: {seconds:.2f} s a step", file=sys.stderr, flush=True)
     print("# On which cores threads of our own run\n")
-    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/cores.py DIRECTORY --rounds {options.rounds}"))
+    print(
+        facts(
+            f"OMP_WAIT_POLICY=passive python tests/benchmarks/cores.py DIRECTORY --rounds {options.rounds} "
+            f"--steps {options.steps}"
+        )
+    )
     print(
         f"* model: Llama, 222M parameters, bf16 with fp32 masters, batch 1 x 32, clipped; host_memory "
         f"{' or '.join(BUDGETS.values())}; {options.steps} steps a process, the first {DROPPED_STEPS} left out\n"

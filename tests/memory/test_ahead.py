@@ -6,8 +6,8 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
-from ptm_accel.memory.setup import Memory
-from tests.tiers import PAGE, open_memory
+from tests.tiers import PAGE, memory_of
 
 KINDS = ("host+disk", "mock+host", "mock+host+disk")
 
@@ -46,20 +45,6 @@ class Gate:
             return int(real(*args))
 
         return run
-
-
-@contextmanager
-def memory_of(pages: int, directory: Path, kind: str = "host+disk") -> Iterator[Memory]:
-    probe = open_memory(kind, 1 << 20, directory)
-    held = probe.pool.budget.used_bytes
-    probe.close()
-    memory = open_memory(kind, pages * PAGE + held, directory)
-    try:
-        yield memory
-        memory.check_integrity()
-    finally:
-        memory.close()
-    assert memory.pool.budget.used_bytes == 0
 
 
 @pytest.fixture

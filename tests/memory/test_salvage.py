@@ -6,8 +6,6 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,9 @@ from ptm_accel.memory.diskio import Lanes
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
-from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.windows import WINDOW_ALIGN
 from tests.memory.test_pool import KINDS, STEPS, Step, Twin
-from tests.tiers import PAGE, open_memory
+from tests.tiers import PAGE, memory_of
 
 ELEMENTS = 2 * WINDOW_ALIGN
 PAGES = ELEMENTS * 4 // PAGE
@@ -66,21 +63,6 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     faults = Faults()
     monkeypatch.setattr("ptm_accel.memory.disk.Io", faults.io)
     return faults
-
-
-@contextmanager
-def memory_of(pages: int, directory: Path, kind: str = "host+disk") -> Iterator[Memory]:
-    """Room for so many pages, beside what the tiers hold."""
-    probe = open_memory(kind, 1 << 20, directory)
-    held = probe.pool.budget.used_bytes
-    probe.close()
-    memory = open_memory(kind, pages * PAGE + held, directory)
-    try:
-        yield memory
-        memory.check_integrity()
-    finally:
-        memory.close()
-    assert memory.pool.budget.used_bytes == 0
 
 
 def made(pool: Pool, name: str, value: float, elements: int = ELEMENTS) -> PagedTensor:
