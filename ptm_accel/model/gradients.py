@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
@@ -58,8 +59,8 @@ class Gradients:
         self._by_param = {id(s.param): GradSlot(s, pool, self.norms) for s in slots}
         self._landing_bytes = max((s.value.nbytes for s in slots), default=0)
         self._landing: Reservation | None = None
-        self._hooks = lend_to_hooks(slots)
-        self._hooks += [s.param.register_post_accumulate_grad_hook(self._taker()) for s in slots]
+        self._hooks: list[RemovableHandle] = []
+        self._watch(slots)
         self._told_of_used = self._told_of_held = False
         self.arrivals = 0
         self.arriving: Callable[[], object] | None = None
@@ -110,12 +111,11 @@ class Gradients:
         for param in frozen:
             param.requires_grad_(True)
         try:
-            self._hooks += lend_to_hooks(new)
-            self._hooks += [slot.param.register_post_accumulate_grad_hook(self._taker()) for slot in new]
+            self._by_param |= {id(slot.param): GradSlot(slot, self._pool, self.norms) for slot in new}
+            self._watch(new)
         finally:
             for param in frozen:
                 param.requires_grad_(False)
-        self._by_param |= {id(slot.param): GradSlot(slot, self._pool, self.norms) for slot in new}
         # Norms are put together in the order of the model's parameters.
         place = {id(slot.param): number for number, slot in enumerate(every)}
         self._by_param = dict(sorted(self._by_param.items(), key=lambda known: place[known[0]]))
@@ -249,6 +249,24 @@ class Gradients:
         if self._landing is not None:
             self._landing.release()
             self._landing = None
+
+    def _watch(self, slots: list[ParamSlot]) -> None:
+        self._hooks += lend_to_hooks(slots)
+        for slot in slots:
+            # The latter is called when what has arrived has been added to `p.grad`, the former before that.
+            self._hooks.append(slot.param.register_hook(self._replacer(self.of(slot))))
+            self._hooks.append(slot.param.register_post_accumulate_grad_hook(self._taker()))
+
+    def _replacer(self, grad: GradSlot) -> Callable[[torch.Tensor], None]:
+        def meet(arriving: torch.Tensor) -> None:
+            if grad.value is not None and grad.slot.param.grad is not None and grad.look is Look.NONE:
+                # Somebody has put it there in the place of the sum.
+                with INTERRUPTS:
+                    if self.arriving is not None:
+                        self.arriving()
+                    grad.drop()
+
+        return meet
 
     def _taker(self) -> Callable[[torch.Tensor], None]:
         def take(param: torch.Tensor) -> None:

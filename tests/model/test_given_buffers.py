@@ -43,6 +43,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, buffers: Buffers, 
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         loss = model(x).square().mean()
         loss.backward()
+        if how.startswith("between two backwards"):
+            given = [buffer.fill_(0.125 * (number + step - 3)) for number, buffer in enumerate(buffers)]
+            copied = how.endswith("which nobody else has")
+            for param, buffer in list(zip(model.parameters(), given, strict=True))[::2]:
+                param.grad = buffer.clone() if copied else buffer
+            model(2 * x).square().mean().backward()
         if how == "after the backward":
             for number, (param, buffer) in enumerate(zip(model.parameters(), buffers, strict=True)):
                 param.grad = buffer.fill_(0.125 * (number + step - 3))
@@ -54,7 +60,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, buffers: Buffers, 
     return seen
 
 
-@pytest.mark.parametrize("how", ["before the backward", "after the backward"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "before the backward",
+        "after the backward",
+        "between two backwards",
+        "between two backwards, in a tensor which nobody else has",
+    ],
+)
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host+disk"])
 @pytest.mark.parametrize("make", [single, flat])
