@@ -34,13 +34,14 @@ def tiny() -> ModuleType:
 
 @pytest.fixture
 def fresh_accelerate() -> Iterator[Callable[[], None]]:
-    """accelerate keeps its state for the whole process: what forgets it, as is done at the end."""
+    """accelerate keeps its state for the whole process: what forgets it, as is done before the test and at its end."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     def forget() -> None:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
 
+    forget()
     yield forget
     forget()
 
