@@ -1,4 +1,5 @@
-"""Carries a plan out on paper: discrete events on a line of compute and a link whose transfers queue in order.
+"""Carries a plan out on paper: discrete events on a line of compute and a link whose transfers queue in order, in each
+direction, as far as these share the link (`LinkRates.shared`).
 
 It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored
 first, and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in
@@ -23,9 +24,6 @@ from ptm_accel.schedule.updates import LAG
 
 _ROUNDS = 3
 """How often the pass is gone through; the first begins with an idle link, and clean."""
-
-_TAKES_TURNS = 0.5
-"""A link that shares more than this between its directions is one queue for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,8 @@ class _Run:
         self._update_s = update_s
         self._now = 0.0
         self._reader = self._writer = 0.0
-        self._turns = rates.shared > _TAKES_TURNS
+        # What a transfer takes of the other direction's time: all of it where the two can only take turns.
+        self._shared = rates.shared
         self._arrival = dict.fromkeys(plan.resident | plan.coming, 0.0)
         self._dirty: set[int] = set()
         self._used = sum(trace.items[item].nbytes for item in self._arrival)
@@ -337,9 +336,9 @@ class _Run:
         nbytes = self._trace.items[item].nbytes
         # What is on its way out must be there first.
         begin = max(self._now, self._reader, self._stored.get(item, 0.0), self._ready.get(item, 0.0))
-        self._reader = begin + nbytes / self._rates.read_bytes_s
-        if self._turns:
-            self._writer = self._reader
+        seconds = nbytes / self._rates.read_bytes_s
+        self._reader = begin + seconds
+        self._writer = max(self._now, self._writer) + self._shared * seconds
         self._read += nbytes
         self._take(item, self._reader)
 
@@ -352,9 +351,9 @@ class _Run:
             self._used -= nbytes
             return
         self._dirty.discard(item)
-        self._writer = max(self._now, self._writer) + nbytes / self._rates.write_bytes_s
-        if self._turns:
-            self._reader = self._writer
+        seconds = nbytes / self._rates.write_bytes_s
+        self._writer = max(self._now, self._writer) + seconds
+        self._reader = max(self._now, self._reader) + self._shared * seconds
         self._written += nbytes
         self._stored[item] = self._writer
         self._leaving.append((self._writer, nbytes))

@@ -94,6 +94,21 @@ def test_a_duplex_link_stores_beside_its_loads() -> None:
     assert turns.peak_bytes <= 70
 
 
+@pytest.mark.parametrize("shared", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize(("capacity", "ahead"), [(200, 60), (100, 50)])
+def test_a_link_that_is_the_limit_takes_what_was_measured_of_both_directions(
+    shared: float, capacity: int, ahead: int
+) -> None:
+    rates = LinkRates(10.0, 20.0, 2 / (1 / 10 + shared / 20))
+    assert rates.shared == pytest.approx(shared)
+    items = tuple(Item(f"w{n}", 10) for n in range(40))
+    trace = Trace(None, items, tuple(Access(n, Use.WRITE) for n in range(40)))
+    done = run(trace, rates, capacity=capacity, ahead=ahead)
+    assert done.read_bytes == done.written_bytes >= 260
+    # The last store of a pass may run on into the next one.
+    assert done.seconds == pytest.approx(rates.seconds(done.read_bytes, done.written_bytes), abs=1 / 2 + 1e-6)
+
+
 def test_a_parameter_that_was_updated_is_stored_before_it_leaves() -> None:
     trace = with_updates(layers(6, 0.5), {f"w{n}": [Item(f"w{n}.grad", 10)] for n in range(6)}, most_bytes=1000)
     # All gradients stay; what leaves are parameters, each once for its update and once as it was.
