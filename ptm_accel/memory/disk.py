@@ -257,8 +257,11 @@ class DiskTier:
                 )
 
     def _start_call(self, what: str) -> None:
+        self._lanes.require_open(what)
+        # Looked at without the lock, which all transfers share: one that fails a moment later is told of with the next.
+        if not self._lanes.failed_stores:
+            return
         with self._lanes.lock:
-            self._lanes.require_open(what)
             while self._lanes.failed_stores:
                 store = self._lanes.failed_stores.popleft()
                 if self._announces and not store.seen and store.failure is not None:

@@ -139,7 +139,9 @@ class DiskTransfer:
         Raises:
             DiskError: it failed, or nobody is left to finish it; again at every call.
         """
-        self._lanes.wait_until(self.done, f"{self.direction.value} of {self.slot.name}")
+        # The lock is that of all transfers, which most that are waited for need no more.
+        if not self.done():
+            self._lanes.wait_until(self.done, f"{self.direction.value} of {self.slot.name}")
         if self.failure is not None:
             self.seen = True
             raise self.failure.error()

@@ -35,6 +35,11 @@ class Batches:
         return bool(self._batches)
 
     @property
+    def enough(self) -> bool:
+        """Whether as many are open as may be."""
+        return len(self._batches) >= _AT_ONCE
+
+    @property
     def pinned_bytes(self) -> int:
         """What they alone pin of tensors that move, where a whole parameter is updated."""
         involved = (tensor for unit in self._opened if unit.whole for tensor in unit.involved().values())
@@ -51,7 +56,7 @@ class Batches:
         Raises:
             BudgetError: there is no room for the one.
         """
-        if len(self._batches) < _AT_ONCE:
+        if not self.enough:
             batch = self._sweep.open(self._cursor, self._opened, insist=insist)
             if batch:
                 self._batches.append(batch)
