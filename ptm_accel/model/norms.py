@@ -59,16 +59,20 @@ class Norms:
             norm_type: the p of the p-norm.
         """
         if not self.wide or gradient.dtype == torch.float32:
-            norms: list[torch.Tensor] = list(torch._foreach_norm([gradient], norm_type))
-            return norms[0]
+            return _norm(gradient, norm_type)
         with self._lock:
             octets = None if self._room is None else self._room[1].buffer
             nbytes = gradient.numel() * 4
             if octets is not None and nbytes <= octets.numel():
                 copied = octets[:nbytes].view(torch.float32).view(gradient.shape)
                 gradient = copied.copy_(gradient)
-            norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
-            return norm
+            return _norm(gradient, norm_type, torch.float32)
+
+
+def _norm(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """By the kernel that torch's clipping calls: on a GPU `torch.linalg.vector_norm` sums in another order."""
+    norms: list[torch.Tensor] = list(torch._foreach_norm([gradient], norm_type, dtype=dtype))
+    return norms[0]
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
@@ -16,6 +18,18 @@ from tests.tiers import AMPLE, needs, on_pages, open_memory
 
 DTYPES = (torch.bfloat16, torch.float16)
 SHAPES = ((), (1,), (7,), (1000,), (64, 48), (65536,), (513, 1023), (3, 1 << 18))
+
+
+class Called(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
@@ -40,6 +54,29 @@ def test_what_is_not_wide_has_the_norm_of_torchs_clipping(tmp_path: Path) -> Non
     gradient = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(norms.of(gradient, 2.0), torch._foreach_norm([gradient], 2.0)[0])
     assert total_norm([], 2.0, torch.device("cpu")) == 0.0
+    memory.close()
+
+
+@pytest.mark.parametrize("room_bytes", [0, 3 << 20])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+def test_every_norm_is_of_the_kernel_that_torchs_clipping_calls(
+    dtype: torch.dtype, room_bytes: int, tmp_path: Path
+) -> None:
+    """On a CPU others give the same bits, on a GPU they sum in another order."""
+    memory = open_memory("host+disk", AMPLE, tmp_path)
+    norms = Norms(memory.pool, wide=True)
+    norms.hold(room_bytes)
+    gradient = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parameter = nn.Parameter(torch.zeros(5000))
+    parameter.grad = gradient.float()
+    with Called() as in_torch:
+        stock = torch.nn.utils.get_total_norm([parameter.grad])
+    with Called() as here:
+        norm = norms.of(gradient, 2.0)
+    assert torch.equal(total_norm([norm], 2.0, torch.device("cpu")), stock)
+    assert in_torch.kernels[0] is torch.ops.aten._foreach_norm.Scalar
+    assert [kernel for kernel in here.kernels if "norm" in str(kernel)] == in_torch.kernels[:1]
+    norms.release()
     memory.close()
 
 
