@@ -103,7 +103,8 @@ class PTMConfig:
     Sizes are bytes as int, or text such as `"10GB"` (decimal), `"512MiB"` (binary) or `"80%"` (a share).
 
     Attributes:
-        device_memory: what may be used on the accelerator; a share is of the card. Default: 90% of the card.
+        device_memory: what may be used on the accelerator; a share is of the card. Default: 90% of the card,
+            or of what others leave of it where that is less.
         host_memory: what each process may use in host memory; a share is of the machine's or container's limit,
             divided by the processes that train on the machine. Default: 80% of what is available at the start.
         disk: scratch folders, or `DiskConfig` (or a mapping) for a limit. Default: no disk.
@@ -241,6 +242,7 @@ def resolve(
     config: PTMConfig,
     *,
     device_total_bytes: int | None,
+    device_free_bytes: int | None = None,
     processes: int = 1,
     scratch_bytes: Callable[[int], int] = lambda device: 0,
 ) -> ResolvedConfig:
@@ -250,6 +252,7 @@ def resolve(
         config: what was asked.
         device_total_bytes: memory of the accelerator; None on a machine without one, where `device_memory` is
             ignored, since one file of dials may serve several machines.
+        device_free_bytes: what others leave of that, where it is known.
         processes: how many on this machine train alike; each gets its part of a share, and sizes are for each.
         scratch_bytes: what this process has on a file system, by its `st_dev`, for models on pages already.
 
@@ -259,7 +262,9 @@ def resolve(
     """
     page_bytes = _check_page_size(config.page_size)
     host_bytes, host_origin = _resolve_host(config.host_memory, page_bytes, processes)
-    device_bytes, device_origin = _resolve_device(config.device_memory, device_total_bytes, page_bytes)
+    device_bytes, device_origin = _resolve_device(
+        config.device_memory, device_total_bytes, device_free_bytes, page_bytes
+    )
     disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes, scratch_bytes)
     default_page = page_bytes == parse_bytes(DEFAULT_PAGE_SIZE)
     return ResolvedConfig(
@@ -327,12 +332,17 @@ def _each(processes: int) -> str:
     return f", over {processes} processes" if processes > 1 else ""
 
 
-def _resolve_device(asked: str | int | None, total_bytes: int | None, page_bytes: int) -> tuple[int | None, str]:
+def _resolve_device(
+    asked: str | int | None, total_bytes: int | None, free_bytes: int | None, page_bytes: int
+) -> tuple[int | None, str]:
     if total_bytes is None:
         return None, "no device" if asked is None else "ignored: no device"
     card = f"the card's {format_bytes(total_bytes)}"
     if asked is None:
         nbytes, origin = parse_bytes(DEVICE_SHARE, total_bytes=total_bytes), f"derived from {DEVICE_SHARE} of {card}"
+        if free_bytes is not None and free_bytes < nbytes:
+            nbytes = parse_bytes(DEVICE_SHARE, total_bytes=free_bytes)
+            origin = f"derived from {DEVICE_SHARE} of {format_bytes(free_bytes)}, which others leave of {card}"
     else:
         nbytes = check_size("device_memory", asked, total_bytes=total_bytes)
         origin = f"given, {asked} of {card}" if is_share(asked) else "given"

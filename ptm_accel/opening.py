@@ -30,6 +30,11 @@ def local_processes() -> int:
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
+def free_of_others(device: torch.device) -> int:
+    """Bytes of a card that this process has, or can have: other processes, and what is not torch's, have the rest."""
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+
+
 def open_memory(
     config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
@@ -43,8 +48,16 @@ def open_memory(
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    resolved = resolve(config, device_total_bytes=total, processes=local_processes(), scratch_bytes=scratch_bytes)
+    total = free = None
+    if device.type == "cuda":
+        total, free = torch.cuda.get_device_properties(device).total_memory, free_of_others(device)
+    resolved = resolve(
+        config,
+        device_total_bytes=total,
+        device_free_bytes=free,
+        processes=local_processes(),
+        scratch_bytes=scratch_bytes,
+    )
     if memory is None:
         capacities = Capacities(
             page_bytes=resolved.page_bytes,

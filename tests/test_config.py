@@ -232,6 +232,16 @@ class TestResolve:
         assert resolved.device_bytes == 9 * GIB
         assert resolved.origins["device_memory"] == "derived from 90% of the card's 10.00 GiB"
 
+    @pytest.mark.parametrize(("free", "derived"), [(9.5, 9 * GIB), (9, 9 * GIB), (4, 4 * GIB * 9 // 10)])
+    def test_the_default_goes_by_what_others_leave_of_the_card(self, free: float, derived: int) -> None:
+        resolved = resolve(PTMConfig(), device_total_bytes=10 * GIB, device_free_bytes=int(free * GIB))
+        assert resolved.device_bytes == derived
+        left = "90% of 4.00 GiB, which others leave of the card's 10.00 GiB"
+        whole = "90% of the card's 10.00 GiB"
+        assert resolved.origins["device_memory"] == f"derived from {left if free == 4 else whole}"
+        given = resolve(PTMConfig(device_memory="8GiB"), device_total_bytes=10 * GIB, device_free_bytes=int(free * GIB))
+        assert given.device_bytes == 8 * GIB
+
     def test_what_is_given(self, tmp_path: Path) -> None:
         config = PTMConfig(
             device_memory="2GiB",
