@@ -11,6 +11,7 @@ import torch
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
 from ptm_accel.hardware.rates import disk_rates
+from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 
@@ -30,11 +31,6 @@ def local_processes() -> int:
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
-def free_of_others(device: torch.device) -> int:
-    """Bytes of a card that this process has, or can have: other processes, and what is not torch's, have the rest."""
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
-
-
 def open_memory(
     config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
@@ -50,7 +46,7 @@ def open_memory(
         device = torch.device("cuda", torch.cuda.current_device())
     total = free = None
     if device.type == "cuda":
-        total, free = torch.cuda.get_device_properties(device).total_memory, free_of_others(device)
+        total, free = torch.cuda.get_device_properties(device).total_memory, CudaTier.left(device)
     resolved = resolve(
         config,
         device_total_bytes=total,

@@ -61,6 +61,7 @@ def test_the_default_on_a_card_is_of_what_others_leave(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (24 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda card: 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda card: 1.0)
     monkeypatch.setattr(opening, "build_memory", watched)
     resolved, memory = opening.open_memory(PTMConfig(host_memory="64MiB"), device=torch.device("cuda", 0))
     memory.close()

@@ -175,6 +175,8 @@ class CudaTier:
 
     tier = Tier.DEVICE
     _open: ClassVar[weakref.WeakSet[CudaTier]] = weakref.WeakSet()
+    # The share of each limited card that torch's allocator was allowed before.
+    _before: ClassVar[dict[torch.device, float]] = {}
 
     def __init__(self, device: torch.device | None = None) -> None:
         index = None if device is None else device.index
@@ -221,9 +223,34 @@ class CudaTier:
             assert self._live_bytes >= 0, f"{self.device}: a block of {block.nbytes} B was recycled twice"
 
     def limit(self, nbytes: int | None) -> None:
-        """Makes torch's allocator refuse to reserve more than `nbytes` on the card (None: all of it)."""
+        """Makes torch's allocator refuse to reserve more than `nbytes` on the card (None: than it was allowed before).
+
+        Where the program has allowed it less, that holds.
+        """
+        before = self._allowed(self.device)
+        if nbytes is None:
+            CudaTier._before.pop(self.device, None)
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
+            return
+        CudaTier._before[self.device] = before
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), self.device)
+        torch.cuda.set_per_process_memory_fraction(min(before, nbytes / total), self.device)
+
+    @classmethod
+    def left(cls, device: torch.device) -> int:
+        """Bytes of a card that torch has in this process, or may have: others leave them, and the program allows them.
+
+        Args:
+            device: with an index.
+        """
+        total = torch.cuda.get_device_properties(device).total_memory
+        others_leave = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+        return min(others_leave, int(cls._allowed(device) * total))
+
+    @classmethod
+    def _allowed(cls, device: torch.device) -> float:
+        known = cls._before.get(device)
+        return float(torch.cuda.get_per_process_memory_fraction(device)) if known is None else known
 
     def peak_bytes(self) -> int:
         """The most bytes torch had allocated on the card since this was last called."""

@@ -97,6 +97,28 @@ def test_the_card_is_limited_until_the_last_tier_on_it_is_closed(monkeypatch: py
     assert limits == [None, None]
 
 
+@pytest.mark.parametrize("allowed", [1.0, 0.5])
+def test_what_the_program_allows_torch_on_a_card_holds_during_a_limit_and_after(
+    allowed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card, fraction = torch.device("cuda", 0), [allowed]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 << 30)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fraction.append(share))
+    left = min(74 << 30, int(allowed * (80 << 30)))
+    tier = CudaTier(card)
+    for nbytes, share in ((60 << 30, 0.75), (20 << 30, 0.25), (72 << 30, 0.9)):
+        assert CudaTier.left(card) == left, "whatever is limited by us"
+        tier.limit(nbytes)
+        assert fraction[-1] == min(allowed, share)
+    tier.close()
+    assert fraction[-1] == allowed
+    assert CudaTier.left(card) == left
+
+
 def test_a_transfer_on_a_failed_device_has_ended_and_raises() -> None:
     class BrokenEvent:
         def query(self) -> bool:
