@@ -289,7 +289,9 @@ class PagedModel:
 
     def _watch_tide(self, card: CudaTier) -> None:
         total = self.pool.budget.capacity_bytes
-        card.limit(self.memory.dials.get(Tier.DEVICE, total))
+        if self.asked.device_memory is not None:
+            # What is derived leaves the rest of the card for free memory in pieces that are too small.
+            card.limit(self.memory.dials.get(Tier.DEVICE, total))
         least = min(total, self.floor.total_bytes * 5 // 4)
         # What was at work on the card before, and is gone, is no part of what is beside these pages.
         card.peak_bytes()

@@ -297,8 +297,9 @@ def _join(parties: Sequence[Party]) -> None:
     on_card = [tide for tide in tides if isinstance(tide, Tide)]
     for tide in on_card:
         tide.join(dials[compute], [other for other in on_card if other is not tide])
-    if on_card and isinstance(parties[0].memory.pool.compute, CudaTier):
-        parties[0].memory.pool.compute.limit(dials[compute])
+    card = parties[0].memory.pool.compute
+    if on_card and isinstance(card, CudaTier) and parties[0].asked.device_memory is not None:
+        card.limit(dials[compute])
 
 
 def _too_little(parties: Sequence[Party], tier: Tier, needs: Sequence[Need], capacity_bytes: int) -> BudgetError:

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from ptm_accel import opening
+from ptm_accel import opening, sharing
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.heap import Glibc, HeapTide
+from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
@@ -566,6 +567,28 @@ def test_tides_of_one_card_know_of_each_other(tmp_path: Path) -> None:
     assert parties[0].memory.pool.room.tide.high_water_bytes == 90 << 20  # type: ignore[union-attr]
     for party in parties:
         party.memory.close()
+
+
+@pytest.mark.parametrize("given", [None, "500MiB"])
+def test_torch_is_held_to_what_was_given_of_a_card(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is derived leaves the rest of the card for free memory in pieces that are too small."""
+    limited: list[int] = []
+    monkeypatch.setattr(sharing, "CudaTier", MockDevice)
+    monkeypatch.setattr(MockDevice, "limit", lambda self, nbytes: limited.append(nbytes), raising=False)
+    monkeypatch.setattr(MockDevice, "peak_bytes", lambda self: 0, raising=False)
+    memory = on_device(tmp_path, 500 << 20, AMPLE)
+    engine = Engine.attach(model(), PTMConfig(device_memory=given, page_size=4096), memory=memory)
+    card = memory.pool.compute
+    assert isinstance(card, MockDevice)
+    engine._watch_tide(card)  # type: ignore[arg-type]
+    assert set(limited) == ({500 << 20} if given else set())
+    limited.clear()
+    party = Party(memory, engine.asked)
+    share(party, Claim("model", Need(1 << 20, 400 << 20), 1, 0, 4096))
+    assert set(limited) == ({500 << 20} if given else set())
+    engine.close()
 
 
 # ---- memory that shrinks ---------------------------------------------------------------------------------------------
