@@ -84,6 +84,40 @@ def test_what_is_between_two_trainings_is_no_step(monkeypatch: pytest.MonkeyPatc
         assert metrics._steps_s == [2.0, 2.0, 2.0]
 
 
+def test_steps_of_several_kinds_are_not_shown_below_their_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As of batches of several lengths, or of two trainings with another accumulation.
+    with trained(tmp_path, 0) as engine:
+        clock, tally = [0.0], Tally()
+        monkeypatch.setattr("ptm_accel.metrics.time.perf_counter", lambda: clock[0])
+        metrics = Metrics(engine.memory, tally)
+        metrics.rates = SLOW
+        for work_s in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6.0, 6.0):
+            clock[0] += work_s
+            tally.passes += 1
+            tally.compute_s += work_s
+            metrics.step_ended()
+        assert metrics.times() == "step 3.000 s (median 1.000 s), 1.00 times its lower bound of 3.000 s"
+
+
+def test_the_time_of_an_evaluation_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with trained(tmp_path, 0) as engine:
+        clock = [0.0]
+        monkeypatch.setattr("ptm_accel.metrics.time.perf_counter", lambda: clock[0])
+        metrics = Metrics(engine.memory, Tally())
+        for evaluated_s in (0.0, 0.0, 0.0, 0.0, 100.0, 0.0):
+            clock[0] += 1.0
+            if evaluated_s:
+                metrics.leave_out(True)
+                clock[0] += evaluated_s
+                metrics.leave_out(True)
+                metrics.leave_out(False)
+            clock[0] += 1.0
+            metrics.step_ended()
+        assert metrics._steps_s == [2.0, 2.0, 2.0]
+
+
 def evaluate(engine: Engine, passes: int) -> None:
     """As often as that, and each leaves its parameters to be loaded by the next."""
     engine.model.eval()
