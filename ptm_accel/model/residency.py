@@ -251,15 +251,14 @@ class Residency:
         if value.movable and self.pool.owed is not None:
             # A pin may be that of the update which is still owed to it.
             self.pool.owed.before_use(value)
-        if (value.pins or not value.movable) and value.place.resident and not self.writing:
-            self._sum(stack, slot)
-            return
         with INTERRUPTS:
             if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
                 self._lend(slot)
             elif not stack and self._names_data and not self.writing:
                 # A hook in backward may write to it, and torch would not count that.
                 slot.lend()
+            elif not self.writing and value.place.resident and (value.pins or not value.movable):
+                pass  # It stays as it is.
             elif not stack:
                 self.pool.fault(value, write=self.writing)
             elif id(slot) not in stack[-1].reads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import ptm_accel
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, PagedModelError, StaleGraphError
 from ptm_accel.memory.paged import Place
@@ -78,6 +80,32 @@ def test_what_is_written_to_a_parameter_that_was_read_is_kept(
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("look", ["state_dict", "detach", "copy"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_a_small_parameter_is_kept(
+    write: Callable[[nn.Linear], None], kind: str, look: str, tmp_path: Path
+) -> None:
+    """It never leaves the tier that computes, and who looks at a device from outside sees what it has stored."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3, bias=False)
+    plain = copy.deepcopy(layer)
+    with at_floor(layer, tmp_path, kind) as engine:
+        assert not engine.slots.by_name["weight"].value.movable
+        for _ in range(2):
+            write(layer)
+            write(plain)
+            assert same_bits(layer.state_dict()["weight"], plain.state_dict()["weight"])
+        write(layer)
+        write(plain)
+        if look == "copy":
+            assert same_bits(ptm_accel.plain_copy(layer).weight, plain.weight)
+        elif look == "detach":
+            assert same_bits(engine.detach().state_dict()["weight"], plain.weight)
+        else:
+            assert same_bits(layer.state_dict()["weight"], plain.weight)
+
+
 def test_one_after_the_other_they_are_never_all_in_memory(tmp_path: Path) -> None:
     """What is given to a parameter comes onto pages when the next is read."""
     model, plain = net(20), net(20)
@@ -137,8 +165,6 @@ def test_what_is_given_outlives_that_the_pages_come_and_go(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("look", ["state_dict", "detach", "gathered", "copy", "load"])
 def test_everybody_sees_what_was_given(look: str, tmp_path: Path) -> None:
-    import ptm_accel
-
     model = net(2)
     with at_floor(model, tmp_path) as engine:
         given = torch.randn(WIDTH, WIDTH)
