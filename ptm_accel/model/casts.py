@@ -149,6 +149,11 @@ class CastCache:
         return copy
 
 
+def _transformed() -> bool:
+    """Whether a function runs that `torch.func` or `torch.vmap` transforms."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class Casting(TorchFunctionMode):
     """Active while a module that owns parameters runs under autocast."""
 
@@ -160,7 +165,8 @@ class Casting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Asked anew for each op: models switch autocast off around parts of their forwards.
-        if func in LOWER_PRECISION_OPS and (dtype := autocast_dtype(self._device)) is not None:
+        # Within `torch.func` tensors have no storage to be known by, and autocast makes its own copies.
+        if func in LOWER_PRECISION_OPS and not _transformed() and (dtype := autocast_dtype(self._device)) is not None:
             args = tuple(self._casts.cast(a, dtype) for a in args)
             kwargs = {k: self._casts.cast(v, dtype) for k, v in kwargs.items()}
         return func(*args, **kwargs)

@@ -107,12 +107,26 @@ class Frozen(nn.Module):
         return x
 
 
+class Transformed(nn.Module):
+    """Uses layers in functions that torch transforms, whose tensors have no storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = linear(), linear(bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(torch.vmap(self.layer)(x))
+        return x + torch.vmap(lambda row: row @ self.other.weight)(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "reused": Reused,
     "switched off": SwitchedOff,
     "switched on": SwitchedOn,
     "ops": Ops,
     "frozen": Frozen,
+    "transformed": Transformed,
 }
 
 
