@@ -143,6 +143,12 @@ class TrainedModel(PagedModel):
         trainable = [s for s in self.slots if s.param.requires_grad]
         if self.gradients.covers(trainable):
             return
+        with INTERRUPTS:
+            self.gradients.meet_given()
+        if self.gradients.arrived():
+            # They count as in torch, those of what was frozen since among them; it is left out once they are used up.
+            self._meet_newcomers()
+            return
         self.gradients.remove()
         self.gradients = Gradients(trainable, self.pool, wide=self.config.master_weights is not None)
         self.gradients.hold_landing()

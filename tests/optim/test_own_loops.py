@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ptm_accel.clipping import install
+from ptm_accel.engine import engine_of
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.outside import gathered
 from tests.optim.loops import LAYERS, LEAST, WIDTH, Clip, Make, assert_as_in_torch, net, paged
@@ -53,6 +54,28 @@ def test_what_is_frozen_after_its_backward_is_updated_and_forgotten(tmp_path: Pa
         for number in range(4):
             said.append(float(backward(model, number)))
             model[1].weight.requires_grad_(number % 2 == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return said
+
+    assert_as_in_torch(loop, tmp_path)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_who_follows_the_model_keeps_the_gradients_that_there_are(given: bool, tmp_path: Path) -> None:
+    """What is frozen and unfrozen between a backward and its step takes no gradient from what is not."""
+
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(6):
+            for part in range(2):
+                said.append(float(backward(model, 2 * number + part)))
+                if given:
+                    next(model[2].parameters()).grad = torch.full((WIDTH, WIDTH), 0.01)
+                model[number % 2].requires_grad_(part == 1)
+                if (engine := engine_of(model)) is not None:
+                    engine.follow()
+            said.append(float(clip(LEAST)))
             optimizer.step()
             optimizer.zero_grad()
         return said
