@@ -170,8 +170,11 @@ class Engine(TrainedModel):
 
     def _change(self, model: nn.Module, changes: Changes) -> None:
         self.settle()
-        if self.gradients is not None:
-            self.gradients.remove()
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        assert self.gradients is not None
+        sums = self.gradients.lift()
+        self.gradients.remove()
         self.state_dicts.remove()
         self.residency.remove()
         self.run_ahead.forget()
@@ -187,6 +190,7 @@ class Engine(TrainedModel):
             if self.replicas is not None:
                 self.replicas.follow(model)
         self._bring_in(changes.new, {})
+        self.gradients.take_over(sums, self.slots)
         if self.replicas is not None:
             self.replicas.share_values(changes.new, ())
         if self.optimizer is not None:

@@ -151,6 +151,13 @@ class GradSlot:
             other.value.occupant = None
         return other
 
+    def go_on_with(self, other: GradSlot) -> None:
+        """Takes the sum of another slot of the same parameter, which has none then."""
+        self.used = other.used
+        value, other.value = other.value, None
+        if value is not None:
+            self._hold(value)
+
     def forget(self) -> None:
         """As `drop`, and forgets what autograd has left in the parameter where it was broken off before it told us."""
         self.slot.param.grad, self.used = None, False

@@ -105,6 +105,12 @@ class Gradients:
         new = [slot for slot in unknown if slot.param.requires_grad or slot.param.grad is not None]
         if not new:
             return False
+        self._admit(new, every)
+        for slot in new:
+            self.take(slot.param)
+        return True
+
+    def _admit(self, new: list[ParamSlot], every: list[ParamSlot]) -> None:
         # Of one that has been frozen again since, what has arrived counts in norms as ever. Hooks can be put on none
         # that is frozen, and must be there for when it is trained once more.
         frozen = [slot.param for slot in new if not slot.param.requires_grad]
@@ -120,9 +126,35 @@ class Gradients:
         place = {id(slot.param): number for number, slot in enumerate(every)}
         self._by_param = dict(sorted(self._by_param.items(), key=lambda known: place[known[0]]))
         self.expect_together(max(slot.value.nbytes for slot in new))
-        for slot in new:
-            self.take(slot.param)
-        return True
+
+    def lift(self) -> list[GradSlot]:
+        """The sums that there are, for other gradients that go on with them (`take_over`); here there are none then."""
+        with INTERRUPTS:
+            self.meet_given()
+            lifted = []
+            for grad in self._by_param.values():
+                if grad.value is not None or grad.used:
+                    used = grad.used
+                    lifted.append(grad.hand_over())
+                    lifted[-1].used = used
+        return lifted
+
+    def take_over(self, lifted: list[GradSlot], slots: Iterable[ParamSlot]) -> None:
+        """Goes on with sums that others had; those of parameters that have left the model are forgotten.
+
+        Args:
+            lifted: what `lift` has given.
+            slots: all parameters of the model, in its order.
+        """
+        every = list(slots)
+        present = {id(slot.param) for slot in every}
+        staying = [grad for grad in lifted if id(grad.slot.param) in present]
+        if frozen := [grad.slot for grad in staying if self.known(grad.slot) is None]:
+            self._admit(frozen, every)
+        for grad in staying:
+            self.of(grad.slot).go_on_with(grad)
+        for grad in lifted:
+            grad.drop()
 
     def tell_of_used(self, grad: GradSlot) -> None:
         """Says, once, that nobody has called `zero_grad` since a step, where torch would go on with its gradients."""

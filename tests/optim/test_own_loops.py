@@ -83,6 +83,47 @@ def test_who_follows_the_model_keeps_the_gradients_that_there_are(given: bool, t
     assert_as_in_torch(loop, tmp_path)
 
 
+def wrap(model: nn.Sequential) -> nn.Sequential:
+    return nn.Sequential(model)
+
+
+def grow(model: nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(3)
+    return model.append(nn.Linear(WIDTH, WIDTH))
+
+
+def freeze_and_grow(model: nn.Sequential) -> nn.Sequential:
+    model[1].requires_grad_(False)
+    return grow(model)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("change", [wrap, grow, freeze_and_grow])
+def test_a_model_that_changes_between_two_backwards_keeps_its_gradients(
+    change: Callable[[nn.Sequential], nn.Sequential], clips: bool, tmp_path: Path
+) -> None:
+    def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
+        said = []
+        for number in range(3):
+            said.append(float(backward(model, number)))
+            if number == 1:
+                engine = engine_of(model)
+                said.append(float(clip(LEAST)) if clips else 0.0)
+                model = change(model)
+                if engine is not None:
+                    engine.follow(model)
+                said.append(float(backward(model, 7)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*said, *(float(value.double().sum()) for value in model.state_dict().values())]
+
+    expected, other = net(), net()
+    theirs = adamw(expected)
+    said = loop(expected, theirs, lambda norm: nn.utils.clip_grad_norm_(expected.parameters(), norm))
+    with paged(tmp_path, other, roomy=True) as (engine, ours):
+        assert loop(other, ours, engine.clip_grad_norm_) == said
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 def test_layers_that_are_unfrozen_on_the_way(micro: int, tmp_path: Path) -> None:
     def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
