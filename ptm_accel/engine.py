@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError
 from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
 from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
 from ptm_accel.sharing import share
 from ptm_accel.sizing import refuse_oversized_model
@@ -202,7 +204,7 @@ class Engine(TrainedModel):
                 self.optimizer = None
 
     def detach(self, *, check: bool = True) -> nn.Module:
-        """Takes the model off its pages: an ordinary model in ordinary memory, values included.
+        """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
 
         Args:
             check: refuse if the model does not fit the memory that is free.
@@ -215,10 +217,11 @@ class Engine(TrainedModel):
         """
         if check:
             self.settle()
-            refuse_oversized_model(self.memory, self.slots)
+            refuse_oversized_model(self.memory, [*(s.value for s in self.slots), *self._sums_to_show()])
         if isinstance(self.pool.compute, CudaTier):
             # Whether the card has room was asked above; the budget need not.
             self.pool.compute.limit(None)
+        sums = self._sums_off_pages() if check else []
         self.abort()
         if self.optimizer is not None:
             self.optimizer.close()
@@ -238,8 +241,31 @@ class Engine(TrainedModel):
                 slot.value.occupant = None
                 continue
             self._take_off(slot)
+        for slot, total in sums:
+            slot.param.grad = total
         self.close()
         return self.model
+
+    def _sums_to_show(self) -> list[PagedTensor]:
+        """The gradients that there are, as a step would use them."""
+        if self.gradients is None:
+            return []
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        with INTERRUPTS:
+            self.gradients.meet_given()
+        return self.gradients.sums_of(self.slots)
+
+    def _sums_off_pages(self) -> list[tuple[ParamSlot, torch.Tensor]]:
+        """As `_sums_to_show`, in ordinary memory."""
+        sums = []
+        for grad in [] if self.gradients is None else self.gradients.present():
+            assert grad.value is not None
+            total = self.pool.snapshot(grad.value)
+            sums.append((grad.slot, total.to(self.pool.compute.device, grad.slot.value.dtype, copy=True)))
+            del total
+            grad.drop()
+        return sums
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""

@@ -104,17 +104,21 @@ def refuse_gathering(memory: Memory, values: Iterable[PagedTensor]) -> None:
         )
 
 
-def refuse_oversized_model(memory: Memory, slots: Iterable[ParamSlot]) -> None:
+def refuse_oversized_model(memory: Memory, values: Iterable[PagedTensor]) -> None:
     """Refuses to take a model off its pages that the memory of the compute device cannot hold.
+
+    Args:
+        memory: its tiers.
+        values: its parameters, and the gradients that there are.
 
     Raises:
         BudgetError: with the figures.
     """
     pool = memory.pool
-    slots = list(slots)
+    values = list(values)
     # What is resident is copied, one after another, before its pages are given back.
-    asked = sum(slot.value.nbytes for slot in slots if not slot.value.place.resident)
-    asked += max((slot.value.nbytes for slot in slots if slot.value.place.resident), default=0)
+    asked = sum(value.nbytes for value in values if not value.place.resident)
+    asked += max((value.nbytes for value in values if value.place.resident), default=0)
     if pool.budget.tier is Tier.DEVICE:
         free = _free_on_card(pool.compute.device) if torch.cuda.is_available() else asked
     else:

@@ -124,6 +124,33 @@ def test_a_model_that_changes_between_two_backwards_keeps_its_gradients(
         assert loop(other, ours, engine.clip_grad_norm_) == said
 
 
+@pytest.mark.parametrize("how", ["as it is", "clipped", "given", "zeros"])
+@pytest.mark.parametrize("kind", ["host+disk", "mock+host+disk"])
+def test_a_model_that_is_taken_off_its_pages_has_its_gradients(kind: str, how: str, tmp_path: Path) -> None:
+    def loop(model: nn.Module, optimizer: Any, clip: Clip) -> None:
+        step(model, optimizer, 0)
+        backward(model, 1)
+        backward(model, 2)
+        if how == "clipped":
+            clip(LEAST)
+        elif how == "given":
+            next(model.parameters()).grad = torch.full((WIDTH, WIDTH), 0.01)
+        elif how == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+
+    plain, model = net(), net()
+    loop(plain, adamw(plain), lambda norm: nn.utils.clip_grad_norm_(plain.parameters(), norm))
+    floor, need = needs(net(), tmp_path, kind, optimizer=adamw)
+    with on_pages(model, kind, floor + (need - floor) // 3, tmp_path) as engine:
+        loop(model, engine.bind_optimizer(adamw(model)), engine.clip_grad_norm_)
+        engine.detach()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert same_bits(ours.grad, theirs.grad)
+        assert same_bits(ours, theirs)
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 def test_layers_that_are_unfrozen_on_the_way(micro: int, tmp_path: Path) -> None:
     def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:
