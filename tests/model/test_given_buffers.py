@@ -60,6 +60,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, buffers: Buffers, 
     return seen
 
 
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize(
     "how",
     [

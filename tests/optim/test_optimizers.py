@@ -145,6 +145,7 @@ def test_the_same_numbers_under_the_least_budget(name: str, tmp_path: Path) -> N
     check("qwen2-moe", Recipe(optimizer=OPTIMIZERS[name], clip=0.3), "floor", tmp_path)
 
 
+@pytest.mark.thinned(14)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers_where_all_fits(name: str, tmp_path: Path) -> None:
     check("gpt2", Recipe(optimizer=OPTIMIZERS[name], accumulation=2, clip=None), "fits", tmp_path, "mock+host")
