@@ -252,16 +252,15 @@ class Residency:
             # A pin may be that of the update which is still owed to it.
             self.pool.owed.before_use(value)
         with INTERRUPTS:
+            stays = not self.writing and value.place.resident and (value.pins > 0 or not value.movable)
             if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
                 self._lend(slot)
             elif not stack and self._names_data and not self.writing:
                 # A hook in backward may write to it, and torch would not count that.
                 slot.lend()
-            elif not self.writing and value.place.resident and (value.pins or not value.movable):
-                pass  # It stays as it is.
-            elif not stack:
+            elif not stack and not stays:
                 self.pool.fault(value, write=self.writing)
-            elif id(slot) not in stack[-1].reads:
+            elif stack and not stays and id(slot) not in stack[-1].reads:
                 stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
             self._sum(stack, slot)
 
