@@ -207,7 +207,7 @@ class Engine(TrainedModel):
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
 
         Args:
-            check: refuse if the model does not fit the memory that is free.
+            check: refuse if the model does not fit the memory that is free. Without it gradients are left out.
 
         Returns:
             the model.

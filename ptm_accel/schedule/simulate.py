@@ -1,5 +1,7 @@
-"""Carries a plan out on paper: discrete events on a line of compute and a link whose transfers queue in order, in each
-direction, as far as these share the link (`LinkRates.shared`).
+"""Carries a plan out on paper: discrete events on a line of compute and a link whose transfers queue in order.
+
+Each direction has a queue of its own. What the two share of the link (`LinkRates.shared`), a transfer takes of the
+other direction's time as well: nothing on a duplex link, all where they can only take turns.
 
 It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored
 first, and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in
