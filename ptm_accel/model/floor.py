@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.units import format_bytes
@@ -249,9 +249,7 @@ def update_extra_bytes(appetite: Appetite, elements: int, wide: int, *, new: boo
         new: whether it will make its state.
         widened: whether the gradient is copied to fp32 for it.
     """
-    nbytes = appetite.scratch_tensors * elements * wide
+    nbytes = round_up(appetite.scratch_tensors * elements * wide)
     if new:
         nbytes += appetite.state_tensors * round_up(elements * wide)
-    if widened:
-        nbytes += elements * 4
-    return round_up(nbytes, ALIGN_BYTES) if nbytes else 0
+    return nbytes + (round_up(elements * 4) if widened else 0)

@@ -9,7 +9,7 @@ the optimizer nor the numbers change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +146,8 @@ class Arithmetic:
         # What somebody has noted on a parameter (a rate of its own) an optimizer may read.
         vars(param).update(vars(state.slot.param))
         if pieces is not None:
-            grad = pieces.take(param, grad, None if master is None else value)
+            desk = None if unit.desk is None else unit.desk[1].buffer
+            grad = pieces.take(param, grad, None if master is None else value, desk)
         else:
             grad = grad.float() if unit.widened else grad
             grad = grad if scale is None else grad.mul_(scale)
@@ -178,16 +179,28 @@ class Arithmetic:
         return entry.to(self._device, non_blocking=True) if wanted else entry
 
 
-_Row = list[Any]
-"""The tensors of one parameter, or pieces of them: as the kernel has them, and last what is rounded to (or None)."""
+@dataclass(slots=True)
+class _Row:
+    """The tensors of one parameter, or pieces of them.
+
+    Attributes:
+        tensors: as the kernel has them.
+        value: what the parameter is rounded to, if anything.
+        desks: where a piece of its gradient can be widened; of those that are not in use.
+    """
+
+    tensors: list[Any]
+    value: torch.Tensor | None
+    desks: list[torch.Tensor]
 
 
 @dataclass(slots=True)
 class _Operand:
-    """What surrounds the kernel for one tensor: its own gradient, and what is to be rounded to, if anything."""
+    """What surrounds the kernel for one tensor: its own gradient, what is to be rounded to, and room to widen it."""
 
     grad: torch.Tensor
     value: torch.Tensor | None
+    desk: torch.Tensor | None
 
 
 class InPieces(TorchDispatchMode):
@@ -203,19 +216,20 @@ class InPieces(TorchDispatchMode):
         self._scale = scale
         self._hands = hands
         self._operands: dict[int, _Operand] = {}
-        self._widened = 0
         self._piece = PIECE_ELEMENTS
         self._by_hands = False
-        # Memory for the widened gradients of a call each, of those that are under way at a time.
-        self._rooms: list[torch.Tensor] = []
 
-    def take(self, param: torch.Tensor, grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+    def take(
+        self, param: torch.Tensor, grad: torch.Tensor, value: torch.Tensor | None, desk: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Has the kernel run over `param` in pieces, if anything surrounds it.
 
         Args:
             param: what will be updated.
             grad: its gradient, as wide or narrower; it is scaled in place if it is as wide.
             value: what `param` is rounded into afterwards, if anything.
+            desk: memory as octets in which the gradient is widened, for as many elements as are updated at a time; where
+                there is none it is allocated.
 
         Returns:
             what the optimizer is to take for the gradient.
@@ -223,10 +237,13 @@ class InPieces(TorchDispatchMode):
         narrow = grad.dtype != param.dtype
         if not param.numel() or not (narrow or value is not None or self._scale is not None):
             return grad.to(param.dtype)
-        self._operands[param.data_ptr()] = _Operand(grad, value)
+        if narrow and desk is None:
+            # In this thread: what another allocates the C library keeps for that one.
+            count = 1 if self._hands is None else self._hands.count
+            desk = torch.empty(min(grad.numel(), PIECE_ELEMENTS * count), dtype=torch.float32)
+        self._operands[param.data_ptr()] = _Operand(grad, value, desk.view(torch.float32) if narrow else None)
         if not narrow:
             return grad
-        self._widened += grad.numel()
         # Not a number, so that it shows if anybody should compute with it.
         return torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
 
@@ -244,7 +261,7 @@ class InPieces(TorchDispatchMode):
             for index in range(len(args[0])):
                 for row in self._cut([column[index] if column else None for column in args]):
                     rows.append(row)
-                    elements += row[0].numel()
+                    elements += row.tensors[0].numel()
                     # Small tensors share a call; the piece that fills it is its last.
                     if elements >= self._piece:
                         # One that is not cut is for all cores.
@@ -262,62 +279,60 @@ class InPieces(TorchDispatchMode):
         self._by_hands = count > 1 and elements >= 2 * LEAST_ELEMENTS
         if self._hands is None or not self._by_hands:
             self._piece = PIECE_ELEMENTS
-            self._make_rooms(1)
             yield _at_once
             return
         self._piece = max(min(PIECE_ELEMENTS, -(-elements // count) // _ALIGN * _ALIGN), LEAST_ELEMENTS)
-        # And one for this thread.
-        self._make_rooms(count + 1)
         with self._hands.at_work() as give:
             yield give
-
-    def _make_rooms(self, count: int) -> None:
-        """Makes them in this thread: what another allocates the C library keeps for that one.
-
-        The last piece of a call may find its room nearly full of others; what is not used takes no memory.
-        """
-        size = min(self._widened, 2 * self._piece)
-        if len(self._rooms) >= count and self._rooms[0].numel() >= size:
-            return
-        self._rooms = list(torch.empty(count * size, dtype=torch.float32).split(size)) if size else []
 
     def _cut(self, tensors: list[Any]) -> Iterator[_Row]:
         numel = tensors[0].numel()
         operand = self._operands.pop(tensors[0].data_ptr(), None)
-        tensors = [*tensors, None] if operand is None else [tensors[0], operand.grad, *tensors[2:], operand.value]
+        value = None
+        if operand is not None:
+            tensors, value = [tensors[0], operand.grad, *tensors[2:]], operand.value
         if self._by_hands:
             # In another thread torch would count each change of what it is a view of once more.
             tensors = [tensor if tensor is None else tensor.data for tensor in tensors]
-        if operand is None:
-            yield tensors
-            return
-        if numel <= self._piece:
-            yield tensors
+            value = None if value is None else value.data
+        if operand is None or numel <= self._piece:
+            yield _Row(tensors, value, [] if operand is None or operand.desk is None else [operand.desk])
             return
         # What is not of this size belongs to the tensor as a whole: a step count.
         cut = [
             repeat(tensor) if tensor is None or tensor.numel() != numel else tensor.view(-1).split(self._piece)
-            for tensor in tensors
+            for tensor in [*tensors, value]
         ]
-        for row in zip(*cut, strict=False):
-            yield list(row)
+        desks = self._desks(operand.desk, numel)
+        for (*piece, rounded), free in zip(zip(*cut, strict=False), desks, strict=False):
+            yield _Row(piece, rounded, free)
+
+    def _desks(self, desk: torch.Tensor | None, numel: int) -> Iterable[list[torch.Tensor]]:
+        """Where each piece of a tensor is widened: at a place of its own, or at one of those that are free by then."""
+        if desk is None:
+            return repeat([])
+        if desk.numel() >= numel:
+            return ([part] for part in desk.split(self._piece))
+        # Of whole pieces there are as many as are under way at a time.
+        return repeat([part for part in desk.split(self._piece) if part.numel() == self._piece])
 
     def _run(self, kernel: Any, rows: list[_Row], columns: Any, kwargs: Any) -> None:
-        used, room = 0, self._rooms.pop() if self._rooms else None
+        used: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         for row in rows:
-            param, grad = row[0], row[1]
+            param, grad = row.tensors[0], row.tensors[1]
             if grad.dtype != param.dtype:
-                assert room is not None
-                begin, used = used, used + grad.numel()
-                row[1] = grad = room[begin:used].view(param.shape).copy_(grad)
+                desk = row.desks.pop()
+                used.append((row.desks, desk))
+                row.tensors[1] = grad = desk[: grad.numel()].view(param.shape).copy_(grad)
             if self._scale is not None:
                 grad.mul_(self._scale)
-        kernel(*([row[at] for row in rows] if column else [] for at, column in enumerate(columns)), **(kwargs or {}))
+        columns = ([row.tensors[at] for row in rows] if column else [] for at, column in enumerate(columns))
+        kernel(*columns, **(kwargs or {}))
         for row in rows:
-            if row[-1] is not None:
-                row[-1].copy_(row[0])
-        if room is not None:
-            self._rooms.append(room)
+            if row.value is not None:
+                row.value.copy_(row.tensors[0])
+        for desks, desk in used:
+            desks.append(desk)
 
 
 def _at_once(piece: Callable[[], object]) -> None:

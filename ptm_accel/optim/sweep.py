@@ -136,7 +136,8 @@ class Sweep:
 
     def _cost(self, unit: Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
-        total = unit.extra_bytes(self.appetite, self._arithmetic.grain) + unit.space_bytes(self.appetite)
+        grain = self._arithmetic.grain
+        total = unit.extra_bytes(self.appetite, grain) + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)
         for tensor in unit.involved().values():
             if tensor.extent is not None:
                 total += tensor.extent.reservation.nbytes if not moving_only and tensor in self.pool.shelf else 0
@@ -203,8 +204,11 @@ class Sweep:
             raise
 
     def _take_room(self, unit: Unit) -> None:
-        name = f"the update of {unit.state.slot.name}"
-        if extra := unit.extra_bytes(self.appetite, self._arithmetic.grain):
+        name, grain = f"the update of {unit.state.slot.name}", self._arithmetic.grain
+        if desk := unit.desk_bytes(grain):
+            # Not torch's: the C library would give such memory back each time, and have it cleared for the next.
+            unit.desk = self.pool.room.take_block(desk, Tag.STAGING, name)
+        if extra := unit.extra_bytes(self.appetite, grain):
             unit.extra = self.pool.room.reserve(extra, Tag.STAGING, name)
         if space := unit.space_bytes(self.appetite):
             unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
@@ -257,6 +261,11 @@ class Sweep:
         for reservation in (unit.space, unit.extra if extra else None):
             if reservation is not None and reservation.live:
                 reservation.release()
+        desk, unit.desk = unit.desk, None
+        if desk is not None:
+            reservation, block = desk
+            assert block.buffer is not None
+            self.pool.room.leave(block.buffer, block, reservation)
 
     def _first_window(self, unit: Unit, key: str, value: torch.Tensor) -> Window:
         state, slot = unit.state, unit.state.slot

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptm_accel.memory.budget import Reservation
 from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.transfer import Transfer, round_up
+from ptm_accel.memory.transfer import Block, Transfer, round_up
 from ptm_accel.memory.windows import Window
 from ptm_accel.model.floor import Appetite, update_extra_bytes
 from ptm_accel.model.grad_slot import GradSlot
@@ -86,6 +86,9 @@ class Unit:
     """A window of one parameter with everything its update reads and writes.
 
     Attributes:
+        extra: the charge for what the optimizer allocates.
+        space: the charge for windows of state that the optimizer will make.
+        desk: memory for its gradient in fp32, with the charge for it; None where torch allocates that.
         occupied: room was made for the parameter, and what it holds until the update is not its value.
     """
 
@@ -100,6 +103,7 @@ class Unit:
     windows: dict[str, Window] = field(default_factory=dict)
     extra: Reservation | None = None
     space: Reservation | None = None
+    desk: tuple[Reservation, Block] | None = None
     occupied: bool = False
 
     def arrived(self) -> bool:
@@ -143,17 +147,25 @@ class Unit:
         return self.state.master is not None and self.grad.value.dtype != self.state.wide.dtype
 
     def extra_bytes(self, appetite: Appetite, grain: int | None) -> int:
-        """What is allocated for its update.
+        """What torch allocates for its update.
 
         Args:
             appetite: of the optimizer.
-            grain: how many elements of it are updated at a time at the most; None for all of them.
+            grain: how many elements of it are updated at a time at the most, with a desk for them; None for all of them.
         """
         elements = self.stop - self.start
         if grain is not None and not self.new:
             elements = min(elements, grain)
-        wide = self.state.wide.dtype.itemsize
-        return update_extra_bytes(appetite, elements, wide, new=self.new, widened=self.widened)
+        wide, widened = self.state.wide.dtype.itemsize, self.widened and grain is None
+        return update_extra_bytes(appetite, elements, wide, new=self.new, widened=widened)
+
+    def desk_bytes(self, grain: int | None) -> int:
+        """What its gradient takes in fp32, where that is no matter of torch's.
+
+        Args:
+            grain: as for `extra_bytes`.
+        """
+        return 0 if grain is None or not self.widened else round_up(min(self.stop - self.start, grain) * 4)
 
     def space_bytes(self, appetite: Appetite) -> int:
         """What the windows of state that the optimizer will make take; a whole parameter's state needs none."""

@@ -51,7 +51,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     run = InPieces._run
 
     def watched(self: InPieces, kernel: Any, rows: list[Any], *args: Any) -> None:
-        calls.append([row[0].numel() for row in rows])
+        calls.append([row.tensors[0].numel() for row in rows])
         run(self, kernel, rows, *args)
 
     monkeypatch.setattr(InPieces, "_run", watched)
