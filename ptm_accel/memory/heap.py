@@ -41,6 +41,8 @@ _PATIENCE = 4
 """For so many steps in a row a heap must not have grown before the budget gets back what was taken off too much."""
 _EVERY = 8
 """How many charges lie between two looks while blocks are kept; a look goes through all holes, so it takes 0.3 ms."""
+_EVERY_STEADY = 128
+"""The same of a heap that has not grown for some steps: then what grows shows at its end."""
 _GROWTH_BYTES = 1 << 20
 """A heap that has grown by so much is looked at with the next charge."""
 _GLANCE_BYTES = 4 << 20
@@ -234,7 +236,7 @@ class HeapTide:
             # What lives now may be too much already; then the rest of the step cannot change what comes of it.
             learns = self._learning and not self._is_too_much(self._live_bytes // _GUESS)
             self._trim(self._look() if learns else None)
-        elif self._charges % _EVERY == 0 or self._heap.end() > self._end + _GROWTH_BYTES:
+        elif self._charges % self._every == 0 or self._heap.end() > self._end + _GROWTH_BYTES:
             self._look()
             if not self._take_off(self._holes_bytes):
                 self._stop()
@@ -263,6 +265,10 @@ class HeapTide:
             use = use or self._heap.use()
             if use.held - use.live > _HOLES_BYTES:
                 self._heap.give_back()
+
+    @property
+    def _every(self) -> int:
+        return _EVERY if self._steady_steps < _PATIENCE else _EVERY_STEADY
 
     @property
     def _holes_bytes(self) -> int:

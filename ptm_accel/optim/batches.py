@@ -40,6 +40,11 @@ class Batches:
         return len(self._batches) >= _AT_ONCE
 
     @property
+    def could_open(self) -> bool:
+        """Whether one more may be open, and what it needs need not be sent for first."""
+        return not self.enough and self._sweep.could_open(self._cursor)
+
+    @property
     def pinned_bytes(self) -> int:
         """What they alone pin of tensors that move, where a whole parameter is updated."""
         involved = (tensor for unit in self._opened if unit.whole for tensor in unit.involved().values())

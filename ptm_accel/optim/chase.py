@@ -177,7 +177,7 @@ class Chase:
                 with self._at_work():
                     self._update()
                     self._batches.open(insist=False)
-            if self._owed and not self._batches.enough:
+            if self._owed and self._batches.could_open:
                 with self._at_work():
                     self._batches.open(insist=False)
         self.look()

@@ -155,6 +155,15 @@ class Sweep:
 
     # ---- one batch -------------------------------------------------------------------------------------------
 
+    def could_open(self, cursor: Cursor) -> bool:
+        """Whether `open` has something to begin with that it need not be made to open: a quick look."""
+        unit = self._next(cursor)
+        return unit is not None and not self._is_to_come(unit, cursor)
+
+    @staticmethod
+    def _is_to_come(unit: Unit, cursor: Cursor) -> bool:
+        return cursor.sent_for(unit.state.slot.name) and not unit.under_way()
+
     def open(self, cursor: Cursor, opened: list[Unit], *, insist: bool) -> list[Unit]:
         """Opens as many windows as a batch may hold; with `insist` at least one, else none if there is no room.
 
@@ -166,7 +175,7 @@ class Sweep:
         while (unit := self._next(cursor)) is not None:
             needed = self._cost(unit)
             must = insist and not batch
-            if not must and cursor.sent_for(unit.state.slot.name) and not unit.under_way():
+            if not must and self._is_to_come(unit, cursor):
                 break
             if batch and cost + needed > self.batch_bytes():
                 break

@@ -91,6 +91,26 @@ def test_holes_are_taken_off_as_soon_as_they_are_there() -> None:
     assert budget.capacity_bytes == 796.875 * MIB, "what is mapped is looked at now and then"
 
 
+def test_a_heap_that_is_steady_is_looked_at_less_often() -> None:
+    _, heap, tide = make()
+    first_step(heap, tide, 300 * MIB)
+
+    def looks_in(charges: int) -> int:
+        before = heap.looks
+        for _ in range(charges):
+            tide.sample()
+        return heap.looks - before
+
+    assert looks_in(256) == 32
+    steps(tide, 5)
+    assert looks_in(256) == 2
+    heap.held += 2 * MIB
+    assert looks_in(1) == 1, "its end has moved"
+    heap.held += 400 * MIB
+    steps(tide, 1)
+    assert looks_in(256) == 32, "it has grown: it is no longer steady"
+
+
 def test_holes_that_grow_too_large_in_a_step_end_it_there() -> None:
     budget, heap, tide = make()
     first_step(heap, tide, 300 * MIB)
