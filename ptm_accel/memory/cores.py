@@ -23,6 +23,11 @@ def usable_cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0)) | _places()
 
 
+def bound() -> bool:
+    """Whether the calling thread is bound to some of the cores of its process, as threads that it starts would be."""
+    return usable_cores() != os.sched_getaffinity(0)
+
+
 def cores_of_own_threads(count: int, usable: Set[int], taken: Set[int]) -> frozenset[int]:
     """The cores that threads of our own are to run on beside threads that are bound.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import weakref
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ import torch
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
+from ptm_accel.memory.channels import Channels
+from ptm_accel.memory.cores import bound
 from ptm_accel.memory.disk_transfer import DiskSlot, DiskTransfer
 from ptm_accel.memory.diskio import Lanes
 from ptm_accel.memory.mapping import FilePiece, private_run
@@ -19,6 +22,8 @@ from ptm_accel.memory.scratch import Direction, Io, ScratchFile
 from ptm_accel.memory.slots import Segment, StripedSlots
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
 """Slots are multiples of this: of what direct transfers ask for, and of what can be mapped."""
@@ -36,6 +41,18 @@ def bounce_bytes(paths: int, block_bytes: int, io_threads_per_path: int = IO_THR
         io_threads_per_path: transfers at the same time on each path.
     """
     return paths * io_threads_per_path * block_bytes
+
+
+def _opened(io: Io, files: Sequence[ScratchFile], per_file: int) -> Channels | None:
+    """What is moved in the background, if anything can be."""
+    if io.background is None or bound():
+        # Threads of the C library would share the one core of the thread that trains.
+        return None
+    try:
+        return Channels(io.background(), [file.fd if file.direct else -1 for file in files], per_file)
+    except OSError as error:
+        logger.info("nothing is moved in the background (%s): threads of Python move what is on disk", error)
+        return None
 
 
 def _refuse_buffers_beyond(host: Budget, buffers_bytes: int, block_bytes: int) -> None:
@@ -101,7 +118,10 @@ class DiskTier:
                 _refuse_buffers_beyond(staging, buffers_bytes, block_bytes)
                 self._staging = staging.reserve(buffers_bytes, Tag.STAGING, "the bounce buffers of the disk tier")
                 undo.callback(self._staging.release)
-            self._lanes = Lanes(self._files, io_threads_per_path, block_bytes)
+            channels = _opened(io, self._files, io_threads_per_path)
+            if channels is not None:
+                undo.callback(channels.close)
+            self._lanes = Lanes(self._files, io_threads_per_path, block_bytes, channels)
             undo.pop_all()
         self._slots = StripedSlots(weights, block_bytes, self._limit_bytes, self._grow)
         # A tier that was forgotten, or is open at exit, ends its threads all the same.

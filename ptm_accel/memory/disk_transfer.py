@@ -96,6 +96,11 @@ class Piece(NamedTuple):
     offset: int
     nbytes: int
 
+    @property
+    def aligned(self) -> bool:
+        """Whether it can be moved past the page cache as it is."""
+        return (self.address | self.offset | self.nbytes) % ALIGN_BYTES == 0
+
 
 class DiskTransfer:
     """A started move of bytes between a tensor and a part of a slot (see `Transfer`).
@@ -131,6 +136,8 @@ class DiskTransfer:
 
     def done(self) -> bool:
         """Whether it has ended, well or not; never blocks."""
+        if self.unfinished:
+            self._lanes.look()
         return self.unfinished == 0
 
     def wait(self) -> None:

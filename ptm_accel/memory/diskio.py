@@ -1,13 +1,15 @@
-"""The threads that move bytes between memory and scratch files.
+"""What is moved between memory and scratch files: in the background where that can be, else by threads of our own.
 
-Each file is a *lane*: a queue of pieces and a few threads that take from it, so that one large transfer keeps all
-lanes busy. A transfer has ended when none of its pieces is queued or moving any more, well or not; until then it
-holds its tensor, afterwards it does not. Transfers that touch the same bytes of a slot, one of them writing, run one
-after the other, in the order in which they were started.
+A transfer is cut into pieces. What is aligned is moved in the background (`ptm_accel.memory.background`), which
+tells nobody of its end: that is noted when somebody looks or waits. All else, and what was not moved whole there, is
+left to threads, which try again and say what is wrong. Each file has a *lane* of them: a queue of pieces and a few
+threads that take from it. A transfer has ended when none of its pieces is queued or moving any more, well or not; until
+then it holds its tensor, afterwards it does not. Transfers that touch the same bytes of a slot, one of them writing,
+run one after the other, in the order in which they were started.
 
 **Forks.** A child made by `fork` shares memory pages with its parent until one of them writes, and a direct transfer
 into such a page can land in the wrong one of the two copies (see open(2)). Data loaders fork while training runs, so
-all lanes hold still during a fork. In the child there are no threads; whatever is asked there raises.
+everything holds still during a fork. In the child there are no threads; whatever is asked there raises.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ptm_accel.errors import DiskError
+from ptm_accel.memory.channels import Channels
 from ptm_accel.memory.disk_transfer import DiskTransfer, Failure, Piece
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
@@ -31,6 +34,10 @@ from ptm_accel.units import format_bytes
 
 _LOOK_AGAIN_S = 0.2
 """How often a waiting thread makes sure that somebody still works on what it waits for."""
+_LOOK_EVERY_S = 20e-6
+"""How often it is looked for what has ended in the background, however often that is asked for."""
+_LOOK_ASIDE_S = 0.001
+"""The same where a thread of ours moves something, and something is moved in the background as well."""
 
 
 class _Lane:
@@ -49,6 +56,7 @@ class Lanes:
         files: the scratch files; closed by the last thread to leave.
         threads_per_file: how many pieces are moved at the same time for each file.
         block_bytes: the greatest piece.
+        channels: what is moved in the background; None if nothing is. Closed with the files.
 
     Attributes:
         lock: guards all state of the lanes, and that of the tier that owns them.
@@ -57,7 +65,13 @@ class Lanes:
         failed_stores: those that nobody may have been told of.
     """
 
-    def __init__(self, files: Sequence[ScratchFile], threads_per_file: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        files: Sequence[ScratchFile],
+        threads_per_file: int,
+        block_bytes: int,
+        channels: Channels | None = None,
+    ) -> None:
         self.block_bytes = block_bytes
         self.bytes_read = 0
         self.bytes_written = 0
@@ -65,9 +79,11 @@ class Lanes:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._lanes = [_Lane(file, self.lock) for file in files]
+        self._channels = channels
         self._running = 0
         self._moving = 0
-        self._busy_s = self._busy_from = 0.0
+        self._busy_s = 0.0
+        self._busy_from: float | None = None
         self._holds = 0
         self._closing = False
         self._process = os.getpid()
@@ -94,7 +110,8 @@ class Lanes:
     def busy_s(self) -> float:
         """Seconds in which something was being moved, since the start."""
         with self.lock:
-            return self._busy_s + (time.perf_counter() - self._busy_from if self._moving else 0.0)
+            self._look()
+            return self._busy_s + (0.0 if self._busy_from is None else time.perf_counter() - self._busy_from)
 
     def submit(self, transfer: DiskTransfer) -> None:
         """Starts a transfer, behind those that it conflicts with.
@@ -108,6 +125,8 @@ class Lanes:
             reads = transfer.direction is Direction.READ
             if reads and (failure := transfer.slot.failure_in(transfer.begin, transfer.end)) is not None:
                 raise failure.error()
+            if transfer.slot.running:
+                self._look()
             for other in transfer.slot.running:
                 if transfer.conflicts(other):
                     other.followers.append(transfer)
@@ -124,13 +143,23 @@ class Lanes:
             DiskError: nobody is left who could make it so.
         """
         with INTERRUPTS, self.lock:
+            self._look()
             while not ended():
                 if not (self._is_staffed() and self._is_busy()):
                     raise self._unavailable(what)
-                self._changed.wait(_LOOK_AGAIN_S)
+                self._wait_a_moment()
                 # Whoever was to wake a thread may have been interrupted.
                 self._wake()
                 INTERRUPTS.look()
+
+    def look(self) -> None:
+        """Notes what has ended in the background; never blocks for long."""
+        channels = self._channels
+        if channels is None or time.perf_counter() < channels.looked_s + _LOOK_EVERY_S or not channels.under_way:
+            return
+        # What has ended is noted whole, or not at all.
+        with INTERRUPTS, self.lock:
+            self._look()
 
     def require_open(self, what: str) -> None:
         """Raises if nothing can be started any more.
@@ -149,6 +178,8 @@ class Lanes:
         with self.lock:
             self._closing = True
             self._wake()
+            while self._channels is not None and self._channels.under_way:
+                self._wait_a_moment()
         # The collector may close a forgotten tier from one of its own threads; the last to leave closes the files then.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
@@ -159,8 +190,11 @@ class Lanes:
         """Takes the lock once no thread is in a transfer; until `go_on` none begins one."""
         self.lock.acquire()
         self._holds += 1
-        while self._moving and self._is_staffed():
-            self._changed.wait(_LOOK_AGAIN_S)
+        if self._channels is not None:
+            # What has not begun is left to threads, which hold still.
+            self._channels.cancel()
+        while self._is_moving() and self._is_staffed():
+            self._wait_a_moment()
 
     def go_on(self) -> None:
         """Ends `hold_still`, in the parent as in the child of a fork."""
@@ -170,16 +204,64 @@ class Lanes:
 
     def _is_busy(self) -> bool:
         """Whether a thread has something to do, or will have as soon as it looks."""
-        return self._moving > 0 or any(lane.queue for lane in self._lanes)
+        return self._is_moving() or any(lane.queue for lane in self._lanes)
+
+    def _is_moving(self) -> bool:
+        return self._moving > 0 or (self._channels is not None and self._channels.under_way)
 
     def _is_staffed(self) -> bool:
         return os.getpid() == self._process and any(thread.is_alive() for thread in self._threads)
 
     def _enqueue(self, transfer: DiskTransfer) -> None:
         for piece in transfer.pieces:
-            lane = self._lanes[piece.path]
-            lane.queue.append(piece)
-            lane.ready.notify()
+            # A transfer whose store has failed is only counted down, by whoever takes it.
+            channels = None if self._holds or transfer.failure is not None else self._channels
+            if channels is None or not channels.start(piece):
+                self._leave_to_thread(piece)
+            elif self._busy_from is None:
+                self._busy_from = time.perf_counter()
+
+    def _leave_to_thread(self, piece: Piece) -> None:
+        lane = self._lanes[piece.path]
+        lane.queue.append(piece)
+        lane.ready.notify()
+
+    def _look(self) -> None:
+        """Notes what has ended in the background."""
+        channels = self._channels
+        if channels is None or not channels.under_way:
+            return
+        ended = channels.ended()
+        now_s = time.perf_counter()
+        before_s, channels.looked_s = channels.looked_s, now_s
+        # When they ended nobody has seen: not before the last look, and in about the time that so many bytes take.
+        nbytes, moved = sum(piece.nbytes for piece, _ in ended), self.bytes_read + self.bytes_written
+        ended_s = min(now_s, before_s + (nbytes * self._busy_s / moved if moved else 0.0))
+        if ended:
+            self._note_idle(ended_s)
+        for piece, whole in ended:
+            if whole:
+                self._finish(piece, None)
+            else:
+                self._leave_to_thread(piece)
+
+    def _wait_a_moment(self) -> None:
+        """Waits until something has ended, and notes it; not for long. The lock is free meanwhile."""
+        channels = self._channels
+        first = [] if channels is None else channels.first()
+        if channels is None or not first:
+            self._changed.wait(_LOOK_AGAIN_S)
+            return
+        if self._moving or any(lane.queue for lane in self._lanes):
+            # Nobody can wait for both.
+            self._changed.wait(_LOOK_ASIDE_S)
+        else:
+            self.lock.release()
+            try:
+                channels.wait(first)
+            finally:
+                self.lock.acquire()
+        self._look()
 
     def _wake(self) -> None:
         for lane in self._lanes:
@@ -194,7 +276,10 @@ class Lanes:
                     lane.file.move(piece.transfer.direction, piece.address, piece.offset, piece.nbytes, bounce)
             except BaseException as error:  # a thread that died here would leave others waiting
                 failure = _failure_of(lane.file, piece, error)
-            self._finish(piece, failure)
+            with self.lock:
+                self._moving -= 1
+                self._note_idle(time.perf_counter())
+                self._finish(piece, failure)
             del piece
         with self.lock:
             self._present -= 1
@@ -208,17 +293,20 @@ class Lanes:
                 if self._closing and not self._is_busy():
                     return None
                 lane.ready.wait()
-            if not self._moving:
+            if self._busy_from is None:
                 self._busy_from = time.perf_counter()
             self._moving += 1
             return lane.queue.popleft()
 
+    def _note_idle(self, since_s: float) -> None:
+        """Takes note that nothing is moved any more, if that is so."""
+        if self._busy_from is not None and not self._is_moving():
+            self._busy_s += max(since_s - self._busy_from, 0.0)
+            self._busy_from = None
+
     def _finish(self, piece: Piece, failure: Failure | None) -> None:
         transfer = piece.transfer
         with self.lock:
-            self._moving -= 1
-            if not self._moving:
-                self._busy_s += time.perf_counter() - self._busy_from
             if transfer.failure is None:
                 transfer.failure = failure
             if transfer.unfinished > 1:
@@ -255,6 +343,8 @@ class Lanes:
         self._changed.notify_all()
 
     def _close_files(self) -> None:
+        if self._channels is not None:
+            self._channels.close()
         for lane in self._lanes:
             lane.file.close()
 

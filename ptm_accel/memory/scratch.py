@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ptm_accel.errors import DiskError
+from ptm_accel.memory.background import Background, CLibrary
 from ptm_accel.memory.mapping import MappedRun, anonymous_run, punch_hole, view_at
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
@@ -44,19 +45,23 @@ class Io:
         pwritev: as `os.pwritev`.
         fallocate: as `os.posix_fallocate`.
         punch: as `mapping.punch_hole`.
+        background: makes what carries transfers out in the background; None for nothing. By default the C library does,
+            but where one of the first two is another call, since that would be gone round.
     """
 
     def __init__(
         self,
-        preadv: Callable[[int, list[memoryview], int], int] = os.preadv,
-        pwritev: Callable[[int, list[memoryview], int], int] = os.pwritev,
+        preadv: Callable[[int, list[memoryview], int], int] | None = None,
+        pwritev: Callable[[int, list[memoryview], int], int] | None = None,
         fallocate: Callable[[int, int, int], None] = os.posix_fallocate,
         punch: Callable[[int, int, int], None] = punch_hole,
+        background: Callable[[], Background] | None = None,
     ) -> None:
-        self.preadv = preadv
-        self.pwritev = pwritev
+        self.preadv = preadv or os.preadv
+        self.pwritev = pwritev or os.pwritev
         self.fallocate = fallocate
         self.punch = punch
+        self.background = background or (CLibrary if preadv is None and pwritev is None else None)
 
 
 _open: weakref.WeakSet[ScratchFile] = weakref.WeakSet()

@@ -228,8 +228,8 @@ class InPieces(TorchDispatchMode):
             param: what will be updated.
             grad: its gradient, as wide or narrower; it is scaled in place if it is as wide.
             value: what `param` is rounded into afterwards, if anything.
-            desk: memory as octets in which the gradient is widened, for as many elements as are updated at a time; where
-                there is none it is allocated.
+            desk: memory as octets to widen the gradient in, for as many elements as are updated at a time; where there
+                is none it is allocated.
 
         Returns:
             what the optimizer is to take for the gradient.
@@ -241,7 +241,8 @@ class InPieces(TorchDispatchMode):
             # In this thread: what another allocates the C library keeps for that one.
             count = 1 if self._hands is None else self._hands.count
             desk = torch.empty(min(grad.numel(), PIECE_ELEMENTS * count), dtype=torch.float32)
-        self._operands[param.data_ptr()] = _Operand(grad, value, desk.view(torch.float32) if narrow else None)
+        wide = desk.view(torch.float32) if narrow and desk is not None else None
+        self._operands[param.data_ptr()] = _Operand(grad, value, wide)
         if not narrow:
             return grad
         # Not a number, so that it shows if anybody should compute with it.

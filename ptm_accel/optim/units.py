@@ -151,7 +151,7 @@ class Unit:
 
         Args:
             appetite: of the optimizer.
-            grain: how many elements of it are updated at a time at the most, with a desk for them; None for all of them.
+            grain: how many elements of it are updated at a time at the most, which have a desk; None for all of them.
         """
         elements = self.stop - self.start
         if grain is not None and not self.new:

@@ -1,11 +1,11 @@
-"""What streaming costs the thread that trains beside arithmetic: a Llama of many parameters, all of them tiny.
+"""What streaming costs beside arithmetic: a Llama of many parameters, all of them small.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/streaming_cost.py DIRECTORY_ON_AN_SSD [--rounds 3]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/streaming_cost.py DIRECTORY_ON_AN_SSD [--rounds 3] [--hidden 64]
 
-147 parameters in bf16, 0.9M elements in all, clipped: plain, on pages with room for everything, and with room for a
-part of the states, which are on disk otherwise. Timed is the processor time of the thread that trains, which another
-process on the machine lengthens less than the time on the clock; threads of the disk and of updates come on top. The
-three take turns in one process. Prints the result as Markdown.
+147 parameters in bf16, clipped: plain, on pages with room for everything, and with room for a part of the states, which
+are on disk otherwise; the last once as it is, and once with all transfers left to threads of Python, as where nothing
+is moved in the background. Timed are the clock, the processor time of the thread that trains (which another process on
+the machine lengthens less), and that of all threads. They take turns in one process. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -28,18 +30,31 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 
-HIDDEN, LAYERS, VOCABULARY = 64, 16, 512
+LAYERS, VOCABULARY = 16, 512
 STATE_BYTES = 16
 """Of each parameter: itself and its gradient in bf16, master and two moments in fp32."""
-SHARES = {"all in memory": 3.0, "room for 0.3 of the states": 0.3}
+SHARES = {"all in memory": 3.0, "room for 0.3 of the states": 0.3, "the same, moved by threads of Python": 0.3}
 WARM_UP, STEPS = 20, 20
 
 
-def llama() -> LlamaForCausalLM:
+class Cost(NamedTuple):
+    """Seconds of a step: by the clock, of the thread that trains, and of all threads."""
+
+    clock_s: float
+    thread_s: float
+    process_s: float
+
+    @classmethod
+    def now(cls) -> Cost:
+        """Running totals."""
+        return cls(time.perf_counter(), time.thread_time(), time.process_time())
+
+
+def llama(hidden: int) -> LlamaForCausalLM:
     """As many tensors as a model of 222M parameters has."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 176, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).to(torch.bfloat16)
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_hidden_layers": LAYERS}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, num_attention_heads=4)).to(torch.bfloat16)
 
 
 class Trained:
@@ -56,17 +71,17 @@ class Trained:
             else partial(engine.clip_grad_norm_, 1.0)
         )
 
-    def steps(self, count: int) -> list[float]:
-        """Processor seconds of this thread for each of so many steps."""
-        seconds = []
+    def steps(self, count: int) -> Cost:
+        """The median cost of so many steps, each figure by itself."""
+        costs = []
         for _ in range(count):
-            begin = time.thread_time()
+            begin = Cost.now()
             self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
             self.clip()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            seconds.append(time.thread_time() - begin)
-        return seconds
+            costs.append([end - start for start, end in zip(begin, Cost.now(), strict=True)])
+        return Cost(*map(statistics.median, zip(*costs, strict=True)))
 
 
 def moves(engine: Engine) -> tuple[int, int]:
@@ -76,40 +91,53 @@ def moves(engine: Engine) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Trains all three in turns, and prints the table."""
+    """Trains all of them in turns, and prints the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=64)
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory))
-        contenders = {"plain": Trained(llama(), None)}
+        contenders = {"plain": Trained(llama(options.hidden), None)}
         engines = {}
         for title, share in SHARES.items():
-            model = llama()
-            nbytes = int(share * STATE_BYTES * sum(param.numel() for param in model.parameters()))
-            dials = PTMConfig(host_memory=nbytes, page_size=4096, disk=folder, master_weights="fp32")
-            engines[title] = engine = stack.enter_context(closing(Engine.attach(model, dials)))
+            model = llama(options.hidden)
+            count = sum(param.numel() for param in model.parameters())
+            dials = PTMConfig(
+                host_memory=int(share * STATE_BYTES * count),
+                page_size=4096 if options.hidden <= 64 else "1MiB",
+                disk=folder,
+                master_weights="fp32",
+            )
+            foreground = patch("ptm_accel.memory.disk._opened", lambda *args: None)
+            with foreground if "threads" in title else nullcontext():
+                engines[title] = engine = stack.enter_context(closing(Engine.attach(model, dials)))
             contenders[title] = Trained(model, engine)
-        times: dict[str, list[float]] = {title: [] for title in contenders}
+        costs: dict[str, list[Cost]] = {title: [] for title in contenders}
         for contender in contenders.values():
             contender.steps(WARM_UP)
         before = {title: moves(engine) for title, engine in engines.items()}
         for _ in range(options.rounds):
             for title, contender in contenders.items():
-                times[title].append(statistics.median(contender.steps(STEPS)))
-        count = options.rounds * STEPS
+                costs[title].append(contender.steps(STEPS))
+        steps = options.rounds * STEPS
         print("# What streaming costs beside arithmetic\n")
-        command = f"streaming_cost.py DIRECTORY --rounds {options.rounds}"
+        command = f"streaming_cost.py DIRECTORY --rounds {options.rounds} --hidden {options.hidden}"
         print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
-        print(f"* model: Llama, {LAYERS} layers of hidden size {HIDDEN}; {STEPS} steps a round, after {WARM_UP}\n")
-        print("| | processor time of the thread that trains, a step | rounds | brought in | moved away |")
-        print("| --- | --- | --- | --- | --- |")
-        for title, rounds in times.items():
+        size = f"hidden size {options.hidden}, {count / 1e6:.1f}M parameters"
+        print(f"* model: Llama, {LAYERS} layers of {size}; {STEPS} steps a round, after {WARM_UP}\n")
+        print("| a step | on the clock | rounds | processor: the thread that trains | all | brought in | moved away |")
+        print(f"| --- {'| --- ' * 6}|")
+        for title, rounds in costs.items():
             now = moves(engines[title]) if title in engines else (0, 0)
-            moved = [f"{(b - a) / count:.0f}" for a, b in zip(before.get(title, (0, 0)), now, strict=True)]
-            shown = ", ".join(f"{seconds:.3f}" for seconds in rounds)
-            print(f"| {title} | {statistics.median(rounds):.3f} s | {shown} | {moved[0]} | {moved[1]} |")
+            moved = [f"{(b - a) / steps:.0f}" for a, b in zip(before.get(title, (0, 0)), now, strict=True)]
+            middle = Cost(*map(statistics.median, zip(*rounds, strict=True)))
+            shown = ", ".join(f"{cost.clock_s:.3f}" for cost in rounds)
+            print(
+                f"| {title} | {middle.clock_s:.3f} s | {shown} | {middle.thread_s:.3f} s | {middle.process_s:.3f} s "
+                f"| {moved[0]} | {moved[1]} |"
+            )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from ptm_accel.memory.diskio import Lanes
 from ptm_accel.memory.mapping import FilePiece, anonymous_run, private_run
 from ptm_accel.memory.scratch import Io
 from tests.descriptors import open_files
+from tests.memory.played_background import PlayedBackground
 
 MIB = 1 << 20
 BLOCK = 16 * GRAIN_BYTES
@@ -47,8 +48,10 @@ class Faults:
         self.gate.set()
         self.inside = 0
 
-    def io(self) -> Io:
-        return Io(preadv=self._wrap(os.preadv, "on_read"), pwritev=self._wrap(os.pwritev, "on_write"))
+    def io(self, *, background: bool = False) -> Io:
+        """Calls that fail so, in threads; or in the background, and when threads try again what has failed there."""
+        calls = self._wrap(os.preadv, "on_read"), self._wrap(os.pwritev, "on_write")
+        return Io(*calls, background=(lambda: PlayedBackground(*calls)) if background else None)
 
     def _wrap(self, call: Call, when: str) -> Call:
         def faulty(fd: int, views: list[memoryview], offset: int) -> int:
@@ -78,10 +81,11 @@ def faults() -> Faults:
     return Faults()
 
 
-@pytest.fixture
-def tier(tmp_path: Path, faults: Faults) -> object:
+@pytest.fixture(params=["threads", "background"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path, faults: Faults) -> object:
     descriptors = open_files()
-    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK, io=faults.io())
+    io = faults.io(background=request.param == "background")
+    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK, io=io)
     yield tier
     faults.gate.set()
     tier.check_integrity()
@@ -331,6 +335,7 @@ def test_nothing_can_be_started_after_close(tier: DiskTier, tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("tier", ["threads"], indirect=True)
 def test_waiting_for_threads_that_are_gone_raises(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*args: object) -> None:
         raise SystemExit
