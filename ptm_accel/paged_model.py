@@ -20,7 +20,8 @@ from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.heap import Glibc, HeapTide
+from ptm_accel.memory.glibc import Glibc
+from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.mapped_files import scratch_origin
 from ptm_accel.memory.origin import Origin, Origins
 from ptm_accel.memory.paged import PagedTensor

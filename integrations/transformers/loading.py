@@ -25,7 +25,7 @@ from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.heap import Trimmer
+from ptm_accel.memory.glibc import Trimmer
 from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory

@@ -4,7 +4,9 @@ On a CPU, torch takes each tensor from the C library's heap. Freed blocks that a
 nothing but time: the first touch of fresh memory in the next step was seen to take a third of a step. Blocks that are
 kept for the next ones cost memory: the holes between them count as resident, beside the budget. So the first step gives
 back and is watched, to see what live blocks take at their peak. From then on freed blocks are kept, and what the heap
-takes beyond that peak is taken off the budget; where that would be too much of it, freed blocks go on being given back.
+takes beyond that peak is taken off the budget. Where that would be too much of it, a fixed part is taken off, and holes
+are given back, all at once, whenever the heap has come to take more than that beyond the peak: a few times a step,
+where the most lives. Only where there is not even so much to take off does each block go on being given back.
 
 A heap that is dense in one step may be full of holes in the next: it depends on where its first blocks came to lie. So
 what it grows by is taken off at once, in the middle of a step, and what is given back to the budget is given late. And
@@ -14,25 +16,22 @@ that there are, of loading the model perhaps. So those are given back as well, a
 
 from __future__ import annotations
 
-import ctypes
+import enum
 import logging
 import weakref
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 from ptm_accel.memory.budget import Budget
+from ptm_accel.memory.glibc import Heap, HeapUse
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_GIVE_BACK_BYTES = 128 << 10
-"""What glibc itself begins with, before it raises it to the size of freed blocks, up to 32 MiB."""
-_KEEP_BYTES = 4 << 20
-"""Larger blocks leave larger holes, and are few."""
-_NEVER_BYTES = (1 << 31) - 1
 _MOST_OF_BUDGET = 3
-"""At most this part of the budget is given up for holes."""
+"""At most this part of the budget is given up for holes that are kept."""
+_TRIMMED_TO = 8
+"""This part of it is given up where holes are given back whenever they take more."""
 _GUESS = 2
 """Holes are expected to take this part of what live blocks take, until they have been seen."""
 _GRAIN = 64
@@ -53,114 +52,13 @@ _HOLES_BYTES = 16 << 20
 """Holes that are not worth a trim."""
 
 
-class HeapUse(NamedTuple):
-    """What the C library has of the system, in bytes.
+class Freed(enum.Enum):
+    """What becomes of blocks that are freed."""
 
-    Attributes:
-        held: in its heaps, holes included, or mapped each by itself.
-        live: of that, what is handed out.
-    """
-
-    held: int
-    live: int
-
-
-class Heap(Protocol):
-    """The C library's allocator."""
-
-    def use(self) -> HeapUse:
-        """What it has now."""
-        ...
-
-    def end(self) -> int:
-        """The address at which its main heap ends; takes no time to tell."""
-        ...
-
-    def give_back(self) -> None:
-        """Has blocks given back to the system as they are freed, and those that are kept at once."""
-        ...
-
-    def keep(self) -> None:
-        """Has blocks kept as they are freed."""
-        ...
-
-
-class _MallInfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
-    ] + [("keepcost", ctypes.c_size_t)]
-
-
-class Glibc:
-    """The GNU C library's `malloc`.
-
-    Attributes:
-        tells: whether it says what it holds (2.33 and later).
-    """
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None)
-        self._libc.sbrk.restype = ctypes.c_size_t
-        self._libc.sbrk.argtypes = [ctypes.c_ssize_t]
-        self.tells = hasattr(self._libc, "mallinfo2")
-        if self.tells:
-            self._libc.mallinfo2.restype = _MallInfo
-
-    @staticmethod
-    def found() -> bool:
-        """Whether this process has it."""
-        return all(hasattr(ctypes.CDLL(None), name) for name in ("mallopt", "malloc_trim"))
-
-    def use(self) -> HeapUse:
-        """See `Heap`."""
-        info = self._libc.mallinfo2()
-        return HeapUse(held=info.arena + info.hblkhd, live=info.uordblks + info.hblkhd)
-
-    def end(self) -> int:
-        """See `Heap`."""
-        address: int = self._libc.sbrk(0)
-        return address
-
-    def give_back(self) -> None:
-        """See `Heap`."""
-        self._set(_GIVE_BACK_BYTES, _GIVE_BACK_BYTES)
-        self._libc.malloc_trim(0)
-
-    def keep(self) -> None:
-        """See `Heap`."""
-        self._set(_KEEP_BYTES, _NEVER_BYTES)
-
-    def trim(self) -> None:
-        """Gives back what is free now, once; what is freed later is kept or given back as before."""
-        self._libc.malloc_trim(0)
-
-    def _set(self, mapped_from: int, trimmed_from: int) -> None:
-        self._libc.mallopt(_M_MMAP_THRESHOLD, mapped_from)
-        self._libc.mallopt(_M_TRIM_THRESHOLD, trimmed_from)
-
-
-class Trimmer:
-    """Gives back what tensors that were made only to be copied elsewhere leave free, now and then.
-
-    The C library keeps such blocks beside every budget: of a checkpoint that is cast or fused as it is read, up to all.
-
-    Args:
-        heap: the allocator; where it is another than glibc's, nothing is done.
-        every_bytes: of such tensors, after which it is done.
-    """
-
-    def __init__(self, heap: Glibc | None = None, every_bytes: int = _HOLES_BYTES) -> None:
-        self._heap = heap or (Glibc() if Glibc.found() else None)
-        self._every_bytes = every_bytes
-        self._passed_bytes = 0
-
-    def passed(self, nbytes: int) -> None:
-        """So many bytes were copied, and are free or will be before the next are."""
-        self._passed_bytes += nbytes
-        if self._passed_bytes > self._every_bytes and self._heap is not None:
-            self._passed_bytes = 0
-            self._heap.trim()
+    WATCHED = "given back, while the first step is watched"
+    KEPT = "kept; what the holes take is off the budget"
+    TRIMMED = "kept; holes beyond what is off the budget are given back now and then"
+    GIVEN_BACK = "given back"
 
 
 class HeapTide:
@@ -175,7 +73,7 @@ class HeapTide:
 
     Attributes:
         total_bytes: the budget that was given.
-        keeping: whether freed blocks are kept.
+        freed: what becomes of freed blocks.
     """
 
     _watches: ClassVar[weakref.WeakSet[HeapTide]] = weakref.WeakSet()
@@ -187,13 +85,12 @@ class HeapTide:
 
     def __init__(self, budget: Budget, least_bytes: int, heap: Heap) -> None:
         self.total_bytes = budget.capacity_bytes
-        self.keeping = False
+        self.freed = Freed.WATCHED
         self._budget = budget
         self._least_bytes = least_bytes
         self._heap = heap
         self._taken_bytes = self._uses = 0
         HeapTide._watches.add(self)
-        self._learning = True
         self._charges = 0
         heap.give_back()
         self._begin = heap.use()
@@ -201,19 +98,21 @@ class HeapTide:
         self._end = heap.end()
         self._grain = max(self.total_bytes // _GRAIN, 1)
         self._steady_bytes = self._steady_steps = 0
+        # So much of the process's memory that is not pages' is no reason to look whether holes are to be given back.
+        self._unsuspicious_bytes = 0
 
     def need(self, least_bytes: int) -> None:
         """Pages need more than was known: an optimizer has been chosen."""
         self._least_bytes = least_bytes
-        if self.keeping and self._budget.capacity_bytes < least_bytes:
-            self._stop()
+        if self._keeps and self._budget.capacity_bytes < least_bytes:
+            self._keep_less()
 
     def resize(self, total_bytes: int) -> None:
-        """Another budget is given; what holes take of it stays the same."""
+        """Another budget is given; what holes take of it stays the same, where they are kept."""
         self.total_bytes = total_bytes
         self._grain = max(total_bytes // _GRAIN, 1)
-        if not self._take_off(self._taken_bytes, may_raise=True):
-            self._stop()
+        if self.freed is Freed.TRIMMED or not self._take_off(self._taken_bytes, may_raise=True):
+            self._keep_less()
 
     def give_way(self) -> bool:
         """Pages have no room left and nothing to move away: holes are given back to them, now and from then on.
@@ -222,8 +121,8 @@ class HeapTide:
             whether there is more room than before.
         """
         before = self._budget.capacity_bytes
-        if self.keeping:
-            self._stop()
+        if self._keeps:
+            self._give_back()
         return self._budget.capacity_bytes > before
 
     def sample(self) -> None:
@@ -232,14 +131,17 @@ class HeapTide:
         Where this lowers the capacity, the reservation has what is too much moved away.
         """
         self._charges += 1
-        if not self.keeping:
+        if self.freed is Freed.WATCHED:
             # What lives now may be too much already; then the rest of the step cannot change what comes of it.
-            learns = self._learning and not self._is_too_much(self._live_bytes // _GUESS)
-            self._trim(self._look() if learns else None)
+            too_much = self._is_too_much(self._live_bytes // _GUESS)
+            self._trim(None if too_much else self._look())
+        elif self.freed is Freed.GIVEN_BACK:
+            self._trim()
+        elif self.freed is Freed.TRIMMED:
+            self._stay_within()
         elif self._charges % self._every == 0 or self._heap.end() > self._end + _GROWTH_BYTES:
             self._look()
-            if not self._take_off(self._holes_bytes):
-                self._stop()
+            self._take_off_holes()
 
     def glance(self) -> bool:
         """Called in forwards: where all pages are there already, a pass charges nothing, and the heap still grows.
@@ -247,15 +149,17 @@ class HeapTide:
         Returns:
             whether the capacity is lower than before, and what is too much is to be moved away.
         """
-        if not self.keeping:
+        if self.freed is Freed.TRIMMED:
+            self._stay_within()
+            return False
+        if self.freed is not Freed.KEPT:
             self._trim()
             return False
         if self._heap.end() <= self._end + _GLANCE_BYTES:
             return False
         before = self._budget.capacity_bytes
         self._look()
-        if not self._take_off(self._holes_bytes):
-            self._stop()
+        self._take_off_holes()
         return self._budget.capacity_bytes < before
 
     def _trim(self, use: HeapUse | None = None) -> None:
@@ -265,6 +169,33 @@ class HeapTide:
             use = use or self._heap.use()
             if use.held - use.live > _HOLES_BYTES:
                 self._heap.give_back()
+
+    def _stay_within(self) -> None:
+        """Gives holes back if the heap takes more than what lives in it at its peak, and what is off the budget.
+
+        To ask for what takes memory goes through all of it. So that is done only when the process has come to take
+        more beside pages, as the kernel counts it; if that was for something else, it is for nothing.
+        """
+        self._uses += 1
+        if self._uses % _EVERY:
+            return
+        if self._heap.anonymous() - self._budget.resident_bytes > self._unsuspicious_bytes:
+            self._give_holes_back()
+
+    def _give_holes_back(self) -> None:
+        use, resident = self._look(), self._heap.resident()
+        most = self._begin.live + self._live_bytes + self._taken_bytes
+        if resident > most:
+            logger.debug("%s of holes are given back", format_bytes(max(resident - use.live, 0)))
+            self._heap.trim()
+            resident = self._heap.resident()
+        # What cannot be given back is not looked for each time.
+        more = max(most - resident, self._taken_bytes // 4)
+        self._unsuspicious_bytes = self._heap.anonymous() - self._budget.resident_bytes + more
+
+    @property
+    def _keeps(self) -> bool:
+        return self.freed in (Freed.KEPT, Freed.TRIMMED)
 
     @property
     def _every(self) -> int:
@@ -286,20 +217,27 @@ class HeapTide:
 
         Where this lowers the capacity, the caller has what is too much moved away (`Room.shrink`).
         """
-        if self._learning or self.keeping:
+        if self.freed is Freed.WATCHED:
             self._look()
-        if self._learning:
-            self._learning = False
-            if self._take_off(self._live_bytes // _GUESS):
-                self.keeping = True
-                self._heap.keep()
-                self._end = self._heap.end()
-        elif self.keeping:
+            self._end_watch()
+        elif self.freed is Freed.KEPT:
+            self._look()
             self._steady_steps += 1
             if self._held_bytes > self._steady_bytes + self._grain:
                 self._steady_bytes, self._steady_steps = self._held_bytes, 0
-            if not self._take_off(self._holes_bytes, may_raise=self._steady_steps >= _PATIENCE):
-                self._stop()
+            self._take_off_holes(may_raise=self._steady_steps >= _PATIENCE)
+
+    def _end_watch(self) -> None:
+        if not self._take_off(self._live_bytes // _GUESS):
+            self._keep_less()
+            return
+        self.freed = Freed.KEPT
+        self._heap.keep()
+        self._end = self._heap.end()
+
+    def _take_off_holes(self, *, may_raise: bool = False) -> None:
+        if not self._take_off(self._holes_bytes, may_raise=may_raise):
+            self._keep_less()
 
     def _take_off(self, nbytes: int, *, may_raise: bool = False) -> bool:
         """Lowers the capacity to what `nbytes` of holes leave, or raises it to that; False if that is too little."""
@@ -318,11 +256,30 @@ class HeapTide:
     def close(self) -> None:
         """Ends the watch: blocks are given back as they are freed, as before it began."""
         HeapTide._watches.discard(self)
-        if self.keeping:
-            self._stop()
+        if self._keeps:
+            self._give_back()
 
-    def _stop(self) -> None:
-        self.keeping = False
+    def _keep_less(self) -> None:
+        """The budget cannot do without what holes take, or would: from now on they are given back when they are many.
+
+        Where it cannot do without that either, each block is given back.
+        """
+        if self.freed is Freed.GIVEN_BACK:
+            self._budget.capacity_bytes = self.total_bytes
+            return
+        part = min(self.total_bytes // _TRIMMED_TO, self.total_bytes - self._least_bytes)
+        if part < _HOLES_BYTES or not self._heap.tells_resident:
+            self._give_back()
+            return
+        self._taken_bytes = part
+        self._budget.capacity_bytes = self.total_bytes - part
+        if self.freed is not Freed.TRIMMED:
+            self.freed = Freed.TRIMMED
+            self._heap.keep()
+        self._give_holes_back()
+
+    def _give_back(self) -> None:
+        self.freed = Freed.GIVEN_BACK
         self._taken_bytes = 0
         self._heap.give_back()
         self._budget.capacity_bytes = self.total_bytes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptm_accel.memory.heap import Trimmer
+from ptm_accel.memory.glibc import Trimmer
 from ptm_accel.memory.mapped_files import MappedFiles, is_in_a_file
 
 

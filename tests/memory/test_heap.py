@@ -13,7 +13,8 @@ import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tag, Tier
-from ptm_accel.memory.heap import Glibc, HeapTide, HeapUse, Trimmer
+from ptm_accel.memory.glibc import Glibc, HeapUse, Trimmer
+from ptm_accel.memory.heap import Freed, HeapTide
 from tests.tiers import open_memory
 
 MIB = 1 << 20
@@ -21,12 +22,17 @@ MIB = 1 << 20
 
 @dataclass
 class Played:
-    """A heap that holds what it is told to."""
+    """A heap that holds what it is told to; of that, all takes memory but what was given back, until it is used."""
 
     held: int = 10 * MIB
     live: int = 10 * MIB
     mapped: int = 0
     looks: int = 0
+    given_back: int = 0
+    others: int = 0
+    sticks: bool = False
+    asked: int = 0
+    tells_resident: bool = True
     calls: list[str] = field(default_factory=list)
 
     def use(self) -> HeapUse:
@@ -36,11 +42,23 @@ class Played:
     def end(self) -> int:
         return self.held - self.mapped
 
+    def resident(self) -> int:
+        self.asked += 1
+        return self.held - self.given_back
+
+    def anonymous(self) -> int:
+        return self.held - self.given_back + self.others
+
     def give_back(self) -> None:
         self.calls.append("give back")
 
     def keep(self) -> None:
         self.calls.append("keep")
+
+    def trim(self) -> None:
+        self.calls.append("trim")
+        if not self.sticks:
+            self.given_back = self.held - self.live
 
 
 def make(least: int = 100 * MIB) -> tuple[Budget, Played, HeapTide]:
@@ -59,9 +77,9 @@ def first_step(heap: Played, tide: HeapTide, live: int) -> None:
 
 def test_the_first_step_is_watched_and_then_blocks_are_kept() -> None:
     budget, heap, tide = make()
-    assert (heap.calls, tide.keeping) == (["give back"], False)
+    assert (heap.calls, tide.freed) == (["give back"], Freed.WATCHED)
     first_step(heap, tide, 300 * MIB)
-    assert (heap.calls, tide.keeping) == (["give back", "keep"], True)
+    assert (heap.calls, tide.freed) == (["give back", "keep"], Freed.KEPT)
     assert budget.capacity_bytes == 843.75 * MIB, "half of what lived is expected in holes"
     heap.held += 340 * MIB
     steps(tide, 4)
@@ -111,12 +129,12 @@ def test_a_heap_that_is_steady_is_looked_at_less_often() -> None:
     assert looks_in(256) == 32, "it has grown: it is no longer steady"
 
 
-def test_holes_that_grow_too_large_in_a_step_end_it_there() -> None:
+def test_of_holes_that_grow_too_large_in_a_step_less_is_kept_from_there_on() -> None:
     budget, heap, tide = make()
     first_step(heap, tide, 300 * MIB)
     heap.held += 700 * MIB
     tide.sample()
-    assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
+    assert (heap.calls[-1], tide.freed, budget.capacity_bytes) == ("trim", Freed.TRIMMED, 875 * MIB)
 
 
 def test_a_charge_moves_away_what_holes_have_taken(tmp_path: Path) -> None:
@@ -149,16 +167,122 @@ def test_more_that_lives_is_no_hole() -> None:
     assert budget.capacity_bytes == 1000 * MIB
 
 
-@pytest.mark.parametrize(("live", "least"), [(700 * MIB, 100 * MIB), (300 * MIB, 900 * MIB)])
-def test_where_holes_would_take_too_much_blocks_go_on_being_given_back(live: int, least: int) -> None:
+@pytest.mark.parametrize("least", [990 * MIB, 1100 * MIB])
+def test_where_holes_would_take_too_much_blocks_go_on_being_given_back(least: int) -> None:
+    budget, heap, tide = make(least)
+    first_step(heap, tide, 700 * MIB)
+    assert (heap.calls, tide.freed) == (["give back", "give back"], Freed.GIVEN_BACK)
+    tide.end_step()
+    assert heap.calls == ["give back", "give back"], "that is settled"
+    assert budget.capacity_bytes == 1000 * MIB
+
+
+def test_where_it_is_not_told_what_takes_memory_blocks_go_on_being_given_back() -> None:
+    budget, heap, tide = make()
+    heap.tells_resident = False
+    first_step(heap, tide, 700 * MIB)
+    assert (heap.calls[-1], tide.freed, budget.capacity_bytes) == ("give back", Freed.GIVEN_BACK, 1000 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("live", "least", "left"), [(700 * MIB, 100 * MIB, 875 * MIB), (300 * MIB, 900 * MIB, 900 * MIB)]
+)
+def test_where_holes_would_take_too_much_they_are_given_back_when_they_are_many(
+    live: int, least: int, left: int
+) -> None:
     budget, heap, tide = make(least)
     first_step(heap, tide, live)
-    assert (heap.calls, tide.keeping, budget.capacity_bytes) == (["give back"], False, 1000 * MIB)
-    tide.end_step()
-    assert heap.calls == ["give back"], "that is settled"
+    assert (heap.calls, tide.freed, budget.capacity_bytes) == (["give back", "keep"], Freed.TRIMMED, left)
+    steps(tide, 9)
+    assert (heap.calls, budget.capacity_bytes) == (["give back", "keep"], left), "that is settled"
 
 
-@pytest.mark.parametrize(("live", "least"), [(700 * MIB, 100 * MIB), (300 * MIB, 900 * MIB)])
+def trimmed(least: int = 100 * MIB) -> tuple[Budget, Played, HeapTide]:
+    """Of 1000 MiB 125 are taken off; 700 MiB are what lives at the peak."""
+    budget, heap, tide = make(least)
+    first_step(heap, tide, 700 * MIB)
+    assert tide.freed is Freed.TRIMMED
+    return budget, heap, tide
+
+
+def use(tide: HeapTide, times: int) -> None:
+    for _ in range(times):
+        tide.sample()
+        assert not tide.glance()
+
+
+def test_the_heap_stays_within_what_lives_at_its_peak_and_what_is_off_the_budget() -> None:
+    budget, heap, tide = trimmed()
+    heap.live += 100 * MIB
+    heap.held += 820 * MIB
+    use(tide, 8)
+    assert heap.calls[-1] == "keep", "720 MiB of holes, and yet no more than the peak and a part of the 125"
+    heap.held += 10 * MIB
+    use(tide, 8)
+    assert (heap.calls[-1], heap.calls.count("trim")) == ("trim", 1)
+    heap.given_back -= 720 * MIB
+    use(tide, 8)
+    assert heap.calls.count("trim") == 1, "what was given back is used again, and it is not yet too much"
+    heap.given_back = 0
+    use(tide, 8)
+    assert heap.calls.count("trim") == 2
+    assert (tide.freed, budget.capacity_bytes) == (Freed.TRIMMED, 875 * MIB), "no new plan for any of it"
+
+
+def test_what_takes_memory_is_asked_for_when_the_process_has_grown_beside_pages() -> None:
+    budget, heap, tide = trimmed()
+    asked = heap.asked
+    use(tide, 50)
+    assert heap.asked == asked
+    heap.others += 870 * MIB
+    with budget.reserve(870 * MIB, Tag.PARAM, "w"):
+        use(tide, 50)
+    assert heap.asked == asked, "that was pages"
+    use(tide, 50)
+    assert heap.asked == asked + 1, "somebody else's: looked for in the heap once"
+    assert heap.calls[-1] == "keep"
+
+
+def test_a_peak_that_is_higher_than_the_first_is_no_reason_to_give_back() -> None:
+    _, heap, tide = trimmed()
+    heap.live += 900 * MIB
+    heap.held += 900 * MIB
+    use(tide, 8)
+    heap.live -= 900 * MIB
+    heap.held += 100 * MIB
+    use(tide, 8)
+    assert heap.calls[-1] == "keep"
+    heap.held += 50 * MIB
+    use(tide, 8)
+    assert heap.calls[-1] == "trim"
+
+
+def test_what_cannot_be_given_back_is_not_looked_for_each_time() -> None:
+    _, heap, tide = trimmed()
+    heap.sticks = True
+    heap.held += 900 * MIB
+    use(tide, 100)
+    assert heap.calls.count("trim") == 1
+    heap.held += 40 * MIB
+    use(tide, 100)
+    assert heap.calls.count("trim") == 2
+
+
+def test_pages_that_need_more_get_it_from_what_is_off_the_budget() -> None:
+    budget, heap, tide = trimmed()
+    tide.need(950 * MIB)
+    assert (tide.freed, budget.capacity_bytes) == (Freed.TRIMMED, 950 * MIB)
+    tide.resize(2000 * MIB)
+    assert (tide.freed, budget.capacity_bytes) == (Freed.TRIMMED, 1750 * MIB)
+    tide.resize(1000 * MIB)
+    tide.need(990 * MIB)
+    assert (heap.calls[-1], tide.freed, budget.capacity_bytes) == ("give back", Freed.GIVEN_BACK, 1000 * MIB)
+    tide.need(1100 * MIB)
+    tide.resize(900 * MIB)
+    assert (tide.freed, budget.capacity_bytes) == (Freed.GIVEN_BACK, 900 * MIB)
+
+
+@pytest.mark.parametrize(("live", "least"), [(700 * MIB, 990 * MIB), (300 * MIB, 990 * MIB)])
 def test_what_is_settled_in_the_first_step_is_not_looked_for(live: int, least: int) -> None:
     """A look goes through all holes: one is for what lives, then one in 16 charges is for holes to give back."""
     budget, heap, tide = make(least)
@@ -169,7 +293,7 @@ def test_what_is_settled_in_the_first_step_is_not_looked_for(live: int, least: i
         tide.sample()
     assert heap.looks - begin == 1 + 64 // 16
     tide.end_step()
-    assert (heap.calls, tide.keeping, budget.capacity_bytes) == (["give back"], False, 1000 * MIB)
+    assert (heap.calls[-1], tide.freed, budget.capacity_bytes) == ("give back", Freed.GIVEN_BACK, 1000 * MIB)
 
 
 def test_one_look_in_the_first_step_is_for_what_lives_and_for_holes() -> None:
@@ -189,16 +313,18 @@ def test_holes_that_grow_too_large_end_it() -> None:
     first_step(heap, tide, 300 * MIB)
     heap.held += 700 * MIB
     tide.end_step()
-    assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
+    assert (heap.calls[-1], tide.freed, budget.capacity_bytes) == ("trim", Freed.TRIMMED, 875 * MIB)
 
 
 def test_an_optimizer_that_needs_the_room_ends_it() -> None:
     budget, heap, tide = make()
     first_step(heap, tide, 300 * MIB)
     tide.need(800 * MIB)
-    assert tide.keeping
+    assert tide.freed is Freed.KEPT
     tide.need(900 * MIB)
-    assert (heap.calls[-1], tide.keeping, budget.capacity_bytes) == ("give back", False, 1000 * MIB)
+    assert (tide.freed, budget.capacity_bytes) == (Freed.TRIMMED, 900 * MIB)
+    tide.need(995 * MIB)
+    assert (heap.calls[-1], tide.freed, budget.capacity_bytes) == ("give back", Freed.GIVEN_BACK, 1000 * MIB)
 
 
 def test_pages_that_have_no_room_left_get_that_of_the_holes(tmp_path: Path) -> None:
@@ -209,7 +335,7 @@ def test_pages_that_have_no_room_left_get_that_of_the_holes(tmp_path: Path) -> N
     assert memory.pool.budget.capacity_bytes == 7 * MIB // 2
     with memory.pool.room.reserve(3 * MIB, Tag.PARAM, "a region"):
         with memory.pool.room.reserve(MIB - 8192, Tag.PARAM, "its end"):
-            assert (heap.calls[-1], tide.keeping) == ("give back", False)
+            assert (heap.calls[-1], tide.freed) == ("give back", Freed.GIVEN_BACK)
         with pytest.raises(BudgetError, match=r"3.01 MiB of 4.00 MiB are in use"):
             memory.pool.room.reserve(2 * MIB, Tag.PARAM, "too much")
     memory.close()
@@ -224,7 +350,7 @@ def test_charges_are_no_business_of_it() -> None:
 
 RESIDENT = """
 import psutil, torch
-from ptm_accel.memory.heap import Glibc
+from ptm_accel.memory.glibc import Glibc
 heap, process = Glibc(), psutil.Process()
 def work():
     kept = [torch.ones(1 << 18) for _ in range(100)]
@@ -241,7 +367,11 @@ kept = process.memory_info().rss - before
 held = heap.use().held - begin.held
 heap.give_back()
 after = process.memory_info().rss - before
-print(live, given_back, kept, held, after)
+heap.keep()
+work()
+resident, anonymous = heap.resident(), heap.anonymous()
+heap.trim()
+print(live, given_back, kept, held, after, resident - heap.resident(), anonymous - heap.anonymous())
 """
 
 
@@ -249,12 +379,47 @@ print(live, given_back, kept, held, after)
 def test_blocks_are_kept_and_given_back_as_the_heap_is_told() -> None:
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    live, given_back, kept, held, after = (int(word) for word in done.stdout.split())
+    live, given_back, kept, held, after, trimmed, shrunk = (int(word) for word in done.stdout.split())
     assert 100 * MIB <= live < 105 * MIB
     assert given_back < 8 * MIB
     assert kept > 95 * MIB
     assert 100 * MIB < held < 110 * MIB
     assert after < 8 * MIB
+    assert trimmed > 95 * MIB
+    assert abs(shrunk - trimmed) < 8 * MIB
+
+
+TORN = """
+import sys, torch
+from ptm_accel.memory.budget import Budget, Tier
+from ptm_accel.memory.glibc import Glibc
+from ptm_accel.memory.heap import Freed, HeapTide
+heap = Glibc()
+tide = HeapTide(Budget(Tier.HOST, 256 << 20), 1 << 20, heap)
+begin = heap.resident()
+def ones(mib):
+    tide.sample()
+    return torch.ones(int(mib * 2**20) // 4)
+whole = [ones(1) for _ in range(300)]
+del whole
+tide.end_step()
+assert tide.freed is Freed.TRIMMED, tide.freed
+if sys.argv[1] == "never":
+    heap.trim = lambda: None
+torn = [ones(0.5) for _ in range(600)]
+del torn[::2]
+larger = [ones(1) for _ in range(150)]
+print(max(heap.resident() - begin, 0))
+"""
+
+
+@pytest.mark.skipif(not Glibc.found(), reason="another C library")
+@pytest.mark.parametrize(("trims", "least", "most"), [("as they are many", 295, 300 + 32 + 16), ("never", 440, 480)])
+def test_holes_that_nothing_fits_into_take_no_memory_beyond_the_peak(trims: str, least: int, most: int) -> None:
+    """300 MiB live at the peak of the first step, and again, but between 150 MiB of holes of half a MiB each."""
+    done = subprocess.run([sys.executable, "-c", TORN, trims], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert least * MIB < int(done.stdout) < most * MIB
 
 
 def test_another_budget_keeps_what_holes_take_of_it() -> None:
@@ -262,7 +427,8 @@ def test_another_budget_keeps_what_holes_take_of_it() -> None:
     first_step(heap, tide, 300 * MIB)
     taken = 1000 * MIB - budget.capacity_bytes
     tide.resize(640 * MIB)
-    assert (tide.total_bytes, budget.capacity_bytes, tide.keeping) == (640 * MIB, 640 * MIB - 150 * MIB, True)
+    assert (tide.total_bytes, budget.capacity_bytes) == (640 * MIB, 640 * MIB - 150 * MIB)
+    assert tide.freed is Freed.KEPT
     for _ in range(20):
         tide.resize(1000 * MIB)
     assert budget.capacity_bytes == 1000 * MIB - taken, "it does not creep"
@@ -272,7 +438,9 @@ def test_a_budget_that_holes_would_take_too_much_of_has_them_given_back() -> Non
     budget, heap, tide = make()
     first_step(heap, tide, 300 * MIB)
     tide.resize(300 * MIB)
-    assert (budget.capacity_bytes, tide.keeping, heap.calls[-1]) == (300 * MIB, False, "give back")
+    assert (budget.capacity_bytes, tide.freed) == (262.5 * MIB, Freed.TRIMMED)
+    tide.resize(110 * MIB)
+    assert (budget.capacity_bytes, tide.freed, heap.calls[-1]) == (110 * MIB, Freed.GIVEN_BACK, "give back")
     tide.resize(800 * MIB)
     assert budget.capacity_bytes == 800 * MIB
 
@@ -288,18 +456,18 @@ def test_a_glance_sees_what_grew_while_nothing_was_charged() -> None:
     assert tide.glance()
     assert budget.capacity_bytes < before
     heap.held += 400 * MIB
-    assert not tide.glance(), "too much is given back: the budget is whole again"
-    assert (budget.capacity_bytes, tide.keeping) == (1000 * MIB, False)
+    assert not tide.glance(), "too much is given back: there is more for pages again"
+    assert (budget.capacity_bytes, tide.freed) == (875 * MIB, Freed.TRIMMED)
 
 
 @pytest.mark.parametrize("begun", ["by loading", "by a step"])
 def test_a_heap_full_of_holes_is_trimmed_again_and_again(begun: str) -> None:
     _, heap, tide = make()
     if begun == "by a step":
+        tide.need(995 * MIB)
         first_step(heap, tide, 300 * MIB)
+        assert tide.freed is Freed.GIVEN_BACK
         heap.held += 900 * MIB
-        tide.end_step()
-        assert not tide.keeping
     else:
         heap.held += 900 * MIB
     before = heap.calls.count("give back")
@@ -321,7 +489,7 @@ def test_one_watch_for_the_process() -> None:
     first_step(heap, tide, 300 * MIB)
     tide.close()
     assert not HeapTide.watching()
-    assert (tide.keeping, heap.calls[-1]) == (False, "give back")
+    assert (tide.freed, heap.calls[-1]) == (Freed.GIVEN_BACK, "give back")
 
 
 class Counted(Glibc):
