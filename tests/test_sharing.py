@@ -21,7 +21,8 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag, Tier
-from ptm_accel.memory.heap import Glibc, HeapTide
+from ptm_accel.memory.glibc import Glibc
+from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.memory.setup import Memory

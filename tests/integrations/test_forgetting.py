@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, core_model_loading
 
-from ptm_accel.memory.heap import Glibc
+from ptm_accel.memory.glibc import Glibc
 from tests.integrations.saved_models import close
 from tests.plain_loop import same_bits
 from tests.tiers import PAGE

@@ -15,6 +15,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils.peft_utils import check_peft_version
 
 import ptm_accel
 from ptm_accel.engine import Engine, engine_of
@@ -111,6 +113,19 @@ def test_adapters_are_loaded_added_and_deleted(case: str, compare: Callable[...,
     compare(story)
 
 
+def _transformers_takes_peft() -> bool:
+    """Some transformers ask for a PEFT that is not out yet; a model's own `add_adapter` is an error with them then."""
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(
+    not _transformers_takes_peft(),
+    reason=f"transformers {transformers.__version__} refuses PEFT {peft.__version__}: it wants {MIN_PEFT_VERSION}",
+)
 def test_adapters_of_transformers(compare: Callable[..., None]) -> None:
     def story(bench: Bench) -> tuple[Any, Any]:
         model = bench.read()

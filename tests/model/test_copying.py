@@ -16,7 +16,7 @@ import ptm_accel
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import PagedModelError
-from ptm_accel.memory.heap import Glibc
+from ptm_accel.memory.glibc import Glibc
 from ptm_accel.memory.paged import Place
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.outside import plain_copy
