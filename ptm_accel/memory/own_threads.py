@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import _thread
 import logging
+import os
 import threading
 from collections.abc import Callable
 
 from ptm_accel.memory.cores import leave_inherited_cores
 
 logger = logging.getLogger(__name__)
+
+_leaving: set[int] = set()
+"""The kernel's numbers of threads of our own that have ended, as long as the kernel still has them: a moment."""
 
 
 class OwnThread(threading.Thread):
@@ -32,13 +36,26 @@ class OwnThread(threading.Thread):
 
     def run(self) -> None:
         """Leaves the cores that it has inherited, and works."""
-        own = [thread.native_id for thread in threading.enumerate() if isinstance(thread, OwnThread)]
         try:
-            leave_inherited_cores(self._count, {number for number in own if number is not None})
+            leave_inherited_cores(self._count, own_numbers())
         except OSError as error:
             # Others wait for its work; where it runs is a matter of speed.
             logger.warning("%s stays on the cores that it has inherited, which may be slow: %s", self.name, error)
-        super().run()
+        try:
+            super().run()
+        finally:
+            _leaving.add(threading.get_native_id())
+
+
+def own_numbers() -> frozenset[int]:
+    """The kernel's numbers of all threads of our own that it has."""
+    _leaving.difference_update([number for number in list(_leaving) if not _kernel_has(number)])
+    own = (thread.native_id for thread in threading.enumerate() if isinstance(thread, OwnThread))
+    return frozenset(_leaving).union(number for number in own if number is not None)
+
+
+def _kernel_has(number: int) -> bool:
+    return os.path.exists(f"/proc/self/task/{number}")
 
 
 def do_elsewhere_if_own(step: Callable[[], object]) -> None:

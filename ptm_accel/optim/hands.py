@@ -7,6 +7,7 @@ for another before the end. The kernels are torch's, and give the same bits on o
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,16 +37,20 @@ class Hands:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: Jobs = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        # They know the queue alone: their owner is free to go.
-        self._stop = weakref.finalize(self, _end, self._queue, self._threads)
+        self._start_afresh()
 
     @property
     def count(self) -> int:
         """How many work: as many as an operation of the calling thread has cores."""
         return min(torch.get_num_threads(), MOST)
+
+    def _start_afresh(self) -> None:
+        self._process = os.getpid()
+        self._queue: Jobs = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        # They know the queue alone: their owner is free to go.
+        self._stop = weakref.finalize(self, _end, self._queue, self._threads)
 
     @contextmanager
     def at_work(self) -> Iterator[Callable[[Piece], None]]:
@@ -72,8 +77,13 @@ class Hands:
 
     def _begin(self, count: int) -> None:
         assert self._stop.alive, f"{self._name}: work after the end"
+        if os.getpid() != self._process:
+            # A fork has no threads. One of them may have been about to take something from the queue: it would be
+            # waited for in vain.
+            self._stop.detach()
+            self._start_afresh()
         with self._lock:
-            # In a fork there are none any more.
+            # One that could not be started is none.
             self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
             missing = count - len(self._threads)
             if missing <= 0:

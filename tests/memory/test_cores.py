@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ptm_accel.memory import cores
+from ptm_accel.memory import cores, own_threads
 from ptm_accel.memory.cores import cores_of_own_threads, usable_cores
 from ptm_accel.memory.own_threads import OwnThread
 
@@ -89,6 +89,19 @@ def test_a_core_that_nothing_is_bound_to_is_taken_where_there_are_enough() -> No
         "hands": [second],
         "fingerprint": 2,
     }
+
+
+def test_a_thread_that_has_ended_is_our_own_as_long_as_the_kernel_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is bound to what it was bound to, and takes no core from the next one."""
+    lingers = [True]
+    monkeypatch.setattr(own_threads, "_kernel_has", lambda number: lingers[0])
+    monkeypatch.setattr(own_threads, "_leaving", set())
+    thread = OwnThread(lambda: None, (), "own")
+    thread.start()
+    thread.join()
+    assert thread.native_id in own_threads.own_numbers()
+    lingers[0] = False
+    assert thread.native_id not in own_threads.own_numbers()
 
 
 @several_cores

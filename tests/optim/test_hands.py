@@ -148,9 +148,19 @@ def test_those_that_are_forgotten_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FORKED = """
-import os, sys
+import os, queue, sys, threading
+from ptm_accel.optim import hands as module
 from ptm_accel.optim.hands import Hands
 
+class Queue(queue.SimpleQueue):
+    # A thread that has been woken, and not yet taken what it was woken for, leaves a queue in a fork that wakes nobody.
+    def __init__(self):
+        self.process = os.getpid()
+
+    def get(self):
+        return super().get() if os.getpid() == self.process else threading.Event().wait()
+
+module.SimpleQueue = Queue
 Hands.count = 2
 hands, done = Hands("hands"), []
 for _ in range(2):
