@@ -31,11 +31,6 @@ GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
 IO_THREADS_PER_PATH = 2
 """Transfers at the same time on each path, each with a bounce buffer of its own."""
 
-_CHANNELS_PER_THREAD = 2
-"""So many times as many where the C library moves what is on disk: they need no bounce buffers, and what is read waits
-for less of what is written.
-"""
-
 
 def bounce_bytes(paths: int, block_bytes: int, io_threads_per_path: int = IO_THREADS_PER_PATH) -> int:
     """What the bounce buffers of a disk tier take of host memory.
@@ -123,7 +118,7 @@ class DiskTier:
                 _refuse_buffers_beyond(staging, buffers_bytes, block_bytes)
                 self._staging = staging.reserve(buffers_bytes, Tag.STAGING, "the bounce buffers of the disk tier")
                 undo.callback(self._staging.release)
-            channels = _opened(io, self._files, _CHANNELS_PER_THREAD * io_threads_per_path)
+            channels = _opened(io, self._files, io_threads_per_path)
             if channels is not None:
                 undo.callback(channels.close)
             self._lanes = Lanes(self._files, io_threads_per_path, block_bytes, channels)
