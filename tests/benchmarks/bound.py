@@ -1,11 +1,12 @@
 """A step beside its own lower bound, with host memory for a quarter of the states and the rest on disk.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY_ON_AN_SSD [--rounds 2] [--steps 14]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/bound.py DIRECTORY_ON_AN_SSD [--rounds 2] [--steps 14] [--fp32]
 
-Llama, 222M parameters, bf16 with fp32 masters (16 bytes a parameter with its gradient), batch 4 x 128; clipped, not
-clipped (updates begin during backward, unless a callback looks at the step), with 8 micro-batches a step, and with so
-few tokens that there is next to nothing but the disk to wait for. Each run is a process of its own. The bound of a step
-is its arithmetic, or its bytes over the disk's measured rates, whichever is longer. Prints the result as Markdown.
+Llama, 222M parameters, bf16 with fp32 masters or all in fp32 (16 bytes a parameter with its gradient), batch 4 x 128;
+clipped, not clipped (updates begin during backward, unless a callback looks at the step), with 8 micro-batches a step,
+and with so few tokens that there is next to nothing but the disk to wait for. Each run is a process of its own. The
+bound of a step is its arithmetic, or its bytes over the disk's measured rates, whichever is longer. Prints the result
+as Markdown.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from machine_facts import facts
 from random_tokens import Tokens
-from small_llama import VOCABULARY, small_llama
+from small_llama import VOCABULARY, numerics, small_llama
 from transformers import TrainerCallback, TrainingArguments
 
 
@@ -99,14 +100,14 @@ def totals(model: torch.nn.Module) -> tuple[int, int, float]:
     return disk.bytes_read, disk.bytes_written, disk.busy_s
 
 
-def child(kind: str, directory: Path, steps: int) -> None:
+def child(kind: str, directory: Path, steps: int, *, fp32: bool) -> None:
     """One run."""
     from ptm_accel.integrations.transformers import Trainer
 
     import ptm_accel
 
     what = KINDS[kind]
-    model, dials = small_llama(HOST_MEMORY, directory)
+    model, dials = small_llama(HOST_MEMORY, directory, fp32=fp32)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=steps,
@@ -147,6 +148,7 @@ def run(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     # A step of several micro-batches is long, and its passes are warm after few steps.
     steps = options.steps if KINDS[kind].micro == 1 else max(WARM_UP + 2, options.steps // 2)
     command = [sys.executable, __file__, str(options.directory), "--child", kind, "--steps", str(steps)]
+    command += ["--fp32"] if options.fp32 else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{kind} ended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -160,10 +162,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--only", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--fp32", action="store_true", help="in fp32, where the cores are too slow at bf16")
     parser.add_argument("--child", choices=KINDS)
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.directory, options.steps)
+        child(options.child, options.directory, options.steps, fp32=options.fp32)
         return
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.only}
     for _ in range(options.rounds):
@@ -172,11 +175,12 @@ def main() -> None:
             print(kind, statistics.median(results[kind][-1]["steps_s"]), file=sys.stderr, flush=True)
     print("# A step beside its lower bound\n")
     chosen = "" if options.only == list(KINDS) else " --only " + " ".join(f"'{kind}'" for kind in options.only)
-    command = f"bound.py DIRECTORY --rounds {options.rounds}{chosen}"
+    command = f"bound.py DIRECTORY --rounds {options.rounds}{' --fp32' if options.fp32 else ''}{chosen}"
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
     print(
-        "* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128 if nothing else is said, host_memory "
-        f"{HOST_MEMORY} (a quarter of parameters, gradients, masters and moments); the first {WARM_UP} steps left out\n"
+        f"* model: Llama, 222M parameters, {numerics(fp32=options.fp32)}, batch 4 x 128 if nothing else is said, "
+        f"host_memory {HOST_MEMORY} (a quarter of parameters, gradients, masters and moments); the first {WARM_UP} "
+        "steps left out\n"
     )
     print("| | step | bound | step / bound | of each step | waiting | read | written | disk busy | its rate then |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")

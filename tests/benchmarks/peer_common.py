@@ -51,6 +51,8 @@ class Spec:
         clip: the largest gradient norm; 0 for no clipping.
         batch: rows in a batch.
         length: tokens in a row.
+        fp32: everyone computes in fp32, where the cores are too slow at bf16.
+        beside_mib: what a process of ptm_accel takes beside its budget; None for what was measured with batch 4 x 128.
         extra: what else a kind needs.
     """
 
@@ -63,6 +65,8 @@ class Spec:
     clip: float = 1.0
     batch: int = 4
     length: int = 128
+    fp32: bool = False
+    beside_mib: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:

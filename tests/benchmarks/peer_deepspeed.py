@@ -29,7 +29,7 @@ def settings(spec: peer_common.Spec) -> dict[str, Any]:
         optimizer |= {"fast_init": False}
         parameters |= {"buffer_size": max(9_000_000, largest), "max_in_cpu": 0}
     return {
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": not spec.fp32},
         "gradient_clipping": spec.clip,
         "train_micro_batch_size_per_gpu": spec.batch,
         "gradient_accumulation_steps": 1,
@@ -63,7 +63,7 @@ def main() -> None:
     """Trains and reports."""
     spec = peer_common.Spec.parse(sys.argv[1])
     peer_trainer.alone()
-    args = peer_trainer.arguments(spec, deepspeed=settings(spec), bf16=True)
+    args = peer_trainer.arguments(spec, deepspeed=settings(spec), bf16=not spec.fp32)
     peer_common.same_initial_weights()
     model = LlamaForCausalLM._from_config(spec.config())
     import deepspeed

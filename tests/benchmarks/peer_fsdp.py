@@ -2,7 +2,7 @@
 
 Asked for FSDP2 on a machine without an accelerator, accelerate takes DistributedDataParallel instead and says nothing.
 So the model is sharded here, by torch's own `fully_shard`, layer by layer, as accelerate does it elsewhere: fp32
-parameters, gathered and computed with in bf16.
+parameters, gathered and computed with in bf16, or all in fp32.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 def main() -> None:
     """Trains and reports."""
     spec = peer_common.Spec.parse(sys.argv[1])
-    args = peer_trainer.arguments(spec, bf16=True)
+    args = peer_trainer.arguments(spec, bf16=not spec.fp32)
     model = peer_common.plain_model(spec, torch.float32)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    narrow = None if spec.fp32 else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
     for part in (*model.model.layers, model):
         fully_shard(
             part,

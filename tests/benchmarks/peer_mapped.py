@@ -1,7 +1,7 @@
 """A contender of `peers.py`: weights and state in memory-mapped files, and the paging left to the system.
 
-bf16 weights, fp32 masters and moments; AdamW in backward as each gradient arrives, page by page, so that a gradient
-lives only until then; hence no clipping.
+bf16 weights, fp32 masters and moments, or all in fp32; AdamW in backward as each gradient arrives, page by page, so
+that a gradient lives only until then; hence no clipping.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ def mapped(path: Path, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def update(state: tuple[torch.Tensor, ...], weight: torch.Tensor, step: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """What to do with a parameter when its gradient has arrived."""
+    """What to do with a parameter when its gradient has arrived.
+
+    Args:
+        state: its master and moments; the master of one in fp32 is the parameter itself.
+        weight: it.
+        step: counts.
+    """
     flat = weight.view(-1)
 
     def run(param: torch.Tensor) -> None:
@@ -48,7 +54,8 @@ def update(state: tuple[torch.Tensor, ...], weight: torch.Tensor, step: torch.Te
                 amsgrad=False,
                 maximize=False,
             )
-            flat[page].copy_(master)
+            if master.data_ptr() != flat[page].data_ptr():
+                flat[page].copy_(master)
 
     return run
 
@@ -56,13 +63,15 @@ def update(state: tuple[torch.Tensor, ...], weight: torch.Tensor, step: torch.Te
 def build(spec: peer_common.Spec, step: torch.Tensor) -> LlamaForCausalLM:
     """The model, its weights in files, its updates hooked in."""
     config, directory = spec.config(), Path(spec.directory)
+    dtype = torch.float32 if spec.fp32 else torch.bfloat16
     peer_common.same_initial_weights()
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
     total = sum(param.numel() for param in model.parameters())
-    weights = mapped(directory / "weights", total, torch.bfloat16)
-    state = [mapped(directory / name, total, torch.float32) for name in ("masters", "first", "second")]
+    weights = mapped(directory / "weights", total, dtype)
+    masters = weights if spec.fp32 else mapped(directory / "masters", total, torch.float32)
+    state = [masters, *(mapped(directory / name, total, torch.float32) for name in ("first", "second"))]
     begin = 0
     for module in list(model.modules()):
         for name, param in list(module.named_parameters(recurse=False)):
@@ -76,7 +85,8 @@ def build(spec: peer_common.Spec, step: torch.Tensor) -> LlamaForCausalLM:
     model.initialize_weights()
     for start in range(0, total, PAGE_ELEMENTS):
         page = slice(start, start + PAGE_ELEMENTS)
-        state[0][page].copy_(weights[page])
+        if not spec.fp32:
+            masters[page].copy_(weights[page])
     return model
 
 

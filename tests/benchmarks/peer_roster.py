@@ -9,6 +9,8 @@ from peer_common import SHAPES, Spec
 
 AUTOCAST = "fp32 parameters, autocast"
 MASTERS = "bf16 weights, fp32 masters"
+FP32 = "fp32"
+"""What everyone computes in with `--fp32`."""
 
 NEEDS_MIB = {
     ("222m", True): 780,
@@ -57,6 +59,15 @@ class Contender:
 CONTENDERS = (
     Contender("plain", "plain Trainer", "peer_trainer.py", AUTOCAST),
     Contender("ptm", "ptm_accel", "peer_trainer.py", AUTOCAST, extra={"masters": False}, ours=True),
+    Contender(
+        "ptm-noclip",
+        "ptm_accel, no clipping",
+        "peer_trainer.py",
+        AUTOCAST,
+        clip=0.0,
+        extra={"masters": False},
+        ours=True,
+    ),
     Contender("ptm-masters", "ptm_accel, masters", "peer_trainer.py", MASTERS, extra={"masters": True}, ours=True),
     Contender(
         "ptm-masters-noclip",
@@ -82,6 +93,8 @@ CONTENDERS = (
     Contender("mapped", "memory-mapped script", "peer_mapped.py", MASTERS, clip=0.0),
 )
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
+BF16_ONLY = {"ptm-masters", "ptm-masters-noclip"}
+"""In fp32 there is nothing that masters would be wider than."""
 DEFAULT_CAPS = {"222m": [2200, 1000], "1b": [2048], "tiny": []}
 LARGEST = ("ptm-masters", "ptm-masters-noclip", "ds-nvme", "mapped")
 
@@ -91,5 +104,6 @@ def host_memory(contender: Contender, spec: Spec, cap_mib: int | None) -> str:
     if cap_mib is None:
         return ALL_FITS
     more_layers = max((spec.layers or 0) - SHAPES[spec.shape]["num_hidden_layers"], 0)
-    needs = NEEDS_MIB[spec.shape, contender.extra["masters"]] + LAYER_MIB * more_layers
+    needs = NEEDS_MIB[spec.shape, contender.extra["masters"]] if spec.beside_mib is None else spec.beside_mib
+    needs += LAYER_MIB * more_layers
     return f"{max(cap_mib - needs, 1)}MiB"

@@ -66,7 +66,7 @@ def alone() -> None:
 
 
 def ours(spec: peer_common.Spec) -> None:
-    """Trains with ptm_accel; `spec.extra["masters"]` says whether in bf16 with fp32 masters, or fp32 under autocast."""
+    """Trains with ptm_accel; `spec.extra["masters"]` says whether in bf16 with fp32 masters, or fp32."""
     from ptm_accel.integrations.transformers import Trainer as PagedTrainer
 
     import ptm_accel
@@ -78,7 +78,7 @@ def ours(spec: peer_common.Spec) -> None:
     peer_common.same_initial_weights()
     dtype = torch.bfloat16 if masters else torch.float32
     model = ptm_accel.from_config(LlamaForCausalLM, spec.config(), dials, dtype=dtype)
-    watch = train(spec, model, arguments(spec, bf16=not masters), PagedTrainer, ptm_config=dials)
+    watch = train(spec, model, arguments(spec, bf16=not (masters or spec.fp32)), PagedTrainer, ptm_config=dials)
     engine = ptm_accel.engine_of(model)
     assert engine is not None
     peaks = {tier.value: count for tier, count in engine.metrics.peaks().items()}
@@ -90,7 +90,7 @@ def main() -> None:
     spec = peer_common.Spec.parse(sys.argv[1])
     if spec.kind == "plain":
         model = peer_common.plain_model(spec, torch.float32)
-        train(spec, model, arguments(spec, bf16=True)).report()
+        train(spec, model, arguments(spec, bf16=not spec.fp32)).report()
     else:
         ours(spec)
 

@@ -2,6 +2,7 @@
 
     OMP_WAIT_POLICY=passive python tests/benchmarks/peers.py DIRECTORY_ON_AN_SSD [--model 222m|1b] [--cap MIB ...]
         [--deepspeed-python PYTHON] [--only NAME ...] [--rounds 3] [--steps 12]
+        [--fp32] [--batch ROWS LENGTH] [--beside MIB]
     ... --largest --cap 2048 [--try-s 300]
 
 Processes that were alive together would share memory and cores. So each round starts every contender for a few steps,
@@ -31,7 +32,16 @@ import capping
 import psutil
 from machine_facts import facts
 from peer_common import CHECKPOINTED, DROPPED_STEPS, REPORT, SHAPES, Spec, parameters_of
-from peer_roster import BY_NAME, DEFAULT_CAPS, DISK_BYTES_PER_PARAMETER, LARGEST, Contender, host_memory
+from peer_roster import (
+    BF16_ONLY,
+    BY_NAME,
+    DEFAULT_CAPS,
+    DISK_BYTES_PER_PARAMETER,
+    FP32,
+    LARGEST,
+    Contender,
+    host_memory,
+)
 
 HERE = Path(__file__).resolve().parent
 MIB, GIB = 1 << 20, 1 << 30
@@ -136,7 +146,8 @@ def row(contender: Contender, cap: int | None, spec: Spec, outcomes: Sequence[Ou
     """A line of the table."""
     budget = host_memory(contender, spec, cap) if contender.ours else ""
     clip = f"clip {contender.clip:g}" if contender.clip else "no clipping"
-    head = f"| {contender.title} | {contender.numerics}, {clip} | {cap or 'none'} | {budget} |"
+    numerics = FP32 if spec.fp32 else contender.numerics
+    head = f"| {contender.title} | {numerics}, {clip} | {cap or 'none'} | {budget} |"
     reports = [outcome.report for outcome in outcomes if outcome.report is not None]
     if not reports:
         return f"{head} {outcomes[-1].failure} | | | | | | | |"
@@ -168,16 +179,17 @@ def ratio(title: str, ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> str
     return f"| {title} | {statistics.median(pairs):.2f} | {quarters[0]:.2f} to {quarters[2]:.2f} | {len(pairs)} |"
 
 
-def ratios(found: dict[Any, list[Outcome]], caps: Sequence[int | None]) -> list[str]:
+def ratios(found: dict[Any, list[Outcome]], caps: Sequence[int | None], *, fp32: bool) -> list[str]:
     """All comparisons of equals, and plain's time as the reference."""
     lines = []
+    clipped, unclipped = ("ptm", "ptm-noclip") if fp32 else ("ptm-masters", "ptm-masters-noclip")
     for cap in caps:
         under = "no cap" if cap is None else f"{cap} MiB"
         for ours, theirs in (
-            ("ptm-masters", "ds-nvme"),
-            ("ptm-masters", "ds-cpu"),
-            ("ptm-masters", "fsdp2"),
-            ("ptm-masters-noclip", "mapped"),
+            (clipped, "ds-nvme"),
+            (clipped, "ds-cpu"),
+            (clipped, "fsdp2"),
+            (unclipped, "mapped"),
         ):
             lines.append(
                 ratio(
@@ -199,16 +211,19 @@ def ratios(found: dict[Any, list[Outcome]], caps: Sequence[int | None]) -> list[
 def compare(course: Course, options: argparse.Namespace, caps: list[int | None]) -> None:
     """The comparison, printed as Markdown."""
     shape = options.model
-    chosen = [BY_NAME[name] for name in options.only or BY_NAME]
+    everyone = [name for name in BY_NAME if not options.fp32 or name not in BF16_ONLY]
+    chosen = [BY_NAME[name] for name in options.only or everyone]
     entries = [(c, cap) for cap in caps for c in chosen if cap or not options.no_uncapped or c.name == "plain"]
-    spec = Spec(kind="", shape=shape, steps=options.steps, directory="")
+    rows, length = options.batch
+    spec = Spec("", shape, options.steps, "", batch=rows, length=length, fp32=options.fp32, beside_mib=options.beside)
     found = rounds(course, entries, spec, options.rounds)
     print("# ptm_accel beside its peers\n")
     print(heading(options, course, found))
     checkpointing = "activation checkpointing" if shape in CHECKPOINTED else "no activation checkpointing"
     print(
         f"* model: Llama, {parameters_of(shape) / 1e6:.0f}M parameters, {SHAPES[shape]}, vocabulary 8192, batch "
-        f"{spec.batch} x {spec.length}, computing in bf16, AdamW, {checkpointing}; same initial weights, same data"
+        f"{spec.batch} x {spec.length}, computing in {FP32 if spec.fp32 else 'bf16'}, AdamW, {checkpointing}; same "
+        "initial weights, same data"
     )
     print(
         f"* {options.rounds} rounds, each contender {options.steps} steps in a process of its own, order rotated; the "
@@ -224,7 +239,7 @@ def compare(course: Course, options: argparse.Namespace, caps: list[int | None])
         "\nThe group's peak counts page cache, so it reaches the cap wherever files are read or written through it.\n"
     )
     print("| ratio, round by round | median | middle half | rounds |\n| --- | --- | --- | --- |")
-    print("\n".join(ratios(found, caps)))
+    print("\n".join(ratios(found, caps, fp32=spec.fp32)))
 
 
 def heading(options: argparse.Namespace, course: Course, found: dict[Any, list[Outcome]]) -> str:
@@ -298,6 +313,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=BY_NAME, help="these contenders")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--fp32", action="store_true", help="in fp32, where the cores are too slow at bf16")
+    parser.add_argument("--batch", type=int, nargs=2, default=(4, 128), metavar=("ROWS", "LENGTH"))
+    parser.add_argument("--beside", type=int, metavar="MIB", help="what ptm_accel takes beside its budget")
     parser.add_argument("--try-s", type=float, help="limit of one process; 1200, or 300 with --largest")
     parser.add_argument("--largest", action="store_true", help="search the largest model under the first cap")
     parser.add_argument("--first-layers", type=int, default=8, help="where the search begins")
@@ -308,6 +326,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Compares, or searches."""
     options = parsed()
+    if options.fp32 and (options.largest or BF16_ONLY & {*(options.only or ())}):
+        raise SystemExit(f"--fp32 goes neither with --largest nor with {', '.join(sorted(BF16_ONLY))}")
     caps = DEFAULT_CAPS[options.model] if options.cap is None else options.cap
     reason = capping.available()
     if reason is not None and caps:

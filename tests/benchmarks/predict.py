@@ -1,13 +1,13 @@
 """Predicted beside measured: a step's time and peak under budgets that nothing was calibrated on.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--rounds 2]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/predict.py DIRECTORY_ON_AN_SSD [--rounds 2] [--fp32]
 
 One training, whose budget is changed on the way. A few steps under 1 GiB, clipped, are the calibration: from what is
 seen there (the trace of a pass, the rate of its updates, that of the disk) it is foretold what a step takes under
 others. Then come a few steps under one of those, and a few under 1 GiB again; and so on. Shared machines are faster at
 one time than at another, so what was measured stands beside the mean of what was foretold just before and just after
-it, and the ratio is the median of the rounds'. Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128. Prints
-the result as Markdown.
+it, and the ratio is the median of the rounds'. Llama, 222M parameters, bf16 with fp32 masters or all in fp32, batch
+4 x 128. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from machine_facts import facts
 from ptm_accel.integrations.transformers import Trainer
 from random_tokens import Tokens
-from small_llama import VOCABULARY, small_llama
+from small_llama import VOCABULARY, numerics, small_llama
 from transformers import TrainerCallback, TrainingArguments
 
 import ptm_accel
@@ -202,9 +202,9 @@ def at_pace(trace: Trace, compute_s: float) -> Trace:
     return replace(trace, accesses=accesses, lead_s=trace.lead_s * factor)
 
 
-def train(directory: Path, turns: list[Turn]) -> None:
+def train(directory: Path, turns: list[Turn], *, fp32: bool) -> None:
     """One training, through all the turns."""
-    model, dials = small_llama(CALIBRATION.host_memory, directory)
+    model, dials = small_llama(CALIBRATION.host_memory, directory, fp32=fp32)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=sum(turn.settle + MEASURED for turn in turns),
@@ -235,10 +235,10 @@ def order(rounds: int) -> list[Turn]:
 def report(options: argparse.Namespace, turns: list[Turn]) -> None:
     """Prints the result."""
     print("# Predicted and measured steps\n")
-    command = f"predict.py DIRECTORY --rounds {options.rounds}"
+    command = f"predict.py DIRECTORY --rounds {options.rounds}{' --fp32' if options.fp32 else ''}"
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/{command}"))
     print(
-        "* model: Llama, 222M parameters, bf16 with fp32 masters, batch 4 x 128; calibrated under "
+        f"* model: Llama, 222M parameters, {numerics(fp32=options.fp32)}, batch 4 x 128; calibrated under "
         f"{CALIBRATION.host_memory}, clipped, before and after each turn of {MEASURED} steps, {SETTLE} left out\n"
     )
     titles = ("calibration", "predicted step", "measured", "ratio", "rounds' ratios", "predicted peak", "measured")
@@ -269,9 +269,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--fp32", action="store_true", help="in fp32, where the cores are too slow at bf16")
     options = parser.parse_args()
     turns = order(options.rounds)
-    train(options.directory, turns)
+    train(options.directory, turns, fp32=options.fp32)
     report(options, turns)
 
 

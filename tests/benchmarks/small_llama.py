@@ -1,4 +1,4 @@
-"""The Llama that several measurements train: 222M parameters in bf16, with the same values for everyone."""
+"""The Llama that several measurements train: 222M parameters, with the same values for everyone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ import ptm_accel
 VOCABULARY = 8192
 
 
-def small_llama(host_memory: str, directory: Path) -> tuple[Any, dict[str, str]]:
-    """The model on pages, with fp32 masters, and the dials it is on pages with.
+def numerics(*, fp32: bool) -> str:
+    """In which numbers it is trained, in words."""
+    return "fp32" if fp32 else "bf16 with fp32 masters"
+
+
+def small_llama(host_memory: str, directory: Path, *, fp32: bool = False) -> tuple[Any, dict[str, str]]:
+    """The model on pages, and the dials it is on pages with.
 
     Args:
         host_memory: what it may use of host memory.
         directory: where the rest goes.
+        fp32: all in fp32; else in bf16, with fp32 masters. Either takes 16 bytes a parameter.
     """
     shape = LlamaConfig(
         hidden_size=1024,
@@ -28,6 +34,9 @@ def small_llama(host_memory: str, directory: Path) -> tuple[Any, dict[str, str]]
         vocab_size=VOCABULARY,
         use_cache=False,
     )
-    dials = {"host_memory": host_memory, "disk": str(directory), "master_weights": "fp32"}
+    dials = {"host_memory": host_memory, "disk": str(directory)}
+    if not fp32:
+        dials["master_weights"] = "fp32"
     torch.manual_seed(0)
-    return ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=torch.bfloat16), dials
+    dtype = torch.float32 if fp32 else torch.bfloat16
+    return ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=dtype), dials
