@@ -253,18 +253,33 @@ class PagedModel:
     def _watch_heap(self) -> Glibc | None:
         """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
         pool = self.pool
-        if pool.home is None or pool.budget.tier is not Tier.HOST or self._all_fits() or not Glibc.found():
+        if self._heap_is_elsewhere() or not self._runs_short():
             return None
         pool.copies_in = True
         if HeapTide.watching():
             # There is one heap, whatever the number of models: its holes are taken off one budget.
             return None
+        pool.room.keeper = None
         heap = Glibc()
         heap.give_back()
         if heap.tells and not self.evaluates:
             # Whether blocks are kept is decided from step to step.
             pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
         return heap
+
+    def _keep_heap(self) -> None:
+        """Has the C library keep what is freed, where all pages fit: there is room for it."""
+        if not self._heap_is_elsewhere() and not self._runs_short() and not HeapTide.watching():
+            self.pool.room.keeper = Glibc()
+            self.pool.room.keeper.keep(large=True)
+
+    def _heap_is_elsewhere(self) -> bool:
+        """Whether the C library's heap is not known, or not where pages are."""
+        return self.pool.budget.tier is not Tier.HOST or not Glibc.found()
+
+    def _runs_short(self) -> bool:
+        """Whether pages have to leave."""
+        return self.pool.home is not None and not self._all_fits()
 
     def resize(self, capacities: Mapping[Tier, int]) -> None:
         """Gives the tiers other capacities, between two steps.
@@ -370,7 +385,7 @@ class PagedModel:
         self.gradients.norms.hold(min(round_up(largest), _MOST_FOR_NORMS, max(spare, 0) // ALIGN_BYTES * ALIGN_BYTES))
 
     def _decide_to_plan(self) -> None:
-        self.run_ahead.enabled = self.planned and self.pool.home is not None and not self._all_fits()
+        self.run_ahead.enabled = self.planned and self._runs_short()
         if not self.run_ahead.enabled or self.run_ahead.rates is not None:
             return
         if self.memory.device is not None:

@@ -100,6 +100,7 @@ class TrainedModel(PagedModel):
         self._hold_norms()
         if self.pool.room.tide is None:
             self._watch_heap()
+        self._keep_heap()
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None

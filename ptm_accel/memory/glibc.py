@@ -12,7 +12,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _GIVE_BACK_BYTES = 128 << 10
 """What glibc itself begins with, before it raises it to the size of freed blocks, up to 32 MiB."""
 _KEEP_BYTES = 4 << 20
-"""Larger blocks leave larger holes, and are few."""
+"""Larger blocks leave larger holes, and are fewer."""
+_KEEP_LARGE_BYTES = 32 << 20
+"""The most that glibc lets be set, and what it comes to by itself where large blocks are freed. Most gradients of weights
+are below that. Each in memory that the system has cleared anew, page by page, was seen to take as long as a fifth of a
+short step.
+"""
+_TRIM_BYTES = 2 * _KEEP_LARGE_BYTES
+"""What glibc comes to by itself with that."""
 _NEVER_BYTES = (1 << 31) - 1
 _PASSED_BYTES = 16 << 20
 """After so many bytes of copies what they leave free is given back."""
@@ -60,8 +67,16 @@ class Heap(Protocol):
         """Has blocks given back to the system as they are freed, and those that are kept at once."""
         ...
 
-    def keep(self) -> None:
-        """Has blocks kept as they are freed."""
+    def keep(self, *, large: bool) -> None:
+        """Has blocks kept as they are freed.
+
+        Args:
+            large: nearly all of them; else those alone that leave small holes.
+        """
+        ...
+
+    def let_be(self) -> None:
+        """Has the library go on as it does by itself in a process that trains; what is free now is given back."""
         ...
 
     def trim(self) -> None:
@@ -138,9 +153,14 @@ class Glibc:
         self._set(_GIVE_BACK_BYTES, _GIVE_BACK_BYTES)
         self._libc.malloc_trim(0)
 
-    def keep(self) -> None:
+    def keep(self, *, large: bool) -> None:
         """See `Heap`."""
-        self._set(_KEEP_BYTES, _NEVER_BYTES)
+        self._set(_KEEP_LARGE_BYTES if large else _KEEP_BYTES, _NEVER_BYTES)
+
+    def let_be(self) -> None:
+        """See `Heap`."""
+        self._set(_KEEP_LARGE_BYTES, _TRIM_BYTES)
+        self._libc.malloc_trim(0)
 
     def trim(self) -> None:
         """See `Heap`."""

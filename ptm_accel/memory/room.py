@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import settle
+from ptm_accel.memory.glibc import Heap
 from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.leavers import Leaver, Unsaved
@@ -58,6 +59,10 @@ class Room:
         traffic: counts waits.
         evictor: who makes room.
         lock: the pool's lock.
+
+    Attributes:
+        tide: watches the memory that is not pages', where it shares the budget.
+        keeper: the allocator that was told to keep what is freed, where all fits.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Room:
         self.compute = compute
         self.budget = budget
         self.tide: Tide | HeapTide | None = None
+        self.keeper: Heap | None = None
         self._traffic = traffic
         self._evictor = evictor
         self._leavers: list[Leaver] = []
@@ -295,9 +301,12 @@ class Room:
             self.budget.make_real_room()
 
     def close(self) -> None:
-        """Other memory is watched no longer."""
+        """Other memory is watched no longer, nor kept when it is free."""
         if isinstance(self.tide, HeapTide):
             self.tide.close()
+        keeper, self.keeper = self.keeper, None
+        if keeper is not None and not HeapTide.watching():
+            keeper.let_be()
 
     def settle(self) -> None:
         """Waits for all transfers that still use leaving memory; their errors are for those whose bytes they move."""

@@ -52,8 +52,11 @@ class Played:
     def give_back(self) -> None:
         self.calls.append("give back")
 
-    def keep(self) -> None:
-        self.calls.append("keep")
+    def keep(self, *, large: bool) -> None:
+        self.calls.append("keep all" if large else "keep")
+
+    def let_be(self) -> None:
+        self.calls.append("let be")
 
     def trim(self) -> None:
         self.calls.append("trim")
@@ -79,7 +82,7 @@ def test_the_first_step_is_watched_and_then_blocks_are_kept() -> None:
     budget, heap, tide = make()
     assert (heap.calls, tide.freed) == (["give back"], Freed.WATCHED)
     first_step(heap, tide, 300 * MIB)
-    assert (heap.calls, tide.freed) == (["give back", "keep"], Freed.KEPT)
+    assert (heap.calls, tide.freed) == (["give back", "keep all"], Freed.KEPT)
     assert budget.capacity_bytes == 843.75 * MIB, "half of what lived is expected in holes"
     heap.held += 340 * MIB
     steps(tide, 4)
@@ -361,13 +364,13 @@ work()
 before, begin = process.memory_info().rss, heap.use()
 live = work().live - begin.live
 given_back = process.memory_info().rss - before
-heap.keep()
+heap.keep(large=False)
 work()
 kept = process.memory_info().rss - before
 held = heap.use().held - begin.held
 heap.give_back()
 after = process.memory_info().rss - before
-heap.keep()
+heap.keep(large=False)
 work()
 resident, anonymous = heap.resident(), heap.anonymous()
 heap.trim()
@@ -489,7 +492,14 @@ def test_one_watch_for_the_process() -> None:
     first_step(heap, tide, 300 * MIB)
     tide.close()
     assert not HeapTide.watching()
-    assert (tide.freed, heap.calls[-1]) == (Freed.GIVEN_BACK, "give back")
+    assert (tide.freed, heap.calls[-2:]) == (Freed.GIVEN_BACK, ["give back", "let be"])
+
+
+@pytest.mark.parametrize(("live", "kept"), [(333, "keep all"), (334, "keep")])
+def test_large_blocks_are_kept_where_holes_as_large_as_all_that_lives_are_not_too_much(live: int, kept: str) -> None:
+    _, heap, tide = make()
+    first_step(heap, tide, live * MIB)
+    assert (tide.freed, heap.calls[-1]) == (Freed.KEPT, kept)
 
 
 class Counted(Glibc):
@@ -500,6 +510,33 @@ class Counted(Glibc):
     def trim(self) -> None:
         super().trim()
         self.trims += 1
+
+
+LARGE = """
+import resource, torch
+from ptm_accel.memory.glibc import Glibc
+heap = Glibc()
+def faults():
+    for _ in range(6):
+        torch.ones(8 << 18)
+    begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        torch.ones(8 << 18)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin
+for how in (lambda: heap.keep(large=False), lambda: heap.keep(large=True), heap.give_back, heap.let_be):
+    how()
+    print(faults())
+"""
+
+
+@pytest.mark.skipif(not Glibc.found(), reason="another C library")
+def test_large_blocks_that_are_kept_are_not_cleared_again() -> None:
+    """Blocks of 8 MiB, 2048 pages each."""
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    small, large, back, by_itself = (int(word) for word in done.stdout.split())
+    assert min(small, back) > 50 * 1000
+    assert max(large, by_itself) < 50 * 100
 
 
 @pytest.mark.skipif(not Glibc.found(), reason="another C library")
