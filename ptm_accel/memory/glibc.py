@@ -14,9 +14,8 @@ _GIVE_BACK_BYTES = 128 << 10
 _KEEP_BYTES = 4 << 20
 """Larger blocks leave larger holes, and are fewer."""
 _KEEP_LARGE_BYTES = 32 << 20
-"""The most that glibc lets be set, and what it comes to by itself where large blocks are freed. Most gradients of weights
-are below that. Each in memory that the system has cleared anew, page by page, was seen to take as long as a fifth of a
-short step.
+"""The most that glibc lets be set, and what it comes to by itself where large blocks are freed; most gradients are
+smaller. That the system clears memory anew for each of them, page by page, was seen to take a fifth of a short step.
 """
 _TRIM_BYTES = 2 * _KEEP_LARGE_BYTES
 """What glibc comes to by itself with that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class Route:
         simulated: what the plan should come to; None where the link has not been measured.
         on_host: the parameters that it has updated on the CPU beside a device, by name.
         way: how the plan divides the budget.
+        least_s: see `Choice`.
         places: the accesses of each item, ascending, by the item's name.
         own: of those, the ones of the pass itself.
         kept: the names of what is to stay for good.
@@ -48,6 +50,7 @@ class Route:
     simulated: Simulation | None = None
     on_host: frozenset[str] = frozenset()
     way: Way | None = None
+    least_s: float = math.inf
     places: dict[str, list[int]] = field(default_factory=dict)
     own: dict[str, list[int]] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
@@ -75,7 +78,9 @@ class Route:
     @property
     def choice(self) -> Choice | None:
         """What was chosen for it, if a plan has been."""
-        return Choice(self.way, self.trace, self.plan, self.simulated, self.on_host) if self.way is not None else None
+        if self.way is None:
+            return None
+        return Choice(self.way, self.trace, self.plan, self.simulated, self.on_host, self.least_s)
 
     def due(self, position: int) -> int:
         """The next access of the pass itself, from `position` on."""

@@ -165,6 +165,7 @@ class RunAhead(Following):
         took_s = moments[-1].total_s - moments[0].total_s
         if not ended.evaluates:
             self._count(route, took_s, moments[-1].compute_s - moments[0].compute_s)
+        warm = route is not None and route.watch.warm
         # Another plan may have been made since it ended.
         known = self.routes.get(recorder.key) is route
         if not len(recorder) or not known or (route is not None and not self._is_off(route, took_s, ended.strays)):
@@ -175,7 +176,7 @@ class RunAhead(Following):
             self._remember(recorder.key, Route(trace, None, 0, trace, ended.updates))
             return
         self._look_at_link()
-        newer = self._planned(trace, updates=ended.updates)
+        newer = self._planned(trace, updates=ended.updates, again=warm)
         newer.watch = route.watch
         self._remember(recorder.key, newer)
 
@@ -304,7 +305,14 @@ class RunAhead(Following):
         route = self._route
         return route.final if route is not None and route.updates is Updates.BACKWARD else ()
 
-    def _planned(self, recorded: Trace, *, updates: Updates) -> Route:
+    def _planned(self, recorded: Trace, *, updates: Updates, again: bool = False) -> Route:
+        """A plan for a pass.
+
+        Args:
+            recorded: it, without updates.
+            updates: when they are carried out.
+            again: there is one for the same budget that was made with memory warm: what is best is not far from that.
+        """
         capacity = self._pool.budget.capacity_bytes
         # The same pass under another budget: more of it must not make for a slower plan.
         before = (known for known in self.routes.values() if known.recorded is recorded and known.updates is updates)
@@ -319,11 +327,19 @@ class RunAhead(Following):
             rates=self.rates,
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
-            near=self._ways.get(updates) if len(recorded.accesses) > _MANY_ACCESSES else None,
+            near=self._ways.get(updates) if again or len(recorded.accesses) > _MANY_ACCESSES else None,
             less=next((known.choice for known in before), None),
         )
         if choice.simulated is not None:
             self._ways[updates] = choice.way
         return Route(
-            choice.trace, choice.plan, capacity, recorded, updates, choice.simulated, choice.on_host, choice.way
+            choice.trace,
+            choice.plan,
+            capacity,
+            recorded,
+            updates,
+            choice.simulated,
+            choice.on_host,
+            choice.way,
+            choice.least_s,
         )

@@ -75,6 +75,7 @@ class Choice:
         plan: what to start when; None where none can be made.
         simulated: what it should come to; None where the link has not been measured.
         on_host: the parameters whose updates are carried out on the CPU beside a device, by name.
+        least_s: the least that any plan of the pass was simulated to take, under this budget or a smaller one.
     """
 
     way: Way
@@ -82,6 +83,7 @@ class Choice:
     plan: Plan | None
     simulated: Simulation | None
     on_host: frozenset[str] = frozenset()
+    least_s: float = math.inf
 
     @property
     def seconds(self) -> float:
@@ -121,7 +123,7 @@ def choose_plan(
         host_s: the same for updates on the CPU beside a device; None where there are none.
         near: the way of a plan for a pass like this one: from there on a better one is looked for; None to look at all.
         less: the choice for the same pass under a smaller budget. Its plan is good under this one, too: what is chosen
-            takes no longer.
+            takes no longer, but for what counts as equal; nor does it with one budget after another.
     """
     task = _Task(recorded, capacity_bytes, updates, overwritten, in_backward, repeats, rates, update_s, host_s)
     ways = [
@@ -143,15 +145,15 @@ def choose_plan(
         every += [task.choice(each.way, False, on_host) for each in worth]
         every.sort(key=lambda each: ways.index(each.way))
     smaller = task.again(less) if less is not None else []
-    return _best([*every, *smaller], min((each.seconds for each in smaller), default=math.inf))
+    return _best([*every, *smaller], less.least_s if smaller and less is not None else math.inf)
 
 
-def _best(choices: Sequence[Choice], most_s: float) -> Choice:
-    """The best of them, that takes no longer than `most_s`."""
-    most_s = min(most_s, min(each.seconds for each in choices) * _AS_GOOD)
-    good = [each for each in choices if each.simulated and each.seconds <= most_s]
+def _best(choices: Sequence[Choice], least_s: float) -> Choice:
+    """The best of them, where `least_s` was possible before."""
+    least_s = min(least_s, *(each.seconds for each in choices))
+    good = [each for each in choices if each.simulated and each.seconds <= least_s * _AS_GOOD]
     steady = [each for each in good if each.way.ahead_share * (1 - each.way.kept_share) >= _ENOUGH_AHEAD]
-    return min(steady, key=_moved_bytes) if steady else [*good, *choices][0]
+    return replace(min(steady, key=_moved_bytes) if steady else [*good, *choices][0], least_s=least_s)
 
 
 def _moved_bytes(choice: Choice) -> int:

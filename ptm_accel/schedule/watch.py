@@ -77,6 +77,11 @@ class Watch:
     _warm: bool = False
 
     @property
+    def warm(self) -> bool:
+        """Whether the second plan has been made."""
+        return self._warm
+
+    @property
     def calm(self) -> bool:
         """Whether the passes that the next new plan will be made from have not begun."""
         return not self._count

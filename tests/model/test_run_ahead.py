@@ -263,9 +263,9 @@ def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     planned: list[object] = []
     original = RunAhead._planned
 
-    def noted(self: RunAhead, recorded: Trace, *, updates: Updates) -> Route:
+    def noted(self: RunAhead, recorded: Trace, *, updates: Updates, again: bool = False) -> Route:
         planned.append(recorded.key)
-        return original(self, recorded, updates=updates)
+        return original(self, recorded, updates=updates, again=again)
 
     monkeypatch.setattr(RunAhead, "_planned", noted)
     return planned
@@ -302,6 +302,31 @@ def test_a_budget_that_goes_up_and_down_is_planned_for_ever_rarer(
             engine.settle()
             engine.pool.budget.capacity_bytes += 4096 if number % 2 else -4096
     assert len(planned) <= 9, planned
+
+
+def test_plans_for_other_times_begin_from_the_way_of_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the second, as the first was made of a pass in cold memory."""
+    # Whatever a pass takes is not what was foretold.
+    monkeypatch.setattr("ptm_accel.schedule.watch._TOLERANCE", -1.0)
+    near: list[tuple[bool, bool]] = []
+
+    def noted(recorded: Trace, **how: Any) -> Choice:
+        near.append((how["near"] is not None, bool(how["updates"])))
+        return choose_plan(recorded, **how)
+
+    monkeypatch.setattr("ptm_accel.model.run_ahead.choose_plan", noted)
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        engine.run_ahead.rates = LinkRates(1e9, 1e9, 1e9)
+        for number in range(16):
+            step(model, optimizer, number)
+        engine.settle()
+        # Of passes with the updates of the step before beside them.
+        assert [begun for begun, beside in near if beside][:3] == [False, False, True]
+        near.clear()
+        engine.resize({Tier.HOST: engine.memory.capacity_bytes(Tier.HOST) + 65536})
+        step(model, optimizer, 16)
+        engine.settle()
+        assert not near[0][0], "what was best for another budget may be far from it"
 
 
 def test_a_budget_that_is_given_is_planned_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

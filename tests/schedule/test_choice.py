@@ -16,6 +16,7 @@ from ptm_accel.schedule.trace import Access, Item, Trace, Use
 from ptm_accel.schedule.updates import with_updates
 
 COUNT = 24
+AS_GOOD = 1.01
 SLOW, FAST = LinkRates(4.0, 8.0, 5.0), LinkRates(1e6, 1e6, 1e6)
 UPDATES = {f"w{n}": [Item(f"w{n}.m", 20), Item(f"w{n}.grad", 10)] for n in range(COUNT)}
 
@@ -167,14 +168,47 @@ def any_pass(rng: random.Random) -> tuple[Trace, dict[str, Any], int, int]:
 
 # Of the last one the plan that is looked for anew is slower with more.
 @pytest.mark.parametrize("seed", [*range(14), 52])
-def test_more_room_is_never_slower_than_what_was_chosen_with_less(seed: int) -> None:
+def test_more_room_is_no_slower_than_what_was_chosen_with_less(seed: int) -> None:
     trace, dials, smaller, larger = any_pass(random.Random(seed))
     less = choose_plan(trace, capacity_bytes=smaller, **dials)
     more = choose_plan(trace, capacity_bytes=larger, **dials, less=less)
     assert less.simulated is not None
     assert more.plan is not None
-    assert more.seconds <= less.seconds
+    assert more.seconds <= less.seconds * AS_GOOD
     assert more.plan.capacity_bytes <= larger
     # Whatever lies between them, and where it is none.
-    assert choose_plan(trace, capacity_bytes=2 * larger, **dials, less=more).seconds <= less.seconds
+    assert choose_plan(trace, capacity_bytes=2 * larger, **dials, less=more).seconds <= less.seconds * AS_GOOD
     assert choose_plan(trace, capacity_bytes=smaller, **dials, less=more).seconds == less.seconds
+
+
+@pytest.mark.parametrize("seed", [3, 8, 17, 52])
+def test_what_counts_as_equal_does_not_add_up_over_many_budgets(seed: int) -> None:
+    trace, dials, capacity, _ = any_pass(random.Random(seed))
+    chosen = choose_plan(trace, capacity_bytes=capacity, **dials)
+    least = chosen.seconds
+    for _ in range(12):
+        capacity += max(capacity // 50, 1)
+        chosen = choose_plan(trace, capacity_bytes=capacity, **dials, less=chosen)
+        assert chosen.least_s <= least
+        assert chosen.seconds <= chosen.least_s * AS_GOOD
+        least = min(least, chosen.seconds)
+
+
+def test_with_more_room_as_good_a_plan_that_moves_less_is_taken() -> None:
+    """Where arithmetic is all that takes time, the plan for less room is as good, and wears the disk more."""
+    rates = LinkRates(90.0, 90.0, 90.0)
+    dials: dict[str, Any] = {"updates": UPDATES, "repeats": True, "rates": rates, "update_s": 0.01}
+    less = choose_plan(recorded(), capacity_bytes=400, **dials)
+    more = choose_plan(recorded(), capacity_bytes=640, **dials, less=less)
+    alone = choose_plan(recorded(), capacity_bytes=640, **dials)
+    assert less.simulated is not None
+    assert more.simulated is not None
+    assert alone.simulated is not None
+    assert more.simulated.seconds <= min(less.seconds, alone.seconds) * AS_GOOD
+    assert moved(more) <= moved(alone)
+    assert moved(more) < 0.8 * moved(less)
+
+
+def moved(choice: Choice) -> int:
+    assert choice.simulated is not None
+    return choice.simulated.read_bytes + choice.simulated.written_bytes
