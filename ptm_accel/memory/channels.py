@@ -87,7 +87,11 @@ class Channels:
     @property
     def under_way(self) -> bool:
         """Whether anything is, or has ended and nobody has seen that."""
-        return any(channel.pieces and self._moves(channel) for channel in self._channels)
+        # A loop, since this is asked thousands of times a step.
+        for channel in self._channels:
+            if channel.pieces and self._moves(channel):
+                return True
+        return False
 
     def _moves(self, channel: _Channel) -> bool:
         # What is alone and was never started: Ctrl-C has come right before that, and its transfer counts as lost.
