@@ -87,11 +87,7 @@ class Channels:
     @property
     def under_way(self) -> bool:
         """Whether anything is, or has ended and nobody has seen that."""
-        # A loop, since this is asked thousands of times a step.
-        for channel in self._channels:
-            if channel.pieces and self._moves(channel):
-                return True
-        return False
+        return any(channel.pieces and self._moves(channel) for channel in self._channels)
 
     def _moves(self, channel: _Channel) -> bool:
         # What is alone and was never started: Ctrl-C has come right before that, and its transfer counts as lost.

@@ -14,6 +14,7 @@ its data.
 from __future__ import annotations
 
 import threading
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,6 +85,8 @@ class CastCache:
         self._slots = slots
         self._table = table
         self._cached = _Cached()
+        # Asked here, where nobody watches what is computed.
+        _keeps_gradients()
 
     def cast(self, tensor: Any, dtype: torch.dtype) -> Any:
         """`tensor`, or its copy in `dtype` if it is fp32 and lies in a paged parameter."""
@@ -92,8 +95,13 @@ class CastCache:
         source = self._table.find(tensor)
         if not isinstance(source, ParamSlot):
             return tensor
-        if tensor is source.param and tensor.requires_grad and torch.is_grad_enabled():
-            return self._shared(source, dtype)
+        if tensor is source.param and tensor.requires_grad:
+            if torch.is_grad_enabled():
+                return self._shared(source, dtype)
+            if casts_with_gradients():
+                # `matmul` folds batches, or not, by whether a weight requires gradients, and so do our numbers.
+                with torch.enable_grad():
+                    return self._shared(source, dtype)
         return self._single(tensor, source, dtype)
 
     def enter(self) -> None:
@@ -190,6 +198,26 @@ class Suspended:
         _push_mode(self._casting)
         for mode in reversed(above):
             _push_mode(mode)
+
+
+def casts_with_gradients() -> bool:
+    """Whether autocast's copy of a parameter would require gradients here, where they are off.
+
+    torch keeps copies for later uses in the same region, with gradients perhaps.
+    """
+    return torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled() and _keeps_gradients()
+
+
+@cache
+def _keeps_gradients() -> bool:
+    """Whether what torch has cast where gradients are off is of use where they are on; older ones did not see to it."""
+    ones = torch.ones(1, 1, device="cpu")
+    weight = torch.nn.Parameter(ones.clone())
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        with torch.no_grad():
+            F.linear(ones, weight)
+        with torch.enable_grad():
+            return F.linear(ones, weight).requires_grad
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

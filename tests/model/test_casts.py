@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
@@ -246,3 +247,41 @@ def test_other_dtypes_and_tensors_are_not_touched(tmp_path: Path) -> None:
     assert cache.cast(stranger, torch.bfloat16) is stranger
     assert cache.cast(whole, torch.bfloat16) is whole
     assert cache.cast("text", torch.bfloat16) == "text"
+
+
+class Products(TorchDispatchMode):
+    """Notes the matrix products that are carried out, with what of their operands requires gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[bool]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            needs = [arg.requires_grad for arg in args if isinstance(arg, torch.Tensor)]
+            self.seen.append((func.overloadpacket.__name__, needs))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_without_gradients_products_are_carried_out_as_in_torch(
+    tmp_path: Path, without: Any, cache: bool, frozen: bool
+) -> None:
+    """A batch that is not contiguous is folded where the weight requires gradients, and a product of batches else."""
+
+    def products(model: nn.Module) -> list[tuple[str, list[bool]]]:
+        batch = torch.randn(3, WIDTH, 5).transpose(1, 2)
+        with without(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache), Products() as products:
+            model(batch)
+            model(batch)
+        return products.seen
+
+    plain, paged = nn.Sequential(linear(bias=False), linear()), nn.Sequential(linear(bias=False), linear())
+    for model in (plain, paged):
+        model[0].requires_grad_(not frozen)
+    wanted = products(plain)
+    assert len(wanted) == 4
+    with at_floor(paged, tmp_path):
+        assert products(paged) == wanted
