@@ -3,11 +3,11 @@
 On a CPU, torch takes each tensor from the C library's heap. Freed blocks that are given back to the system at once cost
 nothing but time: the first touch of fresh memory in the next step was seen to take a third of a step. Blocks that are
 kept for the next ones cost memory: the holes between them count as resident, beside the budget. So the first step gives
-back and is watched, to see what live blocks take at their peak. From then on freed blocks are kept (the large ones, as
-gradients of weights are, where there is much more room than lives in them), and what the heap takes beyond that peak is
-taken off the budget. Where that would be too much of it, a fixed part is taken off, and holes are given back, all at
-once, whenever the heap has come to take more than that beyond the peak: a few times a step, where the most lives. Only
-where there is not even so much to take off does each block go on being given back.
+back and is watched, to see what live blocks take at their peak. From then on freed blocks are kept, but for large ones,
+whose holes cost pages more than they save, and what the heap takes beyond that peak is taken off the budget. Where that
+would be too much of it, a fixed part is taken off, and holes are given back, all at once, whenever the heap has come to
+take more than that beyond the peak: a few times a step, where the most lives. Only where there is not even so much to
+take off does each block go on being given back.
 
 Where everything fits nothing is watched, and all is kept: a gradient lives there until its update, which is short, and
 the C library would give the end of its heap back with each of them.
@@ -236,8 +236,7 @@ class HeapTide:
             self._keep_less()
             return
         self.freed = Freed.KEPT
-        # Holes of large blocks may be as large as all that lives; those of others were expected to be half of it.
-        self._heap.keep(large=not self._is_too_much(self._live_bytes))
+        self._heap.keep(large=False)
         self._end = self._heap.end()
 
     def _take_off_holes(self, *, may_raise: bool = False) -> None:
