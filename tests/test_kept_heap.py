@@ -19,12 +19,14 @@ from ptm_accel.memory.heap import HeapTide
 MIB = 1 << 20
 
 
+pytestmark = pytest.mark.skipif(not Glibc.found(), reason="another C library")
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the C library is told, as it is told; what it is told twice in a row, once."""
     gc.collect()
-    if not Glibc.found() or HeapTide.watching():
-        pytest.skip("another C library, or another test's model watches it")
+    assert not HeapTide.watching(), "another test's model is still there"
     calls: list[str] = []
     for name in ("give_back", "keep", "let_be"):
         monkeypatch.setattr(Glibc, name, _noted(calls, name))

@@ -34,7 +34,7 @@ from ptm_accel.units import format_bytes
 
 _LOOK_AGAIN_S = 0.2
 """How often a waiting thread makes sure that somebody still works on what it waits for."""
-_LOOK_EVERY_S = 200e-6
+_LOOK_EVERY_S = 20e-6
 """How often it is looked for what has ended in the background, however often that is asked for."""
 _LOOK_ASIDE_S = 0.001
 """The same where a thread of ours moves something, and something is moved in the background as well."""
