@@ -120,7 +120,7 @@ def _of_each_model() -> Iterator[Any]:
         )
 
 
-@pytest.mark.parametrize("row", _of_each_model())
+@pytest.mark.parametrize("row", list(_of_each_model()))
 def test_same_numbers(row: Row, scratch: Path, tmp_path: Path) -> None:
     check(row, scratch, tmp_path)
 
