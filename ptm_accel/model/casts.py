@@ -8,7 +8,7 @@ under `grouped_mm`) is left alone here as well, since it is the op that decides,
 
 Autocast's cache has a second effect that must be kept for equal numbers: all uses of a parameter in one region share
 one cast node, so their gradients are summed in the lower precision. The cache here keeps that node, and only swaps
-its data.
+its data. Where that cache is switched off (`cache_enabled=False`) each use has a cast of its own, here too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class CastCache:
         source = self._table.find(tensor)
         if not isinstance(source, ParamSlot):
             return tensor
-        if tensor is source.param and tensor.requires_grad:
+        # Where autocast's cache is off it casts anew for every use, so that gradients are summed in fp32.
+        if tensor is source.param and tensor.requires_grad and torch.is_autocast_cache_enabled():
             if torch.is_grad_enabled():
                 return self._shared(source, dtype)
             if casts_with_gradients():
@@ -201,11 +202,11 @@ class Suspended:
 
 
 def casts_with_gradients() -> bool:
-    """Whether autocast's copy of a parameter would require gradients here, where they are off.
+    """Whether the copy of a parameter that autocast keeps would require gradients here, where they are off.
 
     torch keeps copies for later uses in the same region, with gradients perhaps.
     """
-    return torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled() and _keeps_gradients()
+    return not torch.is_inference_mode_enabled() and _keeps_gradients()
 
 
 @cache

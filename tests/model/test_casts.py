@@ -34,7 +34,10 @@ def inputs() -> torch.Tensor:
 
 
 class Reused(nn.Module):
-    """All uses of a parameter in one region share a cast, so their gradients are summed in the lower precision."""
+    """All uses of a parameter in one region share a cast, so their gradients are summed in the lower precision.
+
+    Without autocast's cache each has its own, and they are summed in fp32.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,12 +149,13 @@ def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return plain, make()
 
 
+@pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_numbers_as_autocast(name: str, tmp_path: Path) -> None:
+def test_the_same_numbers_as_autocast(name: str, cache: bool, tmp_path: Path) -> None:
     plain, paged = twins(MODELS[name])
     with at_floor(paged, tmp_path) as engine:
         for _ in range(2):
-            theirs, ours = run(plain), run(paged)
+            theirs, ours = run(plain, cache=cache), run(paged, cache=cache)
             assert all(same_bits(ours[key], theirs[key]) for key in theirs)
         expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
         assert engine.gradients is not None
