@@ -8,7 +8,8 @@ under `grouped_mm`) is left alone here as well, since it is the op that decides,
 
 Autocast's cache has a second effect that must be kept for equal numbers: all uses of a parameter in one region share
 one cast node, so their gradients are summed in the lower precision. The cache here keeps that node, and only swaps
-its data. Where that cache is switched off (`cache_enabled=False`) each use has a cast of its own, here too.
+its data, until torch clears its own (`_Region`): a region may lie within a forward, or around several. Where that cache
+is switched off (`cache_enabled=False`) each use has a cast of its own, here too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import placeholder
@@ -57,17 +62,61 @@ Others (`einsum`, attention in one fused call) reach such an op inside torch; th
 
 
 CastKey = tuple[int, torch.dtype]
-"""A parameter's slot, and the dtype it is cast to."""
+"""The identity of a parameter, and the dtype it is cast to."""
+
+
+class _Region:
+    """Tells whether the outermost autocast region that it was made in still lasts.
+
+    When it ends torch clears its cache, and says so to nobody. So something of ours is put there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._ours = nn.Parameter(torch.ones(1, 1, device=device))
+        self._kept: StorageWeakRef | None = None
+
+    def goes_on(self) -> bool:
+        """Whether it lasts."""
+        return self._kept is not None and not self._kept.expired()
+
+    def begin(self) -> None:
+        """From now on it is about the region that runs."""
+        copies: list[StorageWeakRef] = []
+
+        def see(saved: torch.Tensor) -> None:
+            copies.append(StorageWeakRef(saved.untyped_storage()))
+
+        # What is computed here is nobody's business who counts or replaces what a model does.
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), saved_tensors_hooks(see, lambda saved: saved):
+            torch.mm(self._ours, self._ours)
+        self._kept = copies[0]
+
+
+class _Node:
+    """A cast of a parameter that all its uses in a region share.
+
+    Attributes:
+        param: the parameter; while it is kept no other has its identity.
+        copy: the tensor that the uses read; its data is a placeholder, but while a module uses it.
+        here: whether it has its data.
+    """
+
+    __slots__ = ("copy", "here", "param")
+
+    def __init__(self, param: nn.Parameter, copy: torch.Tensor) -> None:
+        self.param = param
+        self.copy = copy
+        self.here = False
 
 
 class _Cached(threading.local):
-    """The cast nodes of the running outermost forward of one thread."""
+    """The cast nodes of the autocast region that runs in one thread."""
 
-    def __init__(self) -> None:
-        self.nodes: dict[CastKey, torch.Tensor] = {}
-        # The copies that hold memory, by the running module that asked for them; the innermost last.
-        self.made: list[list[CastKey]] = [[]]
-        self.here: set[CastKey] = set()
+    def __init__(self, device: torch.device) -> None:
+        self.region = _Region(device)
+        self.nodes: dict[CastKey, _Node] = {}
+        # Those that hold memory, by the running module that asked for them; the innermost last.
+        self.made: list[list[_Node]] = [[]]
         self.single: list[int] = []
 
 
@@ -84,7 +133,7 @@ class CastCache:
         self._pool = pool
         self._slots = slots
         self._table = table
-        self._cached = _Cached()
+        self._cached = _Cached(pool.compute.device)
         # Asked here, where nobody watches what is computed.
         _keeps_gradients()
 
@@ -111,32 +160,35 @@ class CastCache:
 
     def leave(self) -> None:
         """The module that used the copies has returned: their memory goes, their nodes stay."""
-        cached = self._cached
-        for key in cached.made.pop():
-            node = cached.nodes[key]
-            self._table.remove(node)
-            node.data = placeholder(node.shape, node.dtype, node.device)
-            cached.here.remove(key)
+        for node in self._cached.made.pop():
+            copy, node.here = node.copy, False
+            self._table.remove(copy)
+            copy.data = placeholder(copy.shape, copy.dtype, copy.device)
 
     def end(self) -> None:
-        """The outermost forward has returned: no later op may share a node with it."""
+        """The outermost forward has returned: no later op may share a node with it, unless the region goes on."""
         cached = self._cached
-        cached.nodes.clear()
+        if not cached.region.goes_on():
+            cached.nodes.clear()
         cached.single = self._table.sweep(cached.single)
 
     def _shared(self, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         cached = self._cached
-        key = (id(slot), dtype)
+        if not cached.region.goes_on():
+            # Modules that run may still use nodes of the last one.
+            cached.nodes.clear()
+            cached.region.begin()
+        key = (id(slot.param), dtype)
         node = cached.nodes.get(key)
         if node is None:
-            node = cached.nodes[key] = self._copy(slot.param, slot, dtype)
-        elif key not in cached.here:
+            node = cached.nodes[key] = _Node(slot.param, self._copy(slot.param, slot, dtype))
+        elif not node.here:
             with torch.no_grad():
-                node.data = self._copy(slot.param, slot, dtype)
-        if key not in cached.here:
-            cached.here.add(key)
-            cached.made[-1].append(key)
-        return node
+                node.copy.data = self._copy(slot.param, slot, dtype)
+        if not node.here:
+            node.here = True
+            cached.made[-1].append(node)
+        return node.copy
 
     def _single(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         """A copy for one op: of a frozen parameter, of a view of one, or without gradients."""

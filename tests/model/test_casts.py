@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
@@ -164,6 +165,130 @@ def test_the_same_numbers_as_autocast(name: str, cache: bool, tmp_path: Path) ->
         for key, grad in expected.items():
             assert grad is not None
             assert same_bits(found[key], grad), key
+
+
+def bf16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class Regions(nn.Module):
+    """Uses its layer in several regions, each of its own where no other runs around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            with bf16():
+                x = torch.tanh(self.layer(x))
+        return x
+
+
+class OwnRegions(nn.Module):
+    """As `Regions`, and reads the weight in all of them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            with bf16():
+                x = torch.tanh(x @ self.weight)
+        return x
+
+
+def around_one(model: nn.Module) -> torch.Tensor:
+    with bf16():
+        out: torch.Tensor = model(inputs())
+    return out
+
+
+def around_all(model: nn.Module) -> torch.Tensor:
+    with bf16():
+        return model(inputs()) + model(inputs() * 2) + model(inputs() * 3)
+
+
+def around_all_with_its_own(model: nn.Module) -> torch.Tensor:
+    with bf16():
+        return around_one(model) + around_one(model)
+
+
+def around_each(model: nn.Module) -> torch.Tensor:
+    return around_one(model) + around_one(model)
+
+
+def with_and_without_gradients(model: nn.Module) -> torch.Tensor:
+    with bf16():
+        with torch.no_grad():
+            target = model(inputs())
+        return model(inputs() * 2) - target + model(inputs() * 3)
+
+
+def recomputed_within(model: nn.Module) -> torch.Tensor:
+    with bf16():
+        out: torch.Tensor = checkpoint(model, inputs().requires_grad_(), use_reentrant=False)
+        out = out + model(inputs() * 2)
+        out.float().square().mean().backward()
+    return around_one(model)
+
+
+@pytest.mark.parametrize("make", [linear, Regions, OwnRegions])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model(inputs()),
+        around_one,
+        around_all,
+        around_all_with_its_own,
+        around_each,
+        with_and_without_gradients,
+        recomputed_within,
+    ],
+)
+def test_uses_share_a_cast_as_long_as_the_outermost_region_lasts(
+    make: Callable[[], nn.Module], use: Callable[[nn.Module], torch.Tensor], tmp_path: Path
+) -> None:
+    """Which gradients are summed in the lower precision, and which in fp32, depends on it."""
+    plain, paged = twins(make)
+    with at_floor(paged, tmp_path) as engine:
+        for _ in range(2):
+            found = []
+            for model in (plain, paged):
+                out = use(model)
+                out.float().square().mean().backward()
+                found.append(out.detach())
+            assert same_bits(*found)
+        assert engine.gradients is not None
+        sums = {g.slot.name: engine.pool.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
+        for name, param in plain.named_parameters():
+            assert param.grad is not None
+            assert same_bits(sums[name], param.grad), name
+
+
+def test_the_region_is_looked_at_where_nobody_sees_it(tmp_path: Path) -> None:
+    """Who counts what a model does counts no more than in torch, forward and backward."""
+
+    class Counted(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    def count(model: nn.Module) -> int:
+        with Counted() as counted:
+            around_each(model).float().square().mean().backward()
+        return sum(name in ("aten.mm", "aten.addmm") for name in counted.seen)
+
+    plain, paged = twins(linear)
+    expected = count(plain)
+    assert expected > 0
+    with at_floor(paged, tmp_path):
+        assert count(paged) == expected
 
 
 class Wide(nn.Module):
