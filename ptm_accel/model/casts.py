@@ -66,13 +66,16 @@ CastKey = tuple[int, torch.dtype]
 
 
 class _Region:
-    """Tells whether the outermost autocast region that it was made in still lasts.
+    """Tells whether the outermost autocast region that ran at the last `begin` still lasts.
 
     When it ends torch clears its cache, and says so to nobody. So something of ours is put there.
+
+    Args:
+        device: whose autocast.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._ours = nn.Parameter(torch.ones(1, 1, device=device))
+        self._device = device
         self._kept: StorageWeakRef | None = None
 
     def goes_on(self) -> bool:
@@ -80,7 +83,7 @@ class _Region:
         return self._kept is not None and not self._kept.expired()
 
     def begin(self) -> None:
-        """From now on it is about the region that runs."""
+        """From now on it is about the region that runs; gradients are on, and its cache is."""
         copies: list[StorageWeakRef] = []
 
         def see(saved: torch.Tensor) -> None:
@@ -88,7 +91,8 @@ class _Region:
 
         # What is computed here is nobody's business who counts or replaces what a model does.
         with _disable_current_modes(), torch._C.DisableTorchFunction(), saved_tensors_hooks(see, lambda saved: saved):
-            torch.mm(self._ours, self._ours)
+            ours = nn.Parameter(torch.ones(1, 1, device=self._device))
+            torch.mm(ours, ours)
         self._kept = copies[0]
 
 
@@ -145,10 +149,11 @@ class CastCache:
         if not isinstance(source, ParamSlot):
             return tensor
         # Where autocast's cache is off it casts anew for every use, so that gradients are summed in fp32.
-        if tensor is source.param and tensor.requires_grad and torch.is_autocast_cache_enabled():
+        cached = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+        if tensor is source.param and tensor.requires_grad and cached:
             if torch.is_grad_enabled():
                 return self._shared(source, dtype)
-            if casts_with_gradients():
+            if _keeps_gradients():
                 # `matmul` folds batches, or not, by whether a weight requires gradients, and so do our numbers.
                 with torch.enable_grad():
                     return self._shared(source, dtype)
@@ -251,14 +256,6 @@ class Suspended:
         _push_mode(self._casting)
         for mode in reversed(above):
             _push_mode(mode)
-
-
-def casts_with_gradients() -> bool:
-    """Whether the copy of a parameter that autocast keeps would require gradients here, where they are off.
-
-    torch keeps copies for later uses in the same region, with gradients perhaps.
-    """
-    return not torch.is_inference_mode_enabled() and _keeps_gradients()
 
 
 @cache

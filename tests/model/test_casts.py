@@ -291,6 +291,18 @@ def test_the_region_is_looked_at_where_nobody_sees_it(tmp_path: Path) -> None:
         assert count(paged) == expected
 
 
+def test_gradients_that_are_on_in_inference_mode_are_none(tmp_path: Path) -> None:
+    plain, paged = twins(Reused)
+    found = []
+    with at_floor(paged, tmp_path):
+        for model in (plain, paged):
+            with torch.inference_mode(), torch.enable_grad(), bf16():
+                found.append(model(inputs()).clone())
+            # And what was met first in inference mode is trained as ever.
+            run(model)
+    assert same_bits(*found)
+
+
 class Wide(nn.Module):
     """A model whose outermost module has a parameter of its own, as some encoders do."""
 
