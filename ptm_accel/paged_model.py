@@ -34,6 +34,7 @@ from ptm_accel.model.changes import Outline, outline
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, Sums
+from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
@@ -373,7 +374,7 @@ class PagedModel:
     def _hold_norms(self) -> None:
         """Holds room to take norms in, where there are masters, on a CPU, and it is little of what is to spare."""
         assert self.gradients is not None
-        narrow = [s.value for s in self.slots if s.param.requires_grad and s.value.dtype.itemsize < 4]
+        narrow = [s.value for s in self.slots if s.param.requires_grad and is_narrow(s.value.dtype)]
         if self.config.master_weights is None or self.pool.budget.tier is not Tier.HOST or not narrow:
             return
         capacity, floor = self.pool.room.limit_bytes, self.floor

@@ -57,6 +57,7 @@ class TrainedModel(PagedModel):
         self._forbidden = 0
         self._told_of_nan = False
         self._told_of_lost: str | None = None
+        self.residency.beginning = _asking(self, TrainedModel._meet_newcomers, None)
         self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
         self.run_ahead.in_backward = _asking(self, TrainedModel._may_update_in_backward, False)
         self.run_ahead.on_host_possible = _asking(self, TrainedModel._may_update_on_host, False)

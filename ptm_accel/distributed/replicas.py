@@ -83,7 +83,8 @@ class Replicas:
 
         def share(module: nn.Module, args: object) -> None:
             self = known()
-            if self is None or not module.training or not torch.is_grad_enabled():
+            # Training or evaluating is nothing to go by: many train in `eval()`, without dropout.
+            if self is None or not torch.is_grad_enabled():
                 return
             # As in DDP: not after a forward that did not synchronise.
             if self._buffers_due:

@@ -155,11 +155,12 @@ class Lanes:
     def look(self) -> None:
         """Notes what has ended in the background; never blocks for long."""
         channels = self._channels
-        if channels is None or time.perf_counter() < channels.looked_s + _LOOK_EVERY_S or not channels.under_way:
+        if channels is None or time.perf_counter() < channels.looked_s + _LOOK_EVERY_S:
             return
         # What has ended is noted whole, or not at all.
         with INTERRUPTS, self.lock:
-            self._look()
+            if channels.under_way:
+                self._look()
 
     def require_open(self, what: str) -> None:
         """Raises if nothing can be started any more.

@@ -121,7 +121,9 @@ class Pool:
             tensor.unsaved.clear()
             # A scratch file is no place for values that training writes again and again.
             copied |= is_scratch(data)
-            alone = not copied and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
+            # Of what torch has yet to conjugate or to negate the bytes are not the values.
+            lazy = data.is_conj() or data.is_neg()
+            alone = not (copied or lazy) and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device != self.compute.device:
                 self.extents.make(tensor).tensor.copy_(data)
             else:

@@ -60,6 +60,9 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
 
         `_apply` (`.to`, `.half`, `.cuda`) would replace each parameter's data by a converted copy of its placeholder.
         Where the conversion changes nothing it is skipped; where it would, it is refused.
+
+        Raises:
+            PagedModelError: so it is.
         """
         caller = sys._getframe(1)
         if caller.f_code.co_name == "_apply" and "fn" in caller.f_locals:
@@ -76,11 +79,19 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
             if param is None or not self._residency.owns(param):
                 rest[name] = param
                 continue
-            probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
-            if probe.dtype != param.dtype or probe.device.type != param.device.type:
+            # As many dimensions, and none that is empty or one: `channels_last` shows in nothing less.
+            probe = torch.empty((2,) * param.dim(), dtype=param.dtype, device=param.device)
+            shared, found = probe.is_shared(), fn(probe)
+            if (found.dtype, found.device.type) != (param.dtype, param.device.type):
                 raise PagedModelError(
-                    f"cannot convert parameter {name!r} ({param.dtype} on {param.device}) to {probe.dtype} on "
-                    f"{probe.device}: it is on pages. Load or build the model in the wanted dtype, or call "
+                    f"cannot convert parameter {name!r} ({param.dtype} on {param.device}) to {found.dtype} on "
+                    f"{found.device}: it is on pages. Load or build the model in the wanted dtype, or call "
+                    "`ptm_accel.engine_of(model).detach()` first."
+                )
+            if found.stride() != probe.stride() or found.is_shared() != shared:
+                raise PagedModelError(
+                    f"cannot change how parameter {name!r} of shape {tuple(param.shape)} lies in memory (another "
+                    "memory format, as channels_last, or memory shared between processes): it is on pages. Call "
                     "`ptm_accel.engine_of(model).detach()` first."
                 )
         return rest

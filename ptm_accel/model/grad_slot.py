@@ -14,7 +14,7 @@ from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.looks import Look
-from ptm_accel.model.norms import NORM_TYPE, Norms
+from ptm_accel.model.norms import NORM_TYPE, Norms, is_narrow
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 
@@ -77,7 +77,7 @@ class GradSlot:
     @property
     def widens(self) -> bool:
         """Whether there is a sum that the next gradient will be added to in fp32, and that is not that yet."""
-        return self._norms.wide and self.value is not None and self.value.dtype != torch.float32
+        return self._norms.wide and self.value is not None and is_narrow(self.value.dtype)
 
     def _keep(self, gradient: torch.Tensor, *, held: bool) -> None:
         self._hold(self._paged(gradient.shape, gradient.dtype))

@@ -13,6 +13,11 @@ from ptm_accel.memory.transfer import Block
 NORM_TYPE = 2.0
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether it has less than fp32, so that a master would be wider."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
 class Norms:
     """Takes norms of whole gradients.
 
@@ -21,7 +26,7 @@ class Norms:
 
     Args:
         pool: where the room is taken from.
-        wide: norms are computed in fp32 whatever the gradient's dtype (it belongs to an fp32 master).
+        wide: norms of narrower gradients are computed in fp32 (they belong to fp32 masters).
     """
 
     def __init__(self, pool: Pool, wide: bool) -> None:
@@ -58,7 +63,7 @@ class Norms:
             gradient: the whole of it.
             norm_type: the p of the p-norm.
         """
-        if not self.wide or gradient.dtype == torch.float32:
+        if not (self.wide and is_narrow(gradient.dtype)):
             return _norm(gradient, norm_type)
         with self._lock:
             octets = None if self._room is None else self._room[1].buffer

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -115,6 +115,8 @@ class Residency:
         self.regions = CompiledRegions(self)
         self.run_ahead = RunAhead(pool)
         self.writing = False
+        self.beginning: Callable[[], object] | None = None
+        """Called before a forward whose gradients are on, from outside of all others."""
         self.root: nn.Module | None = None
         self.owner: object = None
         """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
@@ -307,6 +309,8 @@ class Residency:
             self.pool.shelf.end_loans()
             if module is self.root:
                 self.regions.scan()
+            if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                self.beginning()
         entered = None if region is not None else module
         region = region or self.regions.at(module)
         frame = _Frame(module, saved=self.saved.cover(), sums={} if module in self._names_data else None)

@@ -93,6 +93,14 @@ class CastSource:
         return self.slot.cast(self.shape, self.strides, self.offset, self.dtype)
 
 
+_Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    """What of its storage a tensor shows."""
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+
+
 class ParamSlot:
     """One parameter of the model and its paged values.
 
@@ -106,6 +114,7 @@ class ParamSlot:
 
     __slots__ = (
         "_address",
+        "_layout",
         "_placeholder",
         "_pool",
         "_table",
@@ -130,18 +139,23 @@ class ParamSlot:
         self._table = table
         self._placeholder: torch.Tensor | None = None
         self._address: int | None = None
+        self._layout: _Layout | None = None
         value.occupant = self
 
     def _give(self, data: torch.Tensor) -> None:
         """Gives the parameter its extent or a placeholder, unless somebody else has given it something."""
         if not self.exchanged:
             self.param.data = data
-            self._address = self._table.address(data)
+            self._address, self._layout = self._table.address(data), _layout(data)
 
     @property
     def exchanged(self) -> bool:
-        """Whether somebody has given the parameter other data than its extent or its placeholder."""
-        return self._address is not None and self._table.address(self.param) != self._address
+        """Whether somebody has given the parameter other data than its extent or its placeholder, or a view of that."""
+        return self._address is not None and not (self._has_its_storage and _layout(self.param) == self._layout)
+
+    @property
+    def _has_its_storage(self) -> bool:
+        return self._table.address(self.param) == self._address
 
     def meet(self) -> None:
         """Takes what somebody has given the parameter as its data (`param.data = ...`) onto its pages.
@@ -151,17 +165,26 @@ class ParamSlot:
         Raises:
             PagedModelError: a forward uses the values, and what was given is of another shape or type, or somebody has
                 kept a view of what there was.
+            PlaceholderError: it was given a view of what stands in for its values.
             BudgetError: no room for it.
         """
         if not self.exchanged:
             return
+        view = self._has_its_storage
+        if view and self._placeholder is not None:
+            raise PlaceholderError(
+                f"parameter {self.name} of shape {tuple(self.value.shape)} was given a view of itself (shape "
+                f"{tuple(self.param.shape)}) while its values were on pages. Read it by its name when you do that "
+                "(`module.weight.data = module.weight.data[:n]`), or do it inside `with ptm_accel.gathered(model, "
+                "write=True):`."
+            )
         given = self.param.data.contiguous()
         if self.value.pins and (given.shape != self.value.shape or given.dtype != self.value.dtype):
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(self.value.shape)} and {self.value.dtype} was given data of "
                 f"shape {tuple(given.shape)} and {given.dtype} while it was in use. Change it between two forwards."
             )
-        if self.value.pins and self.value.extent is not None and self.value.extent.viewed(shown=False):
+        if self.value.pins and self.value.extent is not None and self.value.extent.viewed(shown=view):
             # What is given is copied there, as long as it is in use.
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(self.value.shape)} was given other data while it was in use, "
@@ -169,9 +192,13 @@ class ParamSlot:
                 "change. Keep a copy (`module.weight.data.clone()`), or write in place (`module.weight.data.copy_()`)."
             )
         with INTERRUPTS:
+            if view:
+                # Not as a part of what is about to be dropped.
+                given = given.clone() if self._table.address(given) == self._address else given
+                self.param.data = given
             self._pool.renew(self.value, given)
             assert self.value.extent is not None
-            self._address = self._placeholder = None
+            self._address = self._layout = self._placeholder = None
             self.generation += 1
             self._writes += 1
             self.arrived(self.value.extent.tensor)
@@ -260,7 +287,7 @@ class ParamSlot:
         """Gives the parameter `values` for good: it is on pages no more."""
         self.value.occupant = None
         self._table.remove(self.param.data)
-        self._address = self._placeholder = None
+        self._address = self._layout = self._placeholder = None
         self.param.data = values
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:

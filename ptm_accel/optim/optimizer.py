@@ -14,6 +14,7 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
+from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
@@ -170,7 +171,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             grad.used = True
             # What somebody has put in the place of its values is what is updated.
             state.slot.meet()
-        scale = self.apply_scale(but_its_own=True)
+        scale, self._scale = self._scale, None
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         # Only of those that are known to be element-wise is it known that their order does not matter.
@@ -183,7 +184,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             later = list(compress(work, waits))
             work = [entry for entry, wait in zip(work, waits, strict=True) if not wait]
         begin = time.perf_counter() - self._pool.stats.stall_s
-        self._sweep.run(work, scale)
+        try:
+            self._overlap.run(work, scale, later)
+        except BaseException:
+            # What is left of the gradients, if anything, is for another try.
+            self._scale = scale
+            raise
         self._run_ahead.exclude(time.perf_counter() - self._pool.stats.stall_s - begin)
         if begun:
             assert order is not None
@@ -271,12 +277,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         gradients = [grad for grad in known if grad is not None]
         refuse_looked_at(gradients)
         with INTERRUPTS:
-            self.apply_scale(but_its_own=True)
+            self._scale = None
             for grad in gradients:
                 grad.forget() if set_to_none else grad.zero()
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
-        """Multiplies every gradient by `coefficient`, at the latest when it is used."""
+        """Multiplies every gradient by `coefficient`; those of its own parameters at the latest when they are used."""
         if self.in_backward.chase is not None and not self.in_backward.meet(coefficient):
             return
         if self._scale is not None:
@@ -284,22 +290,19 @@ class PagedOptimizer(torch.optim.Optimizer):
         # Multiplying by one changes no bit (NaN stays NaN); the host may only look where that costs no device wait.
         if coefficient.device.type == "cpu" and bool(coefficient == 1.0):
             return
+        self._gradients.multiply(coefficient, self._present(own=False))
         self._scale = coefficient
 
-    def apply_scale(self, *, but_its_own: bool = False) -> torch.Tensor | None:
-        """Carries out a pending `scale_gradients` now, because somebody wants to look at the gradients.
-
-        Args:
-            but_its_own: leave out the parameters that this optimizer holds.
-
-        Returns:
-            what was pending.
-        """
+    def apply_scale(self) -> None:
+        """Carries out a pending `scale_gradients` now, because somebody wants to look at the gradients."""
         scale, self._scale = self._scale, None
         if scale is not None:
-            own = {id(param) for param in self._states.params()} if but_its_own else set()
-            self._gradients.multiply(scale, [g for g in self._gradients.present() if id(g.slot.param) not in own])
-        return scale
+            self._gradients.multiply(scale, self._present(own=True))
+
+    def _present(self, *, own: bool) -> list[GradSlot]:
+        """The gradients that there are of the parameters that it holds, or of all others."""
+        held = {id(param) for param in self._states.params()}
+        return [grad for grad in self._gradients.present() if (id(grad.slot.param) in held) is own]
 
     @torch.no_grad()
     def change_gradients(self, change: Callable[[torch.Tensor], object]) -> None:
@@ -401,6 +404,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """As `torch.optim.Optimizer.add_param_group`."""
         # An update that is under way has the hyperparameters of the groups that there were.
         self.settle()
+        # What has been multiplied already is not to be once more.
+        self.apply_scale()
         self.inner.add_param_group(param_group)
 
     def close(self) -> None:

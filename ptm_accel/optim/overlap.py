@@ -51,6 +51,29 @@ class Overlap:
         self._run_ahead = run_ahead
         self._groups: dict[int, int] = {}
 
+    def run(self, work: Work, scale: torch.Tensor | None, later: Work | None = None) -> None:
+        """What does not run beside a pass is done at once.
+
+        Args:
+            work: what is to be updated.
+            scale: what gradients are multiplied by first, if anything.
+            later: what is to be updated in the same step, after that.
+
+        Raises:
+            DiskError, BudgetError: a transfer failed, or there is no room. If anything was changed by then, the step is
+                lost, and so is what is left of its gradients; else all is as it was.
+        """
+        touched: list[bool] = []
+        try:
+            self._sweep.run(work, scale, partial(touched.append, True))
+        except BaseException:
+            if touched:
+                left = [grad for _, _, grad in work + (later or []) if grad.value is not None]
+                self._lost(len(left))
+                for grad in left:
+                    grad.drop()
+            raise
+
     def begin(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
         """The step has come, and nothing has begun before it: it runs beside the next forward.
 
@@ -92,7 +115,7 @@ class Overlap:
             # update makes of that what nothing can be told from.
             self.in_backward.close([], order)
             self.settle()
-            self._sweep.run(later, scale)
+            self.run(later, scale)
             for tensor in [tensor for state in begun for tensor in state.tensors()]:
                 self._sweep.pool.fault(tensor, write=True).fill_(float("nan"))
 
@@ -150,6 +173,10 @@ class Overlap:
         """All of the state was loaded: what was lost before is no more."""
         self.lost = None
 
+    def _lost(self, count: int, number: int | None = None) -> None:
+        number = self.steps + 1 if number is None else number
+        self.lost = f"of step {number} failed, and {count} parameters were not updated"
+
     def give_up(self) -> None:
         """What is left of a step is not done."""
         self.in_backward.end()
@@ -170,7 +197,7 @@ class Overlap:
             self.chase = None
             # Of a step that was not asked for yet, and of which nothing was done, nothing is missed.
             if chase.lost and (chase.whole or chase.touched):
-                self.lost = f"of step {number} failed, and {chase.lost} parameters were not updated"
+                self._lost(chase.lost, number)
             self._run_ahead.updates_ended(chase.updated)
 
         chase = Chase(

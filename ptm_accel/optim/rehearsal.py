@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.model.norms import is_narrow
 from ptm_accel.optim.arithmetic import bare_step
 from ptm_accel.optim.hyperparameters import NAMES
 from ptm_accel.optim.isolation import Copied, copy_of, knows_parameters, nothing_drawn, optimizers_in
@@ -204,12 +205,11 @@ def _small(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.dev
     generator = torch.Generator().manual_seed(0)
     rows: list[_Row] = []
     for index, param in chosen:
-        narrow = param.is_floating_point() and param.dtype.itemsize < torch.float32.itemsize
         value = torch.randn([shorter.get(size, size) for size in param.shape], generator=generator) * 0.1
         group = optimizer.param_groups[index]
         at = next(at for at, other in enumerate(group["params"]) if other is param)
         name = group[NAMES][at] if NAMES in group else None
-        value = value.to(device, torch.float32 if masters and narrow else param.dtype)
+        value = value.to(device, torch.float32 if masters and is_narrow(param.dtype) else param.dtype)
         rows.append(_Row(index, value, param, name))
     return rows
 

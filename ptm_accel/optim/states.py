@@ -14,6 +14,7 @@ from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.optim.shown import ShownEntries, ShownState
 from ptm_accel.optim.units import ParamState
@@ -93,7 +94,7 @@ class States:
         state = self._met.get(id(slot))
         if state is None:
             state = self._met[id(slot)] = ParamState(slot)
-            if self.masters and slot.value.dtype != torch.float32 and slot.value.dtype.is_floating_point:
+            if self.masters and is_narrow(slot.value.dtype):
                 state.master = self.pool.create(
                     f"{slot.name}.master", Tag.MASTER, slot.value.shape, torch.float32, movable=slot.value.movable
                 )

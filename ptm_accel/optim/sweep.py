@@ -71,12 +71,13 @@ class Sweep:
         """
         return 2 * max(self.batch_bytes(), 8 * 4 * window_elements(self.window_bytes, 4))
 
-    def run(self, work: Work, scale: torch.Tensor | None) -> None:
+    def run(self, work: Work, scale: torch.Tensor | None, touched: Callable[[], object] = lambda: None) -> None:
         """Updates every parameter that has a gradient, and drops the gradients.
 
         Args:
             work: what to update.
             scale: what gradients are multiplied by first (clipping), if anything.
+            touched: called before anything is changed that counts.
         """
         cursor = Cursor(work)
         hyper = hyperparameters(self.inner.param_groups)
@@ -88,6 +89,7 @@ class Sweep:
             current = self.open(cursor, opened, insist=True)
             while current:
                 following = self.open(cursor, opened, insist=False)
+                touched()
                 self.carry_out(current, opened, scale, hyper)
                 current = following or self.open(cursor, opened, insist=True)
 

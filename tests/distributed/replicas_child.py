@@ -142,10 +142,10 @@ def sums_of_unequal_precision_are_shared(rank: int, folder: Path) -> None:
     engine.close()
 
 
-def one_process_without_gradients(rank: int, folder: Path) -> None:
-    """Its backward reaches no parameter of the model; it takes part all the same."""
-    plain = DistributedDataParallel(net(0), find_unused_parameters=True)
-    model = net(0)
+def one_process_without_gradients(rank: int, folder: Path, *, training: bool) -> None:
+    """Its backward reaches no parameter of the model; it takes part all the same, be it without dropout (`eval()`)."""
+    plain = DistributedDataParallel(net(0), find_unused_parameters=True).train(training)
+    model = net(0).train(training)
     dials = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder))
     engine = Engine.attach(model, dials, device=torch.device("cpu"))
     engine.replicate()
@@ -180,7 +180,8 @@ def main(folder: Path) -> None:
         engine.check_integrity()
         engine.close()
     sums_of_unequal_precision_are_shared(rank, folder)
-    one_process_without_gradients(rank, folder)
+    one_process_without_gradients(rank, folder, training=True)
+    one_process_without_gradients(rank, folder, training=False)
     other = nn.Linear(WIDTH, WIDTH + rank)
     refused = Engine.attach(other, PTMConfig(host_memory="1MiB", page_size=4096), device=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="the 2 processes have different models"):

@@ -206,6 +206,28 @@ def test_an_end_that_nobody_has_seen_is_noted_by_who_looks(tmp_path: Path) -> No
     tier.close()
 
 
+def test_who_asks_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has ended is taken off by other threads."""
+    original, asked = Channels.under_way.fget, []
+    assert original is not None
+    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK)
+
+    def under_way(channels: Channels) -> bool:
+        asked.append(tier._lanes.lock._is_owned())  # type: ignore[attr-defined]
+        return bool(original(channels))
+
+    monkeypatch.setattr(Channels, "under_way", property(under_way))
+    slot = tier.new(NBYTES, Tag.PARAM, "w")
+    store, load = tier.store(slot, 0, bytes_of(7)), tier.load(slot, 0, bytes_of(0))
+    deadline = time.monotonic() + 30
+    while not load.done():
+        assert time.monotonic() < deadline
+    store.wait()
+    tier.close()
+    assert asked
+    assert all(asked)
+
+
 def test_time_in_which_nobody_looked_is_not_all_busy(tmp_path: Path) -> None:
     tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK)
     slot, data = tier.new(NBYTES, Tag.PARAM, "w"), bytes_of(1)

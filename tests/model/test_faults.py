@@ -133,6 +133,23 @@ def test_conversions_are_refused(convert: object, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("convert", [lambda m: m.to(memory_format=torch.channels_last), lambda m: m.share_memory()])
+def test_another_place_in_memory_is_refused(convert: object, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3))
+    with at_floor(model, tmp_path):
+        said = r"^cannot change how parameter 'weight' of shape \(8, 3, 3, 3\) lies in memory .*it is on pages. Call "
+        with pytest.raises(PagedModelError, match=said):
+            convert(model)  # type: ignore[operator]
+
+
+def test_a_memory_format_that_says_nothing_of_linear_layers_changes_nothing(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path):
+        model.to(memory_format=torch.channels_last)
+        for ours, theirs in zip(model, plain, strict=True):
+            assert same_bits(ours.weight.detach(), theirs.weight.detach())
+
+
 def test_a_parameter_that_is_not_contiguous_is_refused(tmp_path: Path) -> None:
     model = net(2)
     model[1].weight.data = torch.randn(WIDTH, WIDTH).t()

@@ -341,3 +341,85 @@ def test_a_norm_is_never_that_of_what_a_sum_was_before_it_was_moved(
         engine.pool.adviser = None
         assert adviser.moved
         assert engine.clip_grad_norm_(1e9) == expected
+
+
+class OfDtype(nn.Module):
+    """A parameter of any type beside narrower ones."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype))
+        self.narrow = nn.Linear(WIDTH, 4 * WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = (x.to(self.weight.dtype) @ self.weight).abs().square().sum()
+        return out.float() + self.narrow(x.bfloat16()).float().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+def test_what_is_no_narrower_than_a_master_has_none(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Its gradients are summed, measured and used as they are."""
+    model, plain = OfDtype(dtype), OfDtype(dtype)
+    with on_pages(model, "host+disk", 64 << 20, tmp_path, master_weights="fp32") as engine:
+        ours = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+        theirs = torch.optim.SGD([plain.weight], lr=1e-2)
+        for number in range(2):
+            for seed in range(2):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * number + seed))
+                model(x).backward()
+                plain(x).backward()
+            norm = engine.clip_grad_norm_(1.0, parameters=[model.weight])
+            assert same_bits(norm, nn.utils.clip_grad_norm_([plain.weight], 1.0))
+            ours.step()
+            theirs.step()
+            ours.zero_grad()
+            theirs.zero_grad()
+            assert same_bits(model.weight.detach().clone(), plain.weight.detach())
+        assert {state.slot.name for state in ours.states if state.master is not None} == {
+            "narrow.weight",
+            "narrow.bias",
+        }
+
+
+def test_a_gradient_that_torch_has_yet_to_conjugate(tmp_path: Path) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(x.to(self.weight.dtype) @ self.weight.conj()).square().sum()
+
+    model, plain = Lazy(), Lazy()
+    x = torch.randn(4, WIDTH)
+    plain(x).backward()
+    assert plain.weight.grad is not None
+    assert plain.weight.grad.is_conj()
+    with on_pages(model, "host+disk", 64 << 20, tmp_path) as engine:
+        model(x).backward()
+        assert same_bits(found(engine)["weight"], plain.weight.grad.resolve_conj())
+    with at_floor(Lazy(), tmp_path) as engine:
+        engine.model(x).backward()
+        assert same_bits(found(engine)["weight"], plain.weight.grad.resolve_conj())
+
+
+def test_gradients_of_what_is_unfrozen_are_charged_as_they_arrive(tmp_path: Path) -> None:
+    """From the first forward after that, whether a step has come or not."""
+    model, plain = net(), net()
+    for which in (model, plain):
+        which.requires_grad_(False)
+        which[5].requires_grad_(True)
+    floor, _ = needs(model, tmp_path, "host+disk")
+    with on_pages(model, "host+disk", floor + (WIDTH * WIDTH * 8), tmp_path) as engine:
+        backward(model)
+        backward(plain)
+        model.requires_grad_(True)
+        plain.requires_grad_(True)
+        for seed in (1, 2):
+            backward(model[:6], seed)
+            backward(plain, seed)
+            assert all(param.grad is None for param in model.parameters())
+        expect(engine, plain)
+        assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes

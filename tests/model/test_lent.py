@@ -12,7 +12,7 @@ from torch import nn
 
 import ptm_accel
 from ptm_accel.engine import Engine
-from ptm_accel.errors import BudgetError, PagedModelError, StaleGraphError
+from ptm_accel.errors import BudgetError, PagedModelError, PlaceholderError, StaleGraphError
 from ptm_accel.memory.paged import Place
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, needs, on_pages
@@ -58,7 +58,17 @@ def exchange_for_strides(layer: nn.Linear) -> None:
     layer.weight.data = (layer.weight.data.t().contiguous() + 1.0).t()
 
 
-WRITES = [add_in_place, add_to_the_data, exchange, exchange_for_a_part, exchange_for_strides]
+def turn(layer: nn.Linear) -> None:
+    """A view of what it has."""
+    layer.weight.data = layer.weight.data.t()
+
+
+def turn_a_copy(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.flip(0)
+    layer.weight.data = layer.weight.data.t()
+
+
+WRITES = [add_in_place, add_to_the_data, exchange, exchange_for_a_part, exchange_for_strides, turn, turn_a_copy]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -319,3 +329,47 @@ def test_an_optimizer_updates_what_was_given(kind: str, tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert all(same_bits(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_cut_by_giving_it_a_part_of_its_own_data(kind: str, tmp_path: Path) -> None:
+    """As one cuts a vocabulary."""
+    model, plain = net(), net()
+    with at_floor(model, tmp_path, kind) as engine:
+        for which in (model, plain):
+            which[4].weight.data = which[4].weight.data[:10]
+        for ours, theirs in zip(model, plain, strict=True):
+            evict(engine)
+            assert same_bits(ours.weight.detach().clone(), theirs.weight.detach())
+        evict(engine)
+        assert same_bits(model(inputs()), plain(inputs()))
+        assert model.state_dict()["4.weight"].shape == (10, WIDTH)
+        engine.check_integrity()
+
+
+def test_a_view_of_itself_in_its_own_forward(tmp_path: Path) -> None:
+    class Turning(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.t()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Turning(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    with at_floor(model, tmp_path) as engine:
+        for _ in range(3):
+            assert same_bits(model(inputs()), plain(inputs()))
+            evict(engine)
+
+
+def test_a_view_of_what_stands_in_for_values_is_refused(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        evict(engine)
+        param = next(model.parameters())
+        param.data = param.data[:10]
+        said = r"parameter 0.weight of shape \(64, 64\) was given a view of itself \(shape \(10, 64\)\) while its"
+        with pytest.raises(PlaceholderError, match=said):
+            model(inputs())
+        param.data = torch.zeros(WIDTH, WIDTH)
+        assert not model(inputs()).any()

@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
+from ptm_accel.engine import Engine
 from ptm_accel.errors import DiskError, LostStepError
+from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
-from tests.optim.test_chase import assert_same_weights, chasing, plain
+from tests.optim.test_chase import assert_same_weights, chasing, net, plain
 from tests.plain_loop import same_bits
-from tests.stacks import step
+from tests.stacks import adamw, backward, step
+from tests.tiers import MEMORIES, needs, on_pages
 
 
 @contextmanager
@@ -115,3 +120,114 @@ def test_a_step_that_was_not_asked_for_is_missed_by_nobody(tmp_path: Path) -> No
         chase = optimizer._overlap.begin_in_backward()
         chase.give_up()
         optimizer.state_dict()
+
+
+@contextmanager
+def nothing_comes() -> Iterator[None]:
+    """No update can begin."""
+
+    def open_none(self: Sweep, *args: Any, **kwargs: Any) -> Any:
+        raise DiskError("the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sweep, "open", open_none)
+        yield
+
+
+@contextmanager
+def blocking(directory: Path, kind: str) -> Iterator[tuple[nn.Sequential, Engine, PagedOptimizer]]:
+    model = net()
+    floor, _ = needs(model, directory, kind, optimizer=adamw, update="blocking")
+    with on_pages(model, kind, floor, directory, update="blocking") as engine:
+        yield model, engine, engine.bind_optimizer(adamw(model))
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_blocking_step_that_fails_in_the_middle_is_lost(kind: str, warm: int, tmp_path: Path) -> None:
+    """Nothing of it is saved, and what is left of its gradients is in no other step."""
+    whole, _ = plain(warm + 2)
+    before, there = plain(warm)
+    saved = {"weights": copy.deepcopy(before.state_dict()), "state": copy.deepcopy(there.state_dict())}
+    with blocking(tmp_path, kind) as (model, engine, optimizer):
+        for number in range(warm):
+            step(model, optimizer, number)
+        backward(model, warm)
+        engine.clip_grad_norm_(0.01)
+        with one_failure(after=1), pytest.raises(DiskError, match="the disk is gone"):
+            optimizer.step()
+        assert engine.gradients is not None
+        assert not engine.gradients.present()
+        said = rf"cannot save what is between two steps: the update of step {warm + 1} failed, and (\d+) parameters"
+        with pytest.raises(LostStepError, match=said) as caught:
+            optimizer.state_dict()
+        number_left = re.search(r"and (\d+) parameters", str(caught.value))
+        assert number_left is not None
+        assert 0 < int(number_left[1]) < len(list(engine.slots))
+        (tmp_path / "other").mkdir()
+        with pytest.raises(LostStepError, match=said):
+            save_optimizer_state(optimizer, tmp_path / "other")
+        assert not list((tmp_path / "other").iterdir())
+        model.load_state_dict(saved["weights"])
+        optimizer.load_state_dict(saved["state"])
+        for number in range(warm, warm + 2):
+            step(model, optimizer, number)
+        assert_same_weights(model, whole)
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_step_that_cannot_begin_can_be_tried_again(kind: str, tmp_path: Path) -> None:
+    """With the same gradients, clipped as they were."""
+    expected = net()
+    theirs = adamw(expected)
+    with blocking(tmp_path, kind) as (model, engine, optimizer):
+        for number in range(2):
+            backward(model, number)
+            backward(expected, number)
+            engine.clip_grad_norm_(0.01)
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
+            with nothing_comes(), pytest.raises(DiskError, match="the disk is gone"):
+                optimizer.step()
+            optimizer.state_dict()
+            optimizer.step()
+            theirs.step()
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            assert_same_weights(model, expected)
+
+
+def test_clipping_takes_parameters_that_the_optimizer_has_not(tmp_path: Path) -> None:
+    """They are multiplied as in torch, once, whether a step comes or not."""
+
+    def half(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(model.parameters())[::2], lr=1e-2, fused=True)
+
+    model, expected = net(), net()
+    floor, _ = needs(model, tmp_path, "host+disk", optimizer=half)
+    with on_pages(model, "host+disk", floor, tmp_path) as engine:
+        ours, theirs = engine.bind_optimizer(half(model)), half(expected)
+        for number in range(4):
+            backward(model, number)
+            backward(expected, number)
+            engine.clip_grad_norm_(0.01)
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
+            if number == 2:
+                ours.add_param_group({"params": [list(model.parameters())[1]]})
+                theirs.add_param_group({"params": [list(expected.parameters())[1]]})
+            if number != 1:
+                ours.step()
+                theirs.step()
+            else:
+                ours.zero_grad()
+                theirs.zero_grad()
+            assert engine.gradients is not None
+            sums = {g.slot.name: engine.pool.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
+            for name, total in sums.items():
+                grad = expected.get_parameter(name).grad
+                assert grad is not None
+                assert same_bits(total, grad), (name, number)
+            assert len(sums) >= 3
+            ours.zero_grad()
+            theirs.zero_grad()
+            assert_same_weights(model, expected)
