@@ -35,6 +35,7 @@ from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, ou
 from ptm_accel.model.copying import copy_parameter
 from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.hooks import Hook
+from ptm_accel.model.newly_registered import watch
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
@@ -128,6 +129,11 @@ class Residency:
         self._hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
         self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self._names_data: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._covered: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.covered: Callable[[nn.Module], object] | None = None
+        """Called with each module that `cover` was called with."""
 
     # ---- installing ------------------------------------------------------------------------------------------
 
@@ -146,6 +152,17 @@ class Residency:
             if name in readers:
                 self.hook(module)
         self.regions.install(model)
+        watch.add(self)
+
+    def cover(self, module: nn.Module) -> None:
+        """A module that is no part of what was installed reads parameters of it: puts a fault dictionary on it alone.
+
+        Until the model is followed what it reads stays until the forward around it returns.
+        """
+        self._covered[module] = module._parameters
+        module._parameters = FaultDict(module._parameters, self)
+        if self.covered is not None:
+            self.covered(module)
 
     def hook(self, module: nn.Module) -> None:
         """Puts the forward hooks on a module that has none of them yet."""
@@ -163,19 +180,21 @@ class Residency:
 
     def remove(self) -> None:
         """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
+        watch.discard(self)
         self._borrowed.clear()
         self.regions.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
-        for module, original in self._dicts:
+        for module, original in (*self._dicts, *self._covered.items()):
             current = module._parameters
             if isinstance(current, FaultDict):
                 original.clear()
                 original.update(current.plain())
                 module._parameters = original
         self._dicts.clear()
+        self._covered.clear()
 
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:

@@ -38,6 +38,8 @@ class StateDictHooks:
         self._slots = slots
         self._residency = residency
         self._handles: list[RemovableHandle] = []
+        self._covered: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+        residency.covered = self._cover
         self._tied: dict[int, Callable[[], torch.Tensor | None]] = {}
         """What was given last for each parameter that has several names; no more than a memory of it."""
         self._loading: dict[int, list[Pin]] = {}
@@ -53,15 +55,25 @@ class StateDictHooks:
         self._tied = {number: _nothing for number, count in names.items() if count > 1}
         for module in model.modules():
             if module._parameters:
-                self._handles.append(module.register_state_dict_post_hook(self._fill()))
-                self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load()))
-                self._handles.append(module.register_load_state_dict_post_hook(self._end_load()))
+                self._handles += self._hook(module)
+
+    def _hook(self, module: nn.Module) -> list[RemovableHandle]:
+        return [
+            module.register_state_dict_post_hook(self._fill()),
+            module.register_load_state_dict_pre_hook(self._begin_load()),
+            module.register_load_state_dict_post_hook(self._end_load()),
+        ]
+
+    def _cover(self, module: nn.Module) -> None:
+        """As `install`, of one more module, which has parameters that others have too."""
+        self._covered[module] = self._hook(module)
 
     def remove(self) -> None:
         """Takes the hooks off."""
-        for handle in self._handles:
+        for handle in self.hooks:
             handle.remove()
         self._handles.clear()
+        self._covered.clear()
 
     def abort(self) -> None:
         """Ends a `load_state_dict` that an exception has torn down in the middle."""
@@ -85,7 +97,7 @@ class StateDictHooks:
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
         """The hooks that are on the model's modules."""
-        return tuple(self._handles)
+        return (*self._handles, *(handle for handles in self._covered.values() for handle in handles))
 
     def _fill(self) -> Callable[..., None]:
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -106,7 +118,8 @@ class StateDictHooks:
 
     def _snapshot(self, slot: ParamSlot, state_dict: dict[str, Any]) -> torch.Tensor:
         """The values of one parameter; under all names of a tied one, the same tensor, by which savers know it is."""
-        known = self._tied.get(id(slot))
+        # It may have come to have several names.
+        known = self._tied.get(id(slot), _nothing if self._covered else None)
         given = known() if known is not None else None
         if given is not None and any(value is given for value in state_dict.values()):
             return given
