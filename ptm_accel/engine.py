@@ -22,6 +22,7 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
 from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
+from ptm_accel.model.faults import same_place
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
 from ptm_accel.sharing import share
@@ -72,6 +73,7 @@ class Engine(TrainedModel):
         existing = engine_of(model) or engine_holding(model.parameters())
         if existing is not None:
             existing._check_same(config)
+            existing._check_place(device)
             existing.follow(model)
             if evaluates and existing.optimizer is None and not existing.evaluates:
                 existing.evaluates = True
@@ -298,6 +300,15 @@ class Engine(TrainedModel):
             raise ConfigError(
                 f"this model is already on pages with {self.asked}, and cannot be moved to {config} while it "
                 "is. Use the same ptm_config, or call `engine_of(model).detach()` first."
+            )
+
+    def _check_place(self, device: torch.device | None) -> None:
+        here = self.pool.compute.device
+        if device is not None and not same_place(device, here):
+            raise ConfigError(
+                f"this model is on pages of {here} already, and was to be put on {device}. Where several processes "
+                "have a card each, begin with the Accelerator or with TrainingArguments, which choose it, and read or "
+                "build the model after that."
             )
 
 

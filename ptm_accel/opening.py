@@ -31,6 +31,18 @@ def local_processes() -> int:
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
+def default_device() -> torch.device:
+    """Where compute happens if nobody has said: on this process's card, or on the CPU where there is none.
+
+    A launcher gives each process a number; the device that is torch's current one is the same in all of them until
+    somebody has set it (`Accelerator`, `TrainingArguments`).
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    current, number = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", number if current == 0 and number < torch.cuda.device_count() else current)
+
+
 def open_memory(
     config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
@@ -41,8 +53,8 @@ def open_memory(
         DiskError: a scratch file cannot be made.
     """
     if device is None:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    if str(device) == "cuda":
+        device = default_device()
+    elif str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     total = free = None
     if device.type == "cuda":

@@ -167,7 +167,7 @@ class PagedModel:
         self.floor, self._states, self._expected = floor, states, expected
         self.pool.least_bytes, self.pool.whole_bytes = floor.total_bytes, floor.whole_bytes
         if self.pool.room.tide is not None:
-            self.pool.room.tide.need(floor.total_bytes * 5 // 4)
+            self.pool.room.tide.need(self._least_beside_activations(floor))
 
     def claim_again(self) -> None:
         """Divides budgets anew by what is known of this model now."""
@@ -304,12 +304,19 @@ class PagedModel:
             self._decide_to_plan()
             self._hold_norms()
 
+    def _least_beside_activations(self, floor: Floor) -> int:
+        """What pages keep until it is known what activations leave: what they work with, or what has no other place."""
+        # Where all is together in memory that is shared, what is below is the rest of the same memory.
+        tiers = self.memory.budgets.items()
+        below = sum(budget.capacity_bytes for tier, budget in tiers if tier is not self.pool.budget.tier)
+        return max(floor.total_bytes * 5 // 4, floor.whole_bytes - below)
+
     def _watch_tide(self, card: CudaTier) -> None:
         total = self.pool.budget.capacity_bytes
         if self.asked.device_memory is not None:
             # What is derived leaves the rest of the card for free memory in pieces that are too small.
             card.limit(self.memory.dials.get(Tier.DEVICE, total))
-        least = min(total, self.floor.total_bytes * 5 // 4)
+        least = self._least_beside_activations(self.floor)
         # What was at work on the card before, and is gone, is no part of what is beside these pages.
         card.peak_bytes()
         self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes, follows=self.evaluates)

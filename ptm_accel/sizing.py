@@ -120,7 +120,7 @@ def refuse_oversized_model(memory: Memory, values: Iterable[PagedTensor]) -> Non
     asked = sum(value.nbytes for value in values if not value.place.resident)
     asked += max((value.nbytes for value in values if value.place.resident), default=0)
     if pool.budget.tier is Tier.DEVICE:
-        free = _free_on_card(pool.compute.device) if torch.cuda.is_available() else asked
+        free = _free_on_card(pool.compute.device) if pool.compute.device.type == "cuda" else asked
     else:
         free = available_bytes()
     if asked > free:

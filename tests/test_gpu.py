@@ -76,6 +76,8 @@ def train(name: str, directory: Path, ptm_config: dict[str, Any] | None, **argum
         disable_tqdm=True,
         **arguments,
     )
+    # Of several cards the plain run would use all.
+    options._n_gpu = 1
     common: dict[str, Any] = {
         "model": model,
         "args": options,
@@ -84,7 +86,8 @@ def train(name: str, directory: Path, ptm_config: dict[str, Any] | None, **argum
     }
     trainer = Trainer(**common) if ptm_config is None else PagedTrainer(**common, ptm_config=ptm_config)
     trainer.train()
-    log = [(e["loss"], e.get("grad_norm")) for e in trainer.state.log_history if "loss" in e]
+    # In words: a norm that is NaN, with a loss scale that is still too large, equals itself there.
+    log = [repr((e["loss"], e.get("grad_norm"))) for e in trainer.state.log_history if "loss" in e]
     weights = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
     engine = engine_of(model)
     if engine is not None:

@@ -10,10 +10,15 @@ import torch
 
 from ptm_accel import opening
 from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from ptm_accel.model.faults import same_place
+from ptm_accel.sizing import refuse_oversized_model
 from ptm_accel.units import GIB
+from tests.tiers import AMPLE, at_floor, on_pages
 
 FAST, SLOW = LinkRates(4e9, 4e9, 4e9), LinkRates(1e9, 1e9, 1e9)
 
@@ -66,3 +71,64 @@ def test_the_default_on_a_card_is_of_what_others_leave(monkeypatch: pytest.Monke
     resolved, memory = opening.open_memory(PTMConfig(host_memory="64MiB"), device=torch.device("cuda", 0))
     memory.close()
     assert seen[0].device_bytes == resolved.device_bytes == 27 * GIB
+
+
+@pytest.mark.parametrize(
+    ("cards", "current", "number", "expected"),
+    [
+        (0, 0, "1", torch.device("cpu")),
+        (2, 0, None, torch.device("cuda", 0)),
+        (2, 0, "1", torch.device("cuda", 1)),
+        (2, 1, "0", torch.device("cuda", 1)),
+        # The launcher shows each process its own card alone.
+        (1, 0, "1", torch.device("cuda", 0)),
+    ],
+)
+def test_a_process_of_several_has_its_own_card(
+    cards: int, current: int, number: str | None, expected: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if number is not None:
+        monkeypatch.setenv("LOCAL_RANK", number)
+    assert opening.default_device() == expected
+
+
+def test_a_model_that_is_on_one_card_is_not_taken_for_one_on_another(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    with at_floor(model, tmp_path) as engine:
+        assert Engine.attach(model, device=torch.device("cpu")) is engine
+        with pytest.raises(
+            ConfigError, match=r"^this model is on pages of cpu already, and was to be put on cuda:1\. "
+        ):
+            Engine.attach(model, device=torch.device("cuda", 1))
+
+
+def test_places_without_a_number_are_any_of_their_kind() -> None:
+    card, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert same_place(card, torch.device("cuda"))
+    assert same_place(torch.device("cuda"), other)
+    assert same_place(card, torch.device("cuda:0"))
+    assert not same_place(card, other)
+    assert not same_place(card, torch.device("cpu"))
+
+
+def test_a_played_card_beside_a_real_one_is_not_asked_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(64, 64)
+    with on_pages(model, "mock+host", AMPLE, tmp_path) as engine:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        refuse_oversized_model(engine.memory, [slot.value for slot in engine.slots])
+
+
+def test_before_activations_are_known_pages_keep_what_has_no_other_place(tmp_path: Path) -> None:
+    def net() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+
+    with on_pages(net(), "mock+host", AMPLE, tmp_path, host_bytes=64 << 10) as engine:
+        floor = engine.floor
+        assert floor.whole_bytes - (64 << 10) > floor.total_bytes * 5 // 4
+        assert engine._least_beside_activations(floor) == floor.whole_bytes - (64 << 10)
+    with on_pages(net(), "mock+host", AMPLE, tmp_path, host_bytes=AMPLE) as engine:
+        assert engine._least_beside_activations(floor) == floor.total_bytes * 5 // 4

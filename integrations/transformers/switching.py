@@ -11,8 +11,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from ptm_accel.config import resolve
 from ptm_accel.environment import from_environment
 from ptm_accel.memory.mapped_files import MappedFiles
@@ -54,9 +52,8 @@ def switch_models(module: ModuleType) -> None:
     config = from_environment(os.environ)
     if config is None or config.disk is None:
         return
-    here = torch.cuda.is_available()
-    card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if here else None
-    resolved = resolve(config, device_total_bytes=card, processes=local_processes())
+    # No card is asked for: whoever imports this may fork yet, and a child could use none that was.
+    resolved = resolve(config, device_total_bytes=None, processes=local_processes())
     assert resolved.disk_limit_bytes is not None
     # Read by several threads at once, tensors that are cast would wait in memory for their turn.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from ptm_accel.model.residency import Residency
 
 
+def same_place(one: torch.device, other: torch.device) -> bool:
+    """Whether both are the same; one without an index is any of its type."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
 class FaultDict(dict[str, "nn.Parameter | None"]):
     """A module's `_parameters` that brings a parameter in when it is read by name.
 
@@ -82,7 +87,7 @@ class FaultDict(dict[str, "nn.Parameter | None"]):
             # As many dimensions, and none that is empty or one: `channels_last` shows in nothing less.
             probe = torch.empty((2,) * param.dim(), dtype=param.dtype, device=param.device)
             shared, found = probe.is_shared(), fn(probe)
-            if (found.dtype, found.device.type) != (param.dtype, param.device.type):
+            if found.dtype != param.dtype or not same_place(found.device, param.device):
                 raise PagedModelError(
                     f"cannot convert parameter {name!r} ({param.dtype} on {param.device}) to {found.dtype} on "
                     f"{found.device}: it is on pages. Load or build the model in the wanted dtype, or call "

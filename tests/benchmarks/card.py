@@ -266,8 +266,10 @@ def launch(kind: str, name: str, options: argparse.Namespace, deadline: float) -
     left = deadline - time.monotonic()
     if left < 20:
         return {"error": "not run, since no time was left"}
-    # cuBLAS repeats itself only with such a workspace. Without a card, none may be seen.
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | ({"CUDA_VISIBLE_DEVICES": ""} if options.smoke else {})
+    # cuBLAS repeats itself only with such a workspace. Of several cards the plain Trainer would use all. Without a
+    # card, none may be seen.
+    env = {"CUDA_VISIBLE_DEVICES": "0", **os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""} if options.smoke else {}
     command = [sys.executable, __file__, *sys.argv[1:], "--child", kind, name]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=left, check=False)
