@@ -125,7 +125,6 @@ class Residency:
         self._frames = _Frames()
         self._refuse = refusal(self.regions.name_of)
         self.read_outside_graph = outside_graph(self.read)
-        self._handles: list[RemovableHandle] = []
         self._hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
         self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self._names_data: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -155,12 +154,10 @@ class Residency:
         watch.add(self)
 
     def cover(self, module: nn.Module) -> None:
-        """A module that is no part of what was installed reads parameters of it: puts a fault dictionary on it alone.
-
-        Until the model is followed what it reads stays until the forward around it returns.
-        """
+        """A module that is no part of what was installed has parameters of it now: brings them in there, too."""
         self._covered[module] = module._parameters
         module._parameters = FaultDict(module._parameters, self)
+        self.hook(module)
         if self.covered is not None:
             self.covered(module)
 
@@ -176,16 +173,14 @@ class Residency:
             before = module.register_forward_pre_hook(self._enter_hook(), prepend=True)
         after = module.register_forward_hook(self._leave_hook(), always_call=True)
         self._hooked[module] = before, after
-        self._handles += [before, after]
 
     def remove(self) -> None:
         """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
         watch.discard(self)
         self._borrowed.clear()
         self.regions.remove()
-        for handle in self._handles:
+        for handle in self.hooks:
             handle.remove()
-        self._handles.clear()
         self._hooked.clear()
         for module, original in (*self._dicts, *self._covered.items()):
             current = module._parameters
@@ -199,7 +194,7 @@ class Residency:
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
         """The hooks that are on the model's modules."""
-        return tuple(self._handles)
+        return tuple(handle for handles in list(self._hooked.values()) for handle in handles)
 
     def _enter_hook(self) -> Any:
         refuse = self._refuse

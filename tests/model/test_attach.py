@@ -17,6 +17,7 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import Place
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
+from ptm_accel.sizing import refuse_oversized_model
 from tests.tiers import PAGE, at_floor, config, on_pages
 from tests.tiers import open_memory as tiers
 
@@ -146,17 +147,20 @@ def test_what_is_resident_is_copied_when_it_is_taken_off(tmp_path: Path, monkeyp
 
 def test_what_torch_keeps_of_a_card_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(
-        is_available=lambda: True,
         mem_get_info=lambda device: (0, 1 << 30),
         memory_reserved=lambda device: 5000,
         memory_allocated=lambda device: 4900,
     )
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     engine = Engine.attach(model, config(), memory=tiers("mock+host", 1 << 20, tmp_path))
+    values = [slot.value for slot in engine.slots]
     monkeypatch.setattr("ptm_accel.sizing.torch", SimpleNamespace(cuda=card))
-    with pytest.raises(BudgetError, match=r"more of memory are needed for it and 100 B are free\."):
-        engine.detach()
-    card.memory_reserved = lambda device: 1 << 20
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pool.compute, "device", SimpleNamespace(type="cuda"))
+        with pytest.raises(BudgetError, match=r"more of memory are needed for it and 100 B are free\."):
+            refuse_oversized_model(engine.memory, values)
+        card.memory_reserved = lambda device: 1 << 20
+        refuse_oversized_model(engine.memory, values)
     engine.detach()
 
 

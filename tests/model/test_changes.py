@@ -162,7 +162,7 @@ def test_a_changed_model_trains_as_ever(change: Callable[[Net], nn.Module], kind
         assert train(model, engine, steps=2) == first
         changed = change(model)
         with torch.no_grad():
-            assert not changed(batch(9)).isnan().any() or change is with_other_modules
+            assert not changed(batch(9)).isnan().any()
         assert Engine.attach(changed, engine.asked) is engine
         assert engine_of(changed) is engine is not None
         assert engine.floor.total_bytes == needs(change(net()), tmp_path, kind)[0]
