@@ -45,7 +45,7 @@ from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless
 _RETURN_EVERY_BYTES = 64 << 20
 """How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
 
-_OF_BUDGET_FOR_NORMS = 48
+_OF_BUDGET_FOR_NORMS = 16
 _MOST_FOR_NORMS = 64 << 20
 """What is held to take norms of gradients in: at most this part of a budget, and at most so many bytes."""
 

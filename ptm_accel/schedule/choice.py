@@ -32,8 +32,11 @@ _AS_GOOD = 1.01
 """Plans whose times differ by less than this factor count as equal: then what they hold ahead and move is looked at."""
 
 _ENOUGH_AHEAD = 0.15
-"""The share held for what is not used yet that makes up for what is not foreseen. Of plans that are as good and hold so
-much, the one that moves least is taken: a disk wears, and what is not moved cannot be late.
+_ENOUGH_UPDATES = 2
+"""The share held for what is not used yet, and how many updates it holds, that make up for what is not foreseen. (Under
+a small budget the share alone may be less than one update: each would wait for what did not fit.) Of plans that are as
+good and hold so much, the one that moves least is taken: a disk wears, and what is not moved cannot be late. Where
+none does, it is the one that holds most.
 """
 
 _WORTH_A_LOOK = 1.02
@@ -145,15 +148,39 @@ def choose_plan(
         every += [task.choice(each.way, False, on_host) for each in worth]
         every.sort(key=lambda each: ways.index(each.way))
     smaller = task.again(less) if less is not None else []
-    return _best([*every, *smaller], less.least_s if smaller and less is not None else math.inf)
+    return _best([*every, *smaller], less.least_s if smaller and less is not None else math.inf, updates)
 
 
-def _best(choices: Sequence[Choice], least_s: float) -> Choice:
+def _best(choices: Sequence[Choice], least_s: float, updates: Mapping[str, Sequence[Item]]) -> Choice:
     """The best of them, where `least_s` was possible before."""
     least_s = min(least_s, *(each.seconds for each in choices))
     good = [each for each in choices if each.simulated and each.seconds <= least_s * _AS_GOOD]
-    steady = [each for each in good if each.way.ahead_share * (1 - each.way.kept_share) >= _ENOUGH_AHEAD]
-    return replace(min(steady, key=_moved_bytes) if steady else [*good, *choices][0], least_s=least_s)
+    steady = [each for each in good if _holds_enough(each, updates)]
+    best = min(steady, key=_moved_bytes) if steady else max(good, key=_ahead_share, default=choices[0])
+    return replace(best, least_s=least_s)
+
+
+def _holds_enough(choice: Choice, updates: Mapping[str, Sequence[Item]]) -> bool:
+    """Whether a plan holds so much ahead that what is not foreseen makes little difference."""
+    assert choice.plan is not None
+    planned = _planned_updates(choice.trace)
+    sizes = [sum(item.nbytes for item in used) for used in updates.values() if used[-1].name in planned]
+    if updates and not sizes:
+        return False
+    # Of the update that a byte is part of: a few that are large, or many that are small, are not what is waited for.
+    usual_bytes = sum(size * size for size in sizes) / max(sum(sizes), 1)
+    share = _ahead_share(choice)
+    return share >= _ENOUGH_AHEAD and share * choice.plan.capacity_bytes >= _ENOUGH_UPDATES * usual_bytes
+
+
+def _ahead_share(choice: Choice) -> float:
+    """The share of the whole budget for what is not used yet."""
+    return choice.way.ahead_share * (1 - choice.way.kept_share)
+
+
+def _planned_updates(trace: Trace) -> set[str]:
+    """The gradients that updates use up within a pass, by name."""
+    return {trace.items[access.item].name for access in trace.accesses if access.use is Use.CONSUME}
 
 
 def _moved_bytes(choice: Choice) -> int:
@@ -259,8 +286,7 @@ def _with_the_rest(
     """
     if choice.simulated is None or rates is None:
         return choice
-    items = choice.trace.items
-    planned = {items[access.item].name for access in choice.trace.accesses if access.use is Use.CONSUME}
+    planned = _planned_updates(choice.trace)
     rest = [used for used in updates.values() if used[-1].name not in planned]
     state_bytes = sum(item.nbytes for used in rest for item in used[:-1])
     spent_s = sum(used[-1].nbytes for used in rest) * update_s

@@ -108,8 +108,11 @@ def held(engine: Engine) -> int:
 def test_it_is_held_where_there_is_room_to_spare(tmp_path: Path) -> None:
     floor, whole = needs(net(), tmp_path, "host+disk", master_weights="fp32")
     largest = 64 * 64 * 4
-    sizes = {floor: 0, 3 * floor: 4096, whole: 0, whole + 8192: 8192, 2 * whole: largest}
-    assert 3 * floor < whole
+    small = floor * 215 // 100
+    part = small // 16 // 4096 * 4096
+    sizes = {floor: 0, 2 * floor + 4096: 4096, small: part, whole: 0, whole + 8192: 8192, 2 * whole: largest}
+    assert small < whole
+    assert 4096 < part < largest
     for capacity, expected in sizes.items():
         with on_pages(net(), "host+disk", capacity, tmp_path, master_weights="fp32") as engine:
             assert held(engine) == expected, capacity

@@ -62,6 +62,13 @@ def test_of_plans_that_are_as_good_the_one_that_moves_least_is_taken() -> None:
     assert least < 0.9 * moved[0.4]
 
 
+@pytest.mark.parametrize(("capacity", "updates_ahead"), [(140, 1.8), (180, 2.0), (300, 2.0), (400, 2.0)])
+def test_what_is_held_ahead_holds_two_updates_or_as_much_as_can_be(capacity: int, updates_ahead: float) -> None:
+    """Under a small budget a share that is as good by the simulation may hold less than what one update waits for."""
+    chosen = choose_plan(recorded(), capacity_bytes=capacity, updates=UPDATES, repeats=True, rates=FAST, update_s=0.01)
+    assert chosen.way.ahead_share * (1 - chosen.way.kept_share) * capacity >= updates_ahead * 30
+
+
 def test_where_nothing_was_measured_nothing_is_foretold() -> None:
     chosen = choose_plan(recorded(), capacity_bytes=400, updates={}, repeats=True, rates=None, update_s=0.0)
     assert chosen.plan is not None
