@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import enum
 import math
 from typing import Any, Protocol
@@ -226,7 +227,7 @@ def is_intact(stand_in: torch.Tensor) -> bool:
     """Whether a placeholder still has its poison (`zero_` and `fill_` on one succeed silently). Host tensors only."""
     if stand_in.numel() == 0:
         return True
-    first = stand_in.as_strided((), ())
-    if first.dtype.is_floating_point or first.dtype.is_complex:
-        return bool(torch.isnan(first))
-    return first.dtype is torch.bool or int(first) == torch.iinfo(first.dtype).min
+    dtype, first = stand_in.dtype, stand_in.as_strided((), ()).item()
+    if dtype.is_floating_point or dtype.is_complex:
+        return cmath.isnan(first)
+    return dtype is torch.bool or first == torch.iinfo(dtype).min

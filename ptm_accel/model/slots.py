@@ -117,6 +117,7 @@ class ParamSlot:
         "_layout",
         "_placeholder",
         "_pool",
+        "_spare",
         "_table",
         "_version",
         "_writes",
@@ -137,7 +138,9 @@ class ParamSlot:
         self._version = param._version
         self._pool = pool
         self._table = table
+        # What was found intact is shown again: to make another takes longer than to bring in a small parameter.
         self._placeholder: torch.Tensor | None = None
+        self._spare: torch.Tensor | None = None
         self._address: int | None = None
         self._layout: _Layout | None = None
         value.occupant = self
@@ -211,12 +214,15 @@ class ParamSlot:
         self._version = self.param._version
         self._give(tensor)
         self._table.add(tensor, self)
-        if stand_in is not None and stand_in.device.type == "cpu" and not is_intact(stand_in):
+        if stand_in is None or stand_in.device.type != "cpu":
+            return
+        if not is_intact(stand_in):
             raise PlaceholderError(
                 f"parameter {self.name} was written to while it was on pages, by zero_() or fill_() on its placeholder "
                 f"(shape {tuple(self.param.shape)}); that write is lost. Write to parameters inside "
                 "`with ptm_accel.gathered(model, write=True):`."
             )
+        self._spare = stand_in
 
     def was_written(self) -> bool:
         """Whether somebody has changed the values in place since they came, or since this was last asked.
@@ -243,8 +249,7 @@ class ParamSlot:
             return
         self._table.remove(tensor)
         if not self.exchanged:
-            self._placeholder = placeholder(self.value.shape, self.value.dtype, tensor.device)
-            self._give(self._placeholder)
+            self._show_placeholder(tensor.device)
 
     def veil(self) -> None:
         """An update is owed to the values: until it is done nobody is to see them."""
@@ -268,8 +273,15 @@ class ParamSlot:
 
     def stand_in(self, device: torch.device) -> None:
         """Gives the parameter its first placeholder, before any values exist."""
-        self._placeholder = placeholder(self.value.shape, self.value.dtype, device)
-        self._give(self._placeholder)
+        self._show_placeholder(device)
+
+    def _show_placeholder(self, device: torch.device) -> None:
+        spare, self._spare = self._spare, None
+        # Its values may have been exchanged for some of another shape.
+        if spare is None or (spare.shape, spare.dtype, spare.device) != (self.value.shape, self.value.dtype, device):
+            spare = placeholder(self.value.shape, self.value.dtype, device)
+        self._placeholder = spare
+        self._give(spare)
 
     def show(self, device: torch.device) -> None:
         """Gives a parameter whose values are on pages already its extent, or a placeholder if it is away."""

@@ -172,13 +172,12 @@ class Chase:
 
     def pump(self) -> None:
         """Updates what has arrived and opens what there is room for; never waits."""
-        if self._owed and not self._working:
-            while self._batches.arrived():
-                with self._at_work():
+        if self._owed and not self._working and (self._batches.arrived() or self._batches.could_open):
+            with self._at_work():
+                while self._batches.arrived():
                     self._update()
                     self._batches.open(insist=False)
-            if self._owed and self._batches.could_open:
-                with self._at_work():
+                if self._owed and self._batches.could_open:
                     self._batches.open(insist=False)
         self.look()
 
@@ -396,8 +395,7 @@ class Chase:
         self._working = True
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
-            plain = torch.autocast(pool.compute.device.type, enabled=False)
-            with INTERRUPTS.uninterrupted(), pool.unadvised(), torch.inference_mode(False), torch.no_grad(), plain:
+            with INTERRUPTS.uninterrupted(), pool.unadvised(), _plainly(pool.compute.device.type), torch.no_grad():
                 try:
                     with torch._C.DisableTorchFunction():
                         yield
@@ -410,6 +408,16 @@ class Chase:
         finally:
             self._working = False
             self._spent(time.perf_counter() - pool.stats.stall_s - begin)
+
+
+def _plainly(device_type: str) -> ExitStack:
+    """Neither inference mode nor autocast; where there is neither, that is looked up more quickly than it is set."""
+    modes = ExitStack()
+    if torch.is_inference_mode_enabled():
+        modes.enter_context(torch.inference_mode(False))
+    if torch.is_autocast_enabled(device_type):
+        modes.enter_context(torch.autocast(device_type, enabled=False))
+    return modes
 
 
 def _show_lost(slot: ParamSlot) -> None:

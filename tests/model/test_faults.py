@@ -86,6 +86,21 @@ def test_writing_to_a_placeholder_is_an_error_when_it_is_noticed(write: str, tmp
             "write=True):`."
         )
         assert not engine.pool.pinned()
+        evict(engine)
+        assert param.detach().isnan().all(), "what was written to is not shown again"
+
+
+def test_a_placeholder_is_made_once(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        seen = set()
+        for _ in range(3):
+            evict(engine)
+            param = next(model.parameters())
+            assert param.detach().isnan().all()
+            seen.add(param.data_ptr())
+            model(torch.ones(1, WIDTH))
+        assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
