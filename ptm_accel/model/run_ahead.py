@@ -176,7 +176,7 @@ class RunAhead(Following):
             self._remember(recorder.key, Route(trace, None, 0, trace, ended.updates))
             return
         self._look_at_link()
-        newer = self._planned(trace, updates=ended.updates, again=warm)
+        newer = self._planned(trace, updates=ended.updates, again=warm, present=route)
         newer.watch = route.watch
         self._remember(recorder.key, newer)
 
@@ -305,13 +305,16 @@ class RunAhead(Following):
         route = self._route
         return route.final if route is not None and route.updates is Updates.BACKWARD else ()
 
-    def _planned(self, recorded: Trace, *, updates: Updates, again: bool = False) -> Route:
+    def _planned(
+        self, recorded: Trace, *, updates: Updates, again: bool = False, present: Route | None = None
+    ) -> Route:
         """A plan for a pass.
 
         Args:
             recorded: it, without updates.
             updates: when they are carried out.
             again: there is one for the same budget that was made with memory warm: what is best is not far from that.
+            present: what is known of such passes now.
         """
         capacity = self._pool.budget.capacity_bytes
         # The same pass under another budget: more of it must not make for a slower plan.
@@ -328,6 +331,7 @@ class RunAhead(Following):
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
             near=self._ways.get(updates) if again or len(recorded.accesses) > _MANY_ACCESSES else None,
+            present=present.way if present is not None and present.capacity_bytes == capacity else None,
             less=next((known.choice for known in before), None),
         )
         if choice.simulated is not None:

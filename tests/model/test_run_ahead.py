@@ -263,9 +263,9 @@ def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     planned: list[object] = []
     original = RunAhead._planned
 
-    def noted(self: RunAhead, recorded: Trace, *, updates: Updates, again: bool = False) -> Route:
+    def noted(self: RunAhead, recorded: Trace, **how: Any) -> Route:
         planned.append(recorded.key)
-        return original(self, recorded, updates=updates, again=again)
+        return original(self, recorded, **how)
 
     monkeypatch.setattr(RunAhead, "_planned", noted)
     return planned

@@ -69,6 +69,27 @@ def test_what_is_held_ahead_holds_two_updates_or_as_much_as_can_be(capacity: int
     assert chosen.way.ahead_share * (1 - chosen.way.kept_share) * capacity >= updates_ahead * 30
 
 
+def test_less_is_held_ahead_than_before_only_where_that_is_faster() -> None:
+    ways = [Way(kept, ahead) for kept in (0.0, 0.25, 0.4) for ahead in (0.4, 0.25, 0.15)]
+    kept = given_up = 0
+    for rates in (SLOW, LinkRates(12.0, 12.0, 12.0)):
+        dials: dict[str, Any] = {"updates": UPDATES, "repeats": True, "rates": rates, "update_s": 0.01}
+        for capacity in (100, 160, 240, 400):
+            best = choose_plan(recorded(), capacity_bytes=capacity, **dials)
+            for present in (way for way in ways if held(way) > held(best.way)):
+                chosen = choose_plan(recorded(), capacity_bytes=capacity, present=present, **dials)
+                assert chosen.way in (present, best.way)
+                assert chosen.seconds <= best.seconds * 1.03
+                kept += chosen.way == present
+                given_up += chosen.way == best.way
+    assert kept > 0
+    assert given_up > 0
+
+
+def held(way: Way) -> float:
+    return way.ahead_share * (1 - way.kept_share)
+
+
 def test_where_nothing_was_measured_nothing_is_foretold() -> None:
     chosen = choose_plan(recorded(), capacity_bytes=400, updates={}, repeats=True, rates=None, update_s=0.0)
     assert chosen.plan is not None
