@@ -15,6 +15,10 @@ class Adviser(Protocol):
         """The tensor is about to be used; it may not be there yet."""
         ...
 
+    def awaited(self, tensor: PagedTensor) -> None:
+        """The tensor was not there; the load that its user waits for has begun."""
+        ...
+
     def created(self, tensor: PagedTensor) -> None:
         """The tensor has come into being, with bytes of somebody else's."""
         ...

@@ -89,6 +89,8 @@ class Extents:
         if tensor.place.resident:
             return
         try:
+            if (adviser := self._pool.listener) is not None:
+                adviser.awaited(tensor)
             if load is not None:
                 self._pool.traffic.order(load)
         except BaseException:

@@ -114,8 +114,8 @@ class Pool:
                 self.owed.before_use(tensor)
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
-            if self.adviser is not None and not self._silent:
-                self.adviser.created(tensor)
+            if (adviser := self.listener) is not None:
+                adviser.created(tensor)
             # Small ones leave small holes, and a copy of them is rounded up to more than they are.
             copied |= self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
             tensor.unsaved.clear()
@@ -139,8 +139,8 @@ class Pool:
         """
         with self.lock:
             assert tensor.place is Place.BLANK, tensor
-            if self.adviser is not None and not self._silent:
-                self.adviser.created(tensor)
+            if (adviser := self.listener) is not None:
+                adviser.created(tensor)
             made = self.extents.make(tensor).tensor
             self.extents.settle_in(tensor, Place.DIRTY)
             return made
@@ -218,8 +218,8 @@ class Pool:
         """`fault`, for those who have the lock."""
         if self.owed is not None:
             self.owed.before_use(tensor)
-        if self.adviser is not None and not self._silent:
-            self.adviser.accessed(tensor, write=write)
+        if (adviser := self.listener) is not None:
+            adviser.accessed(tensor, write=write)
         if tensor.place.resident:
             if not tensor.pins:
                 self.shelf.touch(tensor)
@@ -302,6 +302,11 @@ class Pool:
         with self.lock:
             self.extents.let_go(tensor)
             tensor.place = Place.AWAY
+
+    @property
+    def listener(self) -> Adviser | None:
+        """Whoever is told of accesses now (see `unadvised`)."""
+        return None if self._silent else self.adviser
 
     @contextmanager
     def unadvised(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ made by the tiers' own threads and streams.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
@@ -117,6 +118,11 @@ class Following:
             if self.beside is not None and tensor.place is not Place.AWAY:
                 self.beside.pump()
 
+    def awaited(self, tensor: PagedTensor) -> None:
+        """See `Adviser`: what comes after it may be sent for now."""
+        if tensor.tag in _FOLLOWED and tensor.movable and self._route is not None:
+            self._send_for(tensor)
+
     def created(self, tensor: PagedTensor) -> None:
         """See `Adviser`."""
         if tensor.tag is Tag.GRAD and tensor.movable:
@@ -181,17 +187,32 @@ class Following:
             for action in route.plan.starts[index]:
                 self._take_up(route, action)
         self._send_away(tensor)
-        # What must be waited for comes first: nothing is sent for before it.
+        # What must be waited for comes first: nothing is sent for before it (see `awaited`).
         if tensor.place is not Place.AWAY:
             self._send_for(tensor)
 
     # ---- moves -----------------------------------------------------------------------------------------------
 
+    def _ask_for_absent(self, route: Route) -> None:
+        """What should be there as the pass begins, and is not: a pass of another kind was before it."""
+        if route.plan is None:
+            return
+        asked = {tensor for _, tensor in self._coming}
+        for item in route.plan.resident | route.plan.coming:
+            name = route.trace.items[item].name
+            tensor = self._tensors.get(name)
+            if tensor is not None and tensor.place is Place.AWAY and tensor not in asked:
+                self._ask_for(tensor, route.places[name][0])
+
+    def _ask_for(self, tensor: PagedTensor, due: int) -> None:
+        """Puts a tensor in the queue of those that are to come, which is in the order of their uses."""
+        self._coming.insert(bisect_right(self._coming, due, key=lambda coming: coming[0]), (due, tensor))
+
     def _take_up(self, route: Route, action: Action) -> None:
         tensor = self._tensors.get(route.trace.items[action.item].name)
         if tensor is not None:
             if action.move is Move.LOAD:
-                self._coming.append((action.due, tensor))
+                self._ask_for(tensor, action.due)
             else:
                 self._going.append(tensor)
 

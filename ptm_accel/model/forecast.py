@@ -335,6 +335,9 @@ class _Notes(RunAhead):
         """See `Adviser`."""
         self._note(tensor, Use.WRITE if write else Use.READ)
 
+    def awaited(self, tensor: PagedTensor) -> None:
+        """See `Adviser`."""
+
     def created(self, tensor: PagedTensor) -> None:
         """See `Adviser`."""
         if not tensor.movable:

@@ -124,6 +124,8 @@ class RunAhead(Following):
         self._marks = [self._clock.begin()]
         self._recorder, self._most = Recorder(key), None
         self._route, self._position, self._strays = route, 0, 0
+        if route is not None:
+            self._ask_for_absent(route)
         self._pool.adviser = self
 
     def _needs_plan(self, route: Route, capacity_bytes: int) -> bool:
@@ -319,14 +321,16 @@ class RunAhead(Following):
         capacity = self._pool.budget.capacity_bytes
         # The same pass under another budget: more of it must not make for a slower plan.
         before = (known for known in self.routes.values() if known.recorded is recorded and known.updates is updates)
+        # The next pass is of another kind where several make a step, and only the first has updates beside it.
+        alone = updates is not Updates.FORWARD or self._passes_a_step == 1
         choice = choose_plan(
             recorded,
             capacity_bytes=capacity,
             updates={} if updates is Updates.APART else self._updates,
             overwritten=self._overwritten,
             in_backward=updates is Updates.BACKWARD,
-            # The next pass is of another kind where several make a step, and only the first has updates beside it.
-            repeats=updates is not Updates.FORWARD or self._passes_a_step == 1,
+            repeats=alone,
+            between_bytes=0 if alone else self._bytes_apart(),
             rates=self.rates,
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
@@ -347,3 +351,8 @@ class RunAhead(Following):
             choice.way,
             choice.least_s,
         )
+
+    def _bytes_apart(self) -> int:
+        """What a pass of training without updates can make use of, as far as is known."""
+        apart = (route.recorded for route in self.routes.values() if route.trains and route.updates is Updates.APART)
+        return max((trace.most_bytes for trace in apart), default=0)

@@ -107,6 +107,7 @@ def choose_plan(
     overwritten: Collection[str] = (),
     in_backward: bool = False,
     repeats: bool,
+    between_bytes: int = 0,
     rates: LinkRates | None,
     update_s: float,
     host_s: float | None = None,
@@ -127,6 +128,8 @@ def choose_plan(
         overwritten: parameters that their updates write without having read them.
         in_backward: whether updates follow their gradients, and not those of the pass before.
         repeats: whether the same pass follows it.
+        between_bytes: what the passes of other kinds that come before the next of this kind can make use of: state
+            stays over them in what they leave of the budget, and no more.
         rates: of the link between the compute tier and the home; None where they are not known.
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
         host_s: the same for updates on the CPU beside a device; None where there are none.
@@ -136,10 +139,13 @@ def choose_plan(
         less: the choice for the same pass under a smaller budget. Its plan is good under this one, too: what is chosen
             takes no longer, but for what counts as equal; nor does it with one budget after another.
     """
-    task = _Task(recorded, capacity_bytes, updates, overwritten, in_backward, repeats, rates, update_s, host_s)
+    stays_bytes = max(capacity_bytes - between_bytes, 0)
+    task = _Task(
+        recorded, capacity_bytes, updates, overwritten, in_backward, repeats, stays_bytes, rates, update_s, host_s
+    )
     ways = [
         Way(kept, share)
-        for kept in (_KEPT_SHARES if updates and rates is not None else (0.0,))
+        for kept in (_KEPT_SHARES if updates and rates is not None and stays_bytes else (0.0,))
         for share in ((_AHEAD_UNKNOWN,) if rates is None else _AHEAD_SHARES)
     ]
     on_host = task.best_on_host(repeats)
@@ -210,6 +216,7 @@ class _Task:
     overwritten: Collection[str]
     in_backward: bool
     ends_step: bool
+    stays_bytes: int
     rates: LinkRates | None
     update_s: float
     host_s: float | None
@@ -261,7 +268,9 @@ class _Task:
         ahead_bytes = max(ahead_bytes, 2 * max((item.nbytes for item in self.recorded.items), default=0))
         # Beside the update that is carried out there must be room for what the pass holds.
         trace = self._with(updates, (self.capacity_bytes - kept_bytes - ahead_bytes) // 2)
-        kept = frozenset(spread_state(trace, kept_bytes))
+        kept = frozenset(spread_state(trace, min(kept_bytes, self.stays_bytes)))
+        state = frozenset(range(len(self.recorded.items), len(trace.items)))
+        passing = state - kept if self.stays_bytes < self.capacity_bytes else frozenset()
         host = placed(
             trace, self.updates, on_host, self.host_s or 0.0, in_backward=self.in_backward, ends_step=self.ends_step
         )
@@ -272,6 +281,7 @@ class _Task:
                 ahead_bytes=ahead_bytes,
                 repeats=repeats,
                 kept=kept,
+                passing=passing,
                 on_host=host,
             )
         except ScheduleError:

@@ -80,6 +80,7 @@ def plan_pass(
     ahead_bytes: int = 0,
     repeats: bool = False,
     kept: frozenset[int] = frozenset(),
+    passing: frozenset[int] = frozenset(),
     on_host: Placement = NONE_ON_HOST,
 ) -> Plan:
     """The plan of a pass.
@@ -90,6 +91,8 @@ def plan_pass(
         ahead_bytes: the part of it that may be held for what is not used yet.
         repeats: the same pass follows: what its beginning needs may be sent for as this one ends.
         kept: items that never leave.
+        passing: items that other passes, before the next of this kind, leave no room for: not there when it begins,
+            and gone when it has used them for the last time.
         on_host: what is updated on the CPU beside a device: its gradients leave as they arrive, and it comes anew.
 
     Raises:
@@ -108,12 +111,12 @@ def plan_pass(
                 f"beside it, and the budget is {format_bytes(capacity_bytes)}. Raise it, or page on demand."
             )
     after = kept
-    never_there = created | on_host.seconds.keys()
+    never_there = created | passing | on_host.seconds.keys()
     next_uses = trace.next_uses()
     for _ in range(_ROUNDS):
         there = after - never_there
         leaving, loading, used, after = _go_through(
-            trace, next_uses, there, first_use, kept, capacity_bytes, ahead_bytes, on_host
+            trace, next_uses, there, first_use, kept, passing, capacity_bytes, ahead_bytes, on_host
         )
         if after - never_there == there:
             break
@@ -136,6 +139,7 @@ def _go_through(
     there: frozenset[int],
     first_use: dict[int, int],
     kept: frozenset[int],
+    passing: frozenset[int],
     capacity_bytes: int,
     ahead_bytes: int,
     on_host: Placement,
@@ -160,8 +164,9 @@ def _go_through(
                 residents.remove(item)
                 gone.append(item)
         item = access.item
-        done_with = [item] if wanted >= made_anew else []
-        if item in on_host.gradients and wanted >= len(trace.accesses):
+        last = wanted >= len(trace.accesses)
+        done_with = [item] if wanted >= made_anew or (last and item in passing) else []
+        if last and item in on_host.gradients:
             done_with = [item, *([on_host.gradients[item]] if on_host.in_backward else [])]
         if item not in residents and access.use is not Use.CREATE:
             loading.append((index, item))

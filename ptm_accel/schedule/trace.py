@@ -88,6 +88,11 @@ class Trace:
         return sum(item.nbytes for item in self.items)
 
     @property
+    def most_bytes(self) -> int:
+        """With so much for them, and what is held beside them, none of the tensors ever leaves."""
+        return self.item_bytes + max((access.held_bytes for access in self.accesses), default=0)
+
+    @property
     def made_anew(self) -> int:
         """From here on count the next uses (`next_uses`) of what the next pass makes anew: this one is done with it."""
         return 2 * (len(self.accesses) + 1)

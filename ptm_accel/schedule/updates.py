@@ -137,11 +137,17 @@ class _Items:
         self._numbers = {item.name: number for number, item in enumerate(trace.items)}
 
     def number(self, item: Item) -> int:
-        """The item's index, by its name."""
-        if item.name not in self._numbers:
-            self._numbers[item.name] = len(self._items)
+        """The item's index, by its name.
+
+        What an update uses up is the sum of several passes' gradients, and may be wider than the one that this pass
+        makes; it counts as the wider, since updates are what is waited for.
+        """
+        number = self._numbers.setdefault(item.name, len(self._items))
+        if number == len(self._items):
             self._items.append(item)
-        return self._numbers[item.name]
+        elif self._items[number].nbytes < item.nbytes:
+            self._items[number] = item
+        return number
 
     def all(self) -> tuple[Item, ...]:
         """All of them, in order."""

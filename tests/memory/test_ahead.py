@@ -250,9 +250,13 @@ class Adviser:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, bool | None]] = []
+        self.waited_for: list[str] = []
 
     def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
         self.told.append((tensor.name, write))
+
+    def awaited(self, tensor: PagedTensor) -> None:
+        self.waited_for.append(tensor.name)
 
     def created(self, tensor: PagedTensor) -> None:
         self.told.append((tensor.name, None))
@@ -274,6 +278,10 @@ def test_an_adviser_is_told_of_accesses_and_chooses_who_leaves(tmp_path: Path) -
             pool.fault(b)
         pool.pin(a).release()
         assert adviser.told == [("c", True), ("d", None), ("a", False)]
+        assert not adviser.waited_for, "one was there, and the access to the other is none of its business"
+        pool.evict(a)
+        pool.pin(a).release()
+        assert adviser.waited_for == ["a"]
         assert pool.adviser is adviser
 
 

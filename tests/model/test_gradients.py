@@ -316,6 +316,9 @@ class _MovesAwayFirst:
             self.moved += 1
             self.engine.pool.ahead.evict(tensor)
 
+    def awaited(self, tensor: PagedTensor) -> None:
+        pass
+
     def created(self, tensor: PagedTensor) -> None:
         pass
 

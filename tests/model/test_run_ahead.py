@@ -19,6 +19,7 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.model.following import Following
 from ptm_accel.model.route import Route
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.chase import Chase
@@ -112,6 +113,75 @@ def test_kinds_of_passes_have_routes_of_their_own(tmp_path: Path, monkeypatch: p
         step(model, optimizer, 4)
         assert len(routes) == 4
         assert engine.run_ahead.departures == 0
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_what_a_pass_of_another_kind_has_not_left_there_is_sent_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three micro-batches is of a kind of its own; the one before has left what it would need itself."""
+    faults, weights = {}, {}
+    for way in ("plans alone", "sent for"):
+        with tight(kind, tmp_path, monkeypatch) as (model, engine, optimizer), monkeypatch.context() as patch:
+            if way == "plans alone":
+                patch.setattr(Following, "_ask_for_absent", lambda *args: None)
+                patch.setattr(Following, "awaited", lambda *args: None)
+            for number in range(2):
+                step(model, optimizer, number, micro=3)
+            before = engine.pool.stats.faults
+            for number in range(2, 10):
+                step(model, optimizer, number, micro=3)
+            engine.settle()
+            faults[way] = engine.pool.stats.faults - before
+            weights[way] = {name: value.clone() for name, value in model.state_dict().items()}
+    assert faults["sent for"] < 0.75 * faults["plans alone"], faults
+    assert all(torch.equal(value, weights["sent for"][name]) for name, value in weights["plans alone"].items())
+
+
+def test_beside_one_of_several_micro_batches_no_state_is_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have no use for it, and take the room."""
+    counted_on = {}
+    for micro in (1, 3):
+        with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+            for number in range(4):
+                step(model, optimizer, number, micro=micro)
+            route = beside_updates(engine)
+            assert route.plan is not None
+            names = [item.name for item in route.trace.items]
+            assert any(name.endswith(".exp_avg") for name in names)
+            counted_on[micro] = [names[item] for item in route.plan.resident if ".exp_avg" in names[item]]
+    assert counted_on[1]
+    assert not counted_on[3]
+
+
+def test_while_an_access_is_waited_for_those_behind_it_are_sent_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a forward reads is away when it begins: nothing but the first is waited for from its beginning."""
+    with tight("host+disk", tmp_path, monkeypatch, share=0.9) as (model, engine, _):
+        model.eval()
+        with torch.no_grad():
+            model(batch(0))
+            model(batch(0))
+        engine.run_ahead.end()
+        before = engine.pool.stats.faults
+        for slot in engine.slots:
+            if slot.value in engine.pool.shelf:
+                engine.pool.evict(slot.value)
+        with torch.no_grad():
+            model(batch(0))
+        assert engine.pool.stats.faults - before == 1
+
+
+def test_what_is_to_come_is_sent_for_in_the_order_of_its_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tight("host+disk", tmp_path, monkeypatch) as (_, engine, _):
+        ahead, values = engine.run_ahead, [slot.value for slot in engine.slots]
+        for due in (5, 1, 9, 5, 3):
+            ahead._ask_for(values[len(ahead._coming)], due)
+        assert [due for due, _ in ahead._coming] == [1, 3, 5, 5, 9]
+        assert [values.index(tensor) for _, tensor in ahead._coming] == [1, 4, 0, 3, 2]
 
 
 def test_a_model_that_departs_is_followed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

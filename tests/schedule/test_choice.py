@@ -90,6 +90,41 @@ def held(way: Way) -> float:
     return way.ahead_share * (1 - way.kept_share)
 
 
+STATE_BYTES = 20 * COUNT
+
+
+@pytest.mark.parametrize("between", [400, 900, 5000])
+def test_no_state_stays_where_other_passes_leave_it_no_room(between: int) -> None:
+    """Of several micro-batches the first alone has updates beside it; those that follow take all that there is."""
+    dials: dict[str, Any] = {"updates": UPDATES, "repeats": False, "rates": SLOW, "update_s": 0.01}
+    alone = choose_plan(recorded(), capacity_bytes=400, **dials)
+    crowded = choose_plan(recorded(), capacity_bytes=400, between_bytes=between, **dials)
+    assert alone.simulated is not None
+    assert crowded.simulated is not None
+    assert state_there(alone)
+    assert not state_there(crowded)
+    assert crowded.simulated.read_bytes >= STATE_BYTES
+    assert crowded.simulated.written_bytes >= STATE_BYTES
+    # What seemed to be faster counted on what would not be there.
+    assert alone.seconds < crowded.seconds
+
+
+def test_as_much_state_stays_as_other_passes_leave_room_for() -> None:
+    dials: dict[str, Any] = {"updates": UPDATES, "repeats": False, "rates": SLOW, "update_s": 0.01}
+    stays = []
+    for between in (500, 620, 760):
+        chosen = choose_plan(recorded(), capacity_bytes=800, between_bytes=between, **dials)
+        stays.append(sum(chosen.trace.items[item].nbytes for item in state_there(chosen)))
+        assert 0 < stays[-1] <= 800 - between
+    assert stays[0] > stays[2]
+
+
+def state_there(choice: Choice) -> set[int]:
+    """What of the state a plan counts on as the pass begins."""
+    assert choice.plan is not None
+    return {item for item in choice.plan.resident if choice.trace.items[item].name.endswith(".m")}
+
+
 def test_where_nothing_was_measured_nothing_is_foretold() -> None:
     chosen = choose_plan(recorded(), capacity_bytes=400, updates={}, repeats=True, rates=None, update_s=0.0)
     assert chosen.plan is not None

@@ -156,6 +156,26 @@ def test_plans_are_those_of_the_plain_way(given_: tuple[Trace, int, int], number
         assert plan_pass(trace, **dials) == planned_plainly(trace, **dials)
 
 
+@settings(max_examples=200, deadline=None)
+@given(traces(), st.frozensets(st.integers(0, 5), min_size=1, max_size=3))
+def test_what_other_passes_leave_no_room_for_comes_and_goes_within_one(
+    given_: tuple[Trace, int, int], numbers: frozenset[int]
+) -> None:
+    trace, capacity, ahead = given_
+    last = {access.item: index for index, access in enumerate(trace.accesses)}
+    passing = numbers & last.keys()
+    dials: dict[str, Any] = {"capacity_bytes": capacity, "ahead_bytes": ahead, "passing": passing}
+    plan = plan_pass(trace, **dials)
+    walk = Walk(trace, plan)
+    assert walk.least_free >= 0
+    assert not passing & (plan.resident | plan.coming)
+    # What is used by the very last access leaves when the next pass needs its room.
+    assert walk.after & passing <= {trace.accesses[-1].item}
+    for index, actions in enumerate(plan.starts):
+        assert not any(action.item in passing and last[action.item] < index - 1 for action in actions)
+    assert plan == planned_plainly(trace, **dials)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.2, 0.6, 1.2])
 def test_plans_of_layers_of_many_sizes_are_those_of_the_plain_way(seed: int, share: float) -> None:

@@ -50,6 +50,18 @@ def test_an_update_stands_before_the_first_read_of_its_parameter() -> None:
     assert len(trace.items) == len(recorded().items) + 2 * LAYERS
 
 
+def test_an_update_that_uses_up_a_wider_sum_than_the_pass_makes_counts_with_that() -> None:
+    """Gradients of several micro-batches have been added up in fp32, and this pass makes the first bf16 one anew."""
+    wide = {name: [*used[:-1], Item(used[-1].name, 20)] for name, used in updates().items()}
+    trace = with_updates(recorded(), wide, most_bytes=70)
+    assert [item.nbytes for item in trace.items if item.name.endswith(".grad")] == [20] * LAYERS
+    assert [item.nbytes for item in recorded().items] == [
+        item.nbytes for item in with_updates(recorded(), {}, most_bytes=70).items
+    ]
+    narrow = {name: [*used[:-1], Item(used[-1].name, 5)] for name, used in updates().items()}
+    assert with_updates(recorded(), narrow, most_bytes=70) == with_updates(recorded(), updates(), most_bytes=70)
+
+
 def test_updates_that_need_too_much_or_that_nobody_asked_for_are_left_out() -> None:
     assert with_updates(recorded(), updates(), most_bytes=59) == recorded()
     assert with_updates(recorded(), {}, most_bytes=60) == recorded()
