@@ -243,7 +243,9 @@ class _Task:
         """What was chosen with less, as it would be now: it may have begun in either way."""
         if less.plan is None or less.plan.capacity_bytes >= self.capacity_bytes:
             return []
-        then = replace(self, capacity_bytes=less.plan.capacity_bytes)
+        fewer_bytes = self.capacity_bytes - less.plan.capacity_bytes
+        stays_bytes = max(self.stays_bytes - fewer_bytes, 0)
+        then = replace(self, capacity_bytes=less.plan.capacity_bytes, stays_bytes=stays_bytes)
         return [then.choice(less.way, begins, less.on_host) for begins in {self.ends_step, False}]
 
     def climb(self, near: Way, ways: Sequence[Way], on_host: frozenset[str]) -> dict[Way, Choice]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.schedule.actions import Plan
-from ptm_accel.schedule.choice import Choice, Way, choose_plan
+from ptm_accel.schedule.choice import Choice, Way, _Task, choose_plan
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import simulate
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
@@ -242,6 +243,33 @@ def test_more_room_is_no_slower_than_what_was_chosen_with_less(seed: int) -> Non
     # Whatever lies between them, and where it is none.
     assert choose_plan(trace, capacity_bytes=2 * larger, **dials, less=more).seconds <= less.seconds * AS_GOOD
     assert choose_plan(trace, capacity_bytes=smaller, **dials, less=more).seconds == less.seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_room_beside_other_passes_is_no_slower_either(seed: int) -> None:
+    """What was chosen with less is planned again as it was: with what stayed then, and not with what can stay now."""
+    rng = random.Random(seed)
+    trace, dials, smaller, larger = any_pass(rng)
+    between = int(smaller * rng.choice([0.05, 0.5, 0.9, 2.0]))
+    dials |= {"repeats": False, "in_backward": False, "between_bytes": between}
+    less = choose_plan(trace, capacity_bytes=smaller, **dials)
+    more = choose_plan(trace, capacity_bytes=larger, **dials, less=less)
+    assert more.seconds <= less.seconds * AS_GOOD
+    again: list[Choice] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ptm_accel.schedule.choice._Task.again", noted(_Task.again, again))
+        choose_plan(trace, capacity_bytes=larger, **dials, less=less)
+    assert less.plan in [each.plan for each in again]
+
+
+def noted(method: Callable[..., list[Choice]], found: list[Choice]) -> Callable[..., list[Choice]]:
+    """The method, with what it returns added to `found`."""
+
+    def called(*args: Any) -> list[Choice]:
+        found.extend(method(*args))
+        return list(found)
+
+    return called
 
 
 @pytest.mark.parametrize("seed", [3, 8, 17, 52])
