@@ -557,6 +557,8 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
             model(batch(0))
         ahead = engine.run_ahead
         ahead.end()
+        # What the end of that pass has not come to send for is not sent for by the next one.
+        ahead.give_up()
         (key,) = (key for key in ahead.routes if not key[0][0])
         route = ahead.routes[key]
         assert route.plan is not None
@@ -566,7 +568,8 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
         starts: list[tuple[Action, ...]] = [()] * len(names)
         starts[2] = (Action(Move.EVICT, 0),)
         starts[3] = tuple(Action(Move.LOAD, names.index(name), due) for name, due in wanted.items())
-        route.plan = replace(route.plan, starts=tuple(starts))
+        # It counts on nothing, so nothing is asked for but by these.
+        route.plan = replace(route.plan, starts=tuple(starts), resident=frozenset(), coming=frozenset())
         seen: list[str] = []
         prefetch = Ahead.prefetch
 
@@ -580,7 +583,8 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
                 engine.pool.evict(slot.value)
         with torch.no_grad():
             model(batch(0))
-        assert seen == [names[-1]]
+        # As often as it takes until there is room.
+        assert set(seen) == {names[-1]}
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
