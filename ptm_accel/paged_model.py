@@ -18,6 +18,7 @@ from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
+from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.glibc import Glibc
@@ -205,9 +206,11 @@ class PagedModel:
         self._size_up(values)
         if self.party is not None:
             self.party.resize = _resizing(self)
+        # What stays for long among activations leaves holes there.
+        self.pool.copies_in = self.pool.card is not None
         self._bring_in(list(self.slots), values)
-        if isinstance(self.pool.compute, CudaTier):
-            self._watch_tide(self.pool.compute)
+        if self.pool.card is not None:
+            self._watch_tide(self.pool.card)
         hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
         PagedModel.count += 1
 
@@ -311,15 +314,15 @@ class PagedModel:
         below = sum(budget.capacity_bytes for tier, budget in tiers if tier is not self.pool.budget.tier)
         return max(floor.total_bytes * 5 // 4, floor.whole_bytes - below)
 
-    def _watch_tide(self, card: CudaTier) -> None:
+    def _watch_tide(self, card: CardMemory) -> None:
         total = self.pool.budget.capacity_bytes
-        if self.asked.device_memory is not None:
-            # What is derived leaves the rest of the card for free memory in pieces that are too small.
-            card.limit(self.memory.dials.get(Tier.DEVICE, total))
+        if isinstance(self.pool.compute, CudaTier) and self.asked.device_memory is not None:
+            # What is derived leaves the rest of the card for what is not torch's.
+            self.pool.compute.limit(self.memory.dials.get(Tier.DEVICE, total))
         least = self._least_beside_activations(self.floor)
         # What was at work on the card before, and is gone, is no part of what is beside these pages.
-        card.peak_bytes()
-        self.pool.room.tide = Tide(self.pool.budget, total, least, card.peak_bytes, follows=self.evaluates)
+        card.trim()
+        self.pool.room.tide = Tide(self.pool.budget, total, least, card, follows=self.evaluates)
         self.pool.room.shrink()
         # Now that there is one, it is to know of those of other models on the card.
         self.claim_again()

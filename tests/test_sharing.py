@@ -16,19 +16,20 @@ import pytest
 import torch
 from torch import nn
 
-from ptm_accel import opening, sharing
+from ptm_accel import opening, paged_model, sharing
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.glibc import Glibc
 from ptm_accel.memory.heap import HeapTide
-from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.scratch import scratch_bytes
-from ptm_accel.memory.setup import Memory
-from ptm_accel.memory.tide import Tide
+from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from ptm_accel.memory.tide import MARGIN, Tide
 from ptm_accel.model.floor import NO_OPTIMIZER
 from ptm_accel.sharing import Claim, Need, Party, divide, share
+from tests.card import Card, CardAllocator, CardTier
 from tests.plain_loop import adamw, sgd
 from tests.tiers import AMPLE, needs, open_memory
 
@@ -553,19 +554,21 @@ def test_models_that_compute_elsewhere_share_nothing(tmp_path: Path) -> None:
 
 
 def test_tides_of_one_card_know_of_each_other(tmp_path: Path) -> None:
-    config, parties = PTMConfig(page_size=4096), []
+    config, parties, card = PTMConfig(page_size=4096), [], CardMemory(CardAllocator(taken := Card(900 << 20)))
+    others = taken.malloc(90 << 20)
     for number in range(2):
         memory = on_device(tmp_path, 900 << 20, AMPLE)
         party = Party(memory, config)
         share(party, Claim("model", Need(1 << 20, (600 - 300 * number) << 20), 1, 0, 4096))
-        memory.pool.room.tide = Tide(memory.pool.budget, memory.pool.room.limit_bytes, 1 << 20, lambda: 90 << 20)
+        memory.pool.room.tide = Tide(memory.pool.budget, memory.pool.room.limit_bytes, 1 << 20, card)
         share(party, party.claim or pytest.fail("no claim"))
         parties.append(party)
     tide = parties[1].memory.pool.room.tide
     assert isinstance(tide, Tide)
     tide.end_step()
-    assert parties[1].memory.pool.budget.capacity_bytes == (300 << 20) - int((90 << 20) * 1.05 / 3)
+    assert parties[1].memory.pool.budget.capacity_bytes == (300 << 20) - int((90 << 20) * MARGIN / 3)
     assert parties[0].memory.pool.room.tide.high_water_bytes == 90 << 20  # type: ignore[union-attr]
+    taken.free(others)
     for party in parties:
         party.memory.close()
 
@@ -574,16 +577,15 @@ def test_tides_of_one_card_know_of_each_other(tmp_path: Path) -> None:
 def test_torch_is_held_to_what_was_given_of_a_card(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is derived leaves the rest of the card for free memory in pieces that are too small."""
+    """What is derived leaves the rest of the card for what is not torch's."""
     limited: list[int] = []
-    monkeypatch.setattr(sharing, "CudaTier", MockDevice)
-    monkeypatch.setattr(MockDevice, "limit", lambda self, nbytes: limited.append(nbytes), raising=False)
-    monkeypatch.setattr(MockDevice, "peak_bytes", lambda self: 0, raising=False)
-    memory = on_device(tmp_path, 500 << 20, AMPLE)
+    for module in (sharing, paged_model):
+        monkeypatch.setattr(module, "CudaTier", CardTier)
+    monkeypatch.setattr(CardTier, "limit", lambda self, nbytes: limited.append(nbytes), raising=False)
+    capacities = Capacities(page_bytes=4096, host_bytes=AMPLE, device_bytes=500 << 20, disk_paths=[])
+    memory = build_memory(capacities, CardTier(Card(500 << 20)))
+    memory.dials = {tier: budget.capacity_bytes for tier, budget in memory.budgets.items()}
     engine = Engine.attach(model(), PTMConfig(device_memory=given, page_size=4096), memory=memory)
-    card = memory.pool.compute
-    assert isinstance(card, MockDevice)
-    engine._watch_tide(card)  # type: ignore[arg-type]
     assert set(limited) == ({500 << 20} if given else set())
     limited.clear()
     party = Party(memory, engine.asked)

@@ -23,9 +23,10 @@ from torch.optim.adamw import adamw
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
 from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Budget, Tag, Tier
-from ptm_accel.memory.device import CudaTier, register_pinned
+from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
+from ptm_accel.memory.pinned import register_pinned
 from ptm_accel.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -247,7 +248,7 @@ def measure_device(device: torch.device) -> DeviceRates:
             unpin()
     rates = DeviceRates(pinned, pageable, _device_update_rate(tier.device))
     # What this took is no part of what other memory takes beside pages.
-    tier.peak_bytes()
+    tier.memory.trim()
     return rates
 
 

@@ -113,8 +113,6 @@ class Budget:
         self.peak_bytes = 0
         self._by_tag: Counter[Tag] = Counter()
         self._lock = threading.RLock()
-        self.before_release: Callable[[], None] | None = None
-        """Called before a charge is given back, while what is used is still what it was."""
         self._common: Common | None = None
         self._kept_bytes: Callable[[], int] | None = None
         self._reclaim: Reclaimer | None = None
@@ -222,8 +220,6 @@ class Budget:
 
     def _give_back(self, reservation: Reservation) -> None:
         with self._lock:
-            if self.before_release is not None:
-                self.before_release()
             self.used_bytes -= reservation.nbytes
             self._by_tag[reservation.tag] -= reservation.nbytes
             assert self._by_tag[reservation.tag] >= 0, f"negative charge for {reservation.tag}"

@@ -10,28 +10,40 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.card_memory import CardMemory, TorchAllocator
 from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
 from ptm_accel.memory.timeline import EventScale
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block, ComputeTier, Transfer
-from ptm_accel.units import format_bytes
-
-HostPin = Callable[[int, int], Callable[[], None]]
-"""Locks (address, nbytes) of host memory for fast copies and returns what unlocks it; `OSError` if it cannot."""
+from ptm_accel.memory.transfer import Block, ComputeTier, Transfer
 
 
 class DeviceTier(ComputeTier, Protocol):
     """A compute tier with memory of its own, so that bytes are copied between it and host memory.
 
+    Blocks are cut from pieces, so that there need not be one of a size although as many bytes are free; `allocate`
+    raises `DeviceBudgetError` then.
+
     Copies of one direction run in the order they were started; copies of different directions are not ordered. A
     block may be recycled, and a host range reused, only after the copies that touch it are done.
     """
+
+    @property
+    def memory(self) -> CardMemory | None:
+        """What blocks are cut from, and other memory grows into; None where there is no other."""
+        ...
+
+    def stretch(self, nbytes: int) -> Block:
+        """As `allocate`, out of memory that was meant for others, too: nothing can leave any more.
+
+        Raises:
+            DeviceBudgetError: the device has not as much in one piece.
+        """
+        ...
 
     def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """Starts copying host bytes to the device, after the compute the calling thread has queued so far.
@@ -72,20 +84,6 @@ def check_copy(into: torch.Tensor, source: torch.Tensor) -> None:
             f"{side} of a copy is {tensor.dtype} {tuple(tensor.shape)}, not 1-D contiguous uint8"
         )
     assert into.numel() == source.numel(), f"copy of {source.numel()} B into {into.numel()} B"
-
-
-def check_block_size(nbytes: int) -> None:
-    """Asserts that `nbytes` is what `ComputeTier.allocate` takes."""
-    assert nbytes > 0 and nbytes % ALIGN_BYTES == 0, f"block of {nbytes} B, not a positive multiple of {ALIGN_BYTES}"
-
-
-def device_refusal(device: str, asked: int, allocated: int, reserved: int, total: int) -> DeviceBudgetError:
-    """The error for a device that has less memory than the budget promised. All counts are bytes."""
-    return DeviceBudgetError(
-        f"ptm_accel: the device is out of memory. {device}: cannot allocate a block of {format_bytes(asked)}: "
-        f"{format_bytes(allocated)} are allocated and {format_bytes(reserved)} reserved by torch, "
-        f"of {format_bytes(total)} on the card; set device_memory lower, or use a smaller batch."
-    )
 
 
 class CudaTransfer:
@@ -144,10 +142,9 @@ class CudaTransfer:
         stream.wait_event(self._event)
 
     def __del__(self) -> None:
-        # Nobody waits for it any more, and it may still run.
         if self._filled is not None:
-            octets, stream = self._filled
-            octets.record_stream(stream)
+            # Nobody waits for it any more, and it may still run: who uses what it fills next comes after it.
+            self.order()
 
 
 class _Running(NamedTuple):
@@ -167,10 +164,13 @@ class _Running(NamedTuple):
 
 
 class CudaTier:
-    """Device memory from torch's own caching allocator, so that pages and activations share one pool.
+    """Device memory out of slabs of torch's own caching allocator, so that pages and activations share one card.
 
     Args:
         device: a CUDA device; without an index, the current one.
+
+    Attributes:
+        memory: where blocks come from.
     """
 
     tier = Tier.DEVICE
@@ -181,46 +181,30 @@ class CudaTier:
     def __init__(self, device: torch.device | None = None) -> None:
         index = None if device is None else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.memory = CardMemory(TorchAllocator(self.device))
         self._streams = {direction: torch.cuda.Stream(self.device) for direction in CopyDirection}
         self._in_flight: deque[_Running] = deque()
         self._meter = LinkMeter()
         self._scale = EventScale()
-        self._live_bytes = 0
         CudaTier._open.add(self)
         # A handler of signals may look at pages in the middle of a copy.
         self._lock = threading.RLock()
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes in blocks handed out and not yet recycled."""
-        return self._live_bytes
 
     def allocate(self, nbytes: int) -> Block:
         """A block of `nbytes`, contents undefined.
 
         Raises:
-            DeviceBudgetError: the card has no room left, even after torch has dropped its cached blocks.
+            DeviceBudgetError: what pages may take has no such piece, or the card has no room left.
         """
-        check_block_size(nbytes)
-        try:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as error:
-            raise device_refusal(
-                str(self.device),
-                nbytes,
-                torch.cuda.memory_allocated(self.device),
-                torch.cuda.memory_reserved(self.device),
-                torch.cuda.get_device_properties(self.device).total_memory,
-            ) from error
-        with self._lock:
-            self._live_bytes += nbytes
-        return Block(buffer, None)
+        return self.memory.allocate(nbytes)
+
+    def stretch(self, nbytes: int) -> Block:
+        """See `DeviceTier.stretch`."""
+        return self.memory.allocate(nbytes, anywhere=True)
 
     def recycle(self, block: Block) -> None:
-        """Takes note that the block's storage has died; torch's allocator already has its bytes."""
-        with self._lock:
-            self._live_bytes -= block.nbytes
-            assert self._live_bytes >= 0, f"{self.device}: a block of {block.nbytes} B was recycled twice"
+        """Takes back a block whose storage has died."""
+        self.memory.recycle(block)
 
     def limit(self, nbytes: int | None) -> None:
         """Makes torch's allocator refuse to reserve more than `nbytes` on the card (None: than it was allowed before).
@@ -252,13 +236,6 @@ class CudaTier:
         known = cls._before.get(device)
         return float(torch.cuda.get_per_process_memory_fraction(device)) if known is None else known
 
-    def peak_bytes(self) -> int:
-        """The most bytes torch had allocated on the card since this was last called."""
-        # The same figure as `max_memory_allocated`, which sorts all the others for it as well.
-        peak = int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
-
     def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """See `DeviceTier.copy_in`."""
         return self._copy(CopyDirection.IN, into, source, after)
@@ -284,7 +261,7 @@ class CudaTier:
         return event
 
     def close(self) -> None:
-        """Waits for the copies still running. The blocks are torch's, and live as long as their tensors."""
+        """Waits for the copies still running. Blocks live as long as their tensors."""
         CudaTier._open.discard(self)
         if not any(tier.device == self.device for tier in list(CudaTier._open)):
             self.limit(None)
@@ -292,12 +269,11 @@ class CudaTier:
             in_flight, self._in_flight = self._in_flight, deque()
         for copy in in_flight:
             copy.ended.synchronize()
+        self.memory.close()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` if more is live here than torch holds on the device."""
-        reserved = torch.cuda.memory_reserved(self.device)
-        if not 0 <= self._live_bytes <= reserved:
-            raise AssertionError(f"{self.device}: live {self._live_bytes} B, reserved by torch {reserved} B")
+        """Raises `AssertionError` if blocks and slabs do not add up."""
+        self.memory.check_integrity()
 
     def _copy(
         self, direction: CopyDirection, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer]
@@ -322,6 +298,7 @@ class CudaTier:
                 ended = torch.cuda.Event(enable_timing=True, blocking=True)
                 ended.record(stream)
             if direction is CopyDirection.OUT:
+                # For memory of torch's; blocks are not given back before the copies that touch them are done.
                 on_device.record_stream(stream)
             self._retire()
             self._in_flight.append(_Running(direction, began, ended, on_host))
@@ -333,45 +310,3 @@ class CudaTier:
             copy = self._in_flight.popleft()
             began_s, ended_s = self._scale.seconds(copy.began), self._scale.seconds(copy.ended)
             self._meter.add(copy.direction, copy.on_host.numel(), began_s, ended_s)
-
-
-_PORTABLE = 1
-"""`cudaHostRegisterPortable`: pinned for every card, whichever is the current one."""
-
-
-def register_pinned(address: int, nbytes: int) -> Callable[[], None]:
-    """Registers host memory with CUDA, so that copies run at full speed and without the host.
-
-    Args:
-        address: start of the range, page-aligned.
-        nbytes: its length; all of it becomes resident.
-
-    Returns:
-        What ends the registration.
-
-    Raises:
-        OSError: CUDA refuses; the message has its code.
-    """
-    cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
-    if code != 0:
-        _forget_cuda_error()
-        raise OSError(f"cudaHostRegister of {format_bytes(nbytes)} failed with CUDA error {code}")
-
-    def unregister() -> None:
-        cudart.cudaHostUnregister(address)
-
-    return unregister
-
-
-def host_pin() -> HostPin | None:
-    """What pins host memory on this machine; None where there is no CUDA."""
-    return register_pinned if torch.cuda.is_available() else None
-
-
-def _forget_cuda_error() -> None:
-    # CUDA keeps the code of a failed call, and torch would raise it at its next, unrelated, kernel.
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError:
-        return

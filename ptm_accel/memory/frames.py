@@ -21,8 +21,8 @@ import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
-from ptm_accel.memory.device import HostPin
 from ptm_accel.memory.mapping import FilePiece
+from ptm_accel.memory.pinned import HostPin
 from ptm_accel.memory.runs import RunSpace
 from ptm_accel.memory.transfer import ALIGN_BYTES
 from ptm_accel.units import GIB, MIB, format_bytes
@@ -86,7 +86,7 @@ class FramePool:
         budget: the budget of the host tier. The pool is its reclaimer.
         frame_bytes: the largest frame, a power of two; whole frames start at multiples of it.
         slab_bytes: a power of two; None for `default_slab_bytes`.
-        pin: what pins a slab (`device.host_pin()`); None for pageable memory.
+        pin: what pins a slab (`pinned.host_pin()`); None for pageable memory.
     """
 
     def __init__(

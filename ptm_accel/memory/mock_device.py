@@ -21,7 +21,8 @@ import torch
 
 from ptm_accel.errors import PTMError
 from ptm_accel.memory.budget import Tier
-from ptm_accel.memory.device import check_block_size, check_copy, device_refusal
+from ptm_accel.memory.card_memory import CardMemory, check_block_size, device_refusal
+from ptm_accel.memory.device import check_copy
 from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.runs import RunSpace
@@ -145,6 +146,7 @@ class MockDevice:
         close_timeout_s: float = 5.0,
     ) -> None:
         self.device = torch.device("cpu")
+        self.memory: CardMemory | None = None
         self.counts: Counter[str] = Counter()
         self.delay = delay
         self._latency_s = latency_s
@@ -189,6 +191,10 @@ class MockDevice:
             self._live[region] = None
             # A storage of its own for each block: its death is what tells that nobody views the run any more.
             return Block(torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=region.offset), region)
+
+    def stretch(self, nbytes: int) -> Block:
+        """See `DeviceTier.stretch`: an imagined card has no memory that was meant for others."""
+        return self.allocate(nbytes)
 
     def recycle(self, block: Block) -> None:
         """Poisons the run, and takes it back to be handed out again at once."""

@@ -21,7 +21,9 @@ import torch
 from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag
+from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.closing import close_all
+from ptm_accel.memory.compaction import Compaction
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.handouts import Handouts
@@ -51,8 +53,10 @@ class Pool:
         compute: where kernels run.
         budget: the compute tier's budget.
         home: where bytes go when there is no room; None if there is no such place.
+        card: what blocks are cut from, where other memory shares it.
 
     Attributes:
+        card: see above.
         least_bytes: what accesses need at their worst moment; views that are kept leave at least that.
         whole_bytes: with so much nothing ever moves; 0 where that is not known.
         timeline: tells where time goes on a device; None where compute is carried out as it is called.
@@ -60,7 +64,9 @@ class Pool:
             came from are free again at once.
     """
 
-    def __init__(self, compute: ComputeTier, budget: Budget, home: Home | None) -> None:
+    def __init__(
+        self, compute: ComputeTier, budget: Budget, home: Home | None, *, card: CardMemory | None = None
+    ) -> None:
         self.compute = compute
         self.budget = budget
         self.home = home
@@ -76,6 +82,9 @@ class Pool:
         self.snapshots = Snapshots(self)
         self.handouts = Handouts(self)
         self.shelf = Shelf(has_home=home is not None)
+        self.card = card
+        if card is not None:
+            self.room.compaction = Compaction(self, card)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self.copies_in = False
@@ -269,6 +278,11 @@ class Pool:
             # One that was sent for may not have come.
             if not tensor.pins and tensor.extent is not None:
                 self.shelf.touch(tensor)
+
+    @property
+    def fits_on_card(self) -> bool:
+        """Whether there is a card that nothing ever has to leave: what a batch takes has been seen, and leaves room."""
+        return self.card is not None and 0 < self.whole_bytes <= self.budget.capacity_bytes
 
     @property
     def idle_bytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,10 +23,13 @@ from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.leavers import Leaver, Unsaved
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.memory.tide import Tide
+from ptm_accel.memory.tide import Shapes, Tide
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.memory.transfer import Block, ComputeTier, Transfer, round_up
 from ptm_accel.units import format_bytes
+
+if TYPE_CHECKING:
+    from ptm_accel.memory.compaction import Compaction
 
 
 class Evictor(Protocol):
@@ -63,6 +66,7 @@ class Room:
     Attributes:
         tide: watches the memory that is not pages', where it shares the budget.
         keeper: the allocator that was told to keep what is freed, where all fits.
+        compaction: closes up gaps between blocks, where they are cut from larger pieces.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Room:
         self.budget = budget
         self.tide: Tide | HeapTide | None = None
         self.keeper: Heap | None = None
+        self.compaction: Compaction | None = None
         self._traffic = traffic
         self._evictor = evictor
         self._leavers: list[Leaver] = []
@@ -120,24 +125,32 @@ class Room:
         size = round_up(max(nbytes, 1))
         reservation = self.reserve(size, tag, name, allocates=True)
         try:
-            return reservation, self._allocate(size) if moves else self.compute.allocate(size)
+            return reservation, self._allocate(size, moves)
         except BaseException:
             reservation.release()
             raise
 
-    def _allocate(self, nbytes: int) -> Block:
-        """A block; an allocator that others share has holes, so that what is free need not be in one piece."""
+    def _allocate(self, nbytes: int, moves: bool) -> Block:
+        """A block; a card has holes, so that what is free need not be in one piece."""
         while True:
             try:
                 return self.compute.allocate(nbytes)
             except DeviceBudgetError:
                 with self._lock:
+                    if self.compaction is not None and (block := self.compaction.make(nbytes)) is not None:
+                        return block
+                    if not moves:
+                        raise
                     left = len(self._leavers)
                     self.collect()
                     if len(self._leavers) != left or self._wait_for_one() or self.store_again():
                         continue
                     if not self._evictor.evict_one():
-                        raise
+                        return self._stretched(nbytes)
+
+    def _stretched(self, nbytes: int) -> Block:
+        stretch: Callable[[int], Block] = self.compute.stretch  # type: ignore[attr-defined]
+        return stretch(nbytes)
 
     def _wait_for_one(self) -> bool:
         """Waits for a transfer whose memory is leaving; False if there is none."""
@@ -292,10 +305,23 @@ class Room:
                 if self.tide.glance():
                     self.shrink()
 
+    def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> None:
+        """A forward begins whose activations may need more than those before it (`Tide.begin_pass`).
+
+        Raises:
+            DeviceBudgetError: they leave less than the least that pages can work with.
+        """
+        if isinstance(self.tide, Tide):
+            with self._lock:
+                if self.tide.begin_pass(shapes, evaluates=evaluates):
+                    self.shrink()
+
     def shrink(self) -> None:
         """Moves idle tensors away until what is used is within a capacity that has been lowered."""
         with self._lock:
             self.collect()
+            if self.compaction is not None and self.compaction.drain():
+                self.collect()
             while self.budget.free_bytes < 0 and self._evictor.evict_one():
                 self.collect()
             self.budget.make_real_room()

@@ -12,10 +12,11 @@ import torch
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.memory.closing import close_all
-from ptm_accel.memory.device import CudaTier, DeviceTier, host_pin
+from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.pinned import host_pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ComputeTier, Home
 
@@ -158,4 +159,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     over: list[ComputeTier | Home | FramePool] = [home, tier, frames]
     if disk is not None:
         over.append(disk)
-    return Memory(Pool(tier, budgets[Tier.DEVICE], home), budgets, disk, over, device=tier)
+    if tier.memory is not None:
+        tier.memory.confine(capacities.device_bytes)
+    pool = Pool(tier, budgets[Tier.DEVICE], home, card=tier.memory)
+    return Memory(pool, budgets, disk, over, device=tier)

@@ -1,23 +1,56 @@
 """The tide: device memory that is not ours rises and falls through a step, and pages take what it leaves.
 
-Activations and workspaces come from the same allocator as our blocks, and nobody announces them. So the peak of what
-is not charged to us is read before each charge and before each release: in between what is charged stays the same, so
-that the difference is theirs. The most it came to in this step and the one before is kept free from then on. Until one
-step has been seen, pages get the least they can work with, which leaves all other room to the first step's activations
-(PatrickStar's warm-up, arXiv 2108.05818, does the same with a fixed share).
+Activations and workspaces come from the same allocator as our slabs, and nobody announces them. So what the allocator
+has reserved beside the slabs is read before each charge. What the allocator keeps for its next requests is in it, and
+so are the pieces that are of no use: the most it came to is what steps like those before will do with, however their
+requests fall. Pages get the rest. It is kept apart for evaluation, which may take more or less than training.
+
+Until one step has been seen, pages get the least they can work with, which leaves all other room to the first step's
+activations (PatrickStar's warm-up, arXiv 2108.05818, does the same with a fixed share). So they do again where a batch
+is larger than all before it: what it takes is not known either.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Budget
 from ptm_accel.units import format_bytes
 
-_MARGIN = 1.05
-"""The allocator's blocks are rounded and fragmented; what was seen is kept free with this factor."""
+MARGIN = 1.125
+"""What was seen is kept free with this factor: the same operations need more where they are interleaved otherwise."""
+
+_MOST_KINDS = 32
+"""How many kinds of batches are kept of which none is larger than another one in all its dimensions."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Those of the tensors that a forward is given."""
+
+
+class Card(Protocol):
+    """A card's memory, as the tide sees it.
+
+    Attributes:
+        live_bytes: in blocks of these pages.
+    """
+
+    @property
+    def live_bytes(self) -> int: ...  # noqa: D102
+
+    def beside_bytes(self) -> int:
+        """Bytes that are reserved on the card and that no pages hold."""
+        ...
+
+    def confine(self, nbytes: int) -> None:
+        """What these pages hold may take so much together."""
+        ...
+
+    def trim(self) -> None:
+        """What nobody uses is no longer reserved."""
+        ...
 
 
 class Tide:
@@ -27,40 +60,82 @@ class Tide:
         budget: the device budget; its capacity is changed.
         total_bytes: what pages and their part of all other memory may take together (`device_memory`).
         least_bytes: the least that pages can work with.
-        peak_bytes: gives the most memory that was allocated since it was last called, ours and others'.
+        card: the card's memory.
         follows: there are no optimizer steps of its own: those of other models on the card count.
     """
 
     def __init__(
-        self,
-        budget: Budget,
-        total_bytes: int,
-        least_bytes: int,
-        peak_bytes: Callable[[], int],
-        *,
-        follows: bool = False,
+        self, budget: Budget, total_bytes: int, least_bytes: int, card: Card, *, follows: bool = False
     ) -> None:
         self._budget = budget
         self.total_bytes = total_bytes
         self._wanted_bytes = least_bytes
-        self._peak_bytes = peak_bytes
-        self._this_step = 0
-        self._last_step: int | None = None
+        self._card = card
+        self._most = {False: 0, True: 0}
+        self._evaluates = False
+        self._loose_bytes = 0
+        self._warming = True
         self._rising = False
+        self._evaluating = False
+        self._seen: list[tuple[Shapes, bool]] = []
         self._follows = follows
         self._card_bytes = total_bytes
         self._beside: weakref.WeakSet[Tide] = weakref.WeakSet()
-        budget.capacity_bytes = self._least_bytes
-        budget.before_release = self._note
+        self._give(self._least_bytes)
 
     @property
     def _least_bytes(self) -> int:
         return min(self.total_bytes, self._wanted_bytes)
 
+    @property
+    def warming(self) -> bool:
+        """Whether pages have the least, since what goes on beside them has not been seen whole."""
+        return self._warming
+
     def need(self, least_bytes: int) -> None:
         """Pages need more than was known: an optimizer has been chosen."""
         self._wanted_bytes = least_bytes
-        self._budget.capacity_bytes = max(self._budget.capacity_bytes, self._least_bytes)
+        self._give(max(self._budget.capacity_bytes, self._least_bytes))
+
+    def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> bool:
+        """A forward begins.
+
+        Args:
+            shapes: of what it is given.
+            evaluates: it is no part of training: nobody will say when it has ended, but for the next that begins.
+
+        Returns:
+            whether the capacity is lower than before, and what is too much is to be moved away.
+
+        Raises:
+            DeviceBudgetError: other memory leaves less than the least that pages can work with.
+        """
+        before = self._budget.capacity_bytes
+        self.sample()
+        known = [trained for seen, trained in self._seen if _is_within(shapes, seen, evaluates)]
+        if any(known) or (evaluates and known):
+            # Such a batch was trained on, or such a one evaluated, which needs less.
+            self._turn(evaluates=not any(known))
+            if self._warming and self._evaluating:
+                self._set_capacity()
+        else:
+            # A step that trains is seen whole when it ends; a pass that evaluates, when the next one begins.
+            self._evaluating = evaluates and (self._evaluating or not self._warming or not self._seen)
+            others = [entry for entry in self._seen if not (_is_within(entry[0], shapes, False) and not evaluates)]
+            self._seen = [*others, (shapes, not evaluates)][-_MOST_KINDS:]
+            self._warming = True
+            self._turn(evaluates=self._evaluating)
+            self._give(self._least_bytes)
+        return self._budget.capacity_bytes < before
+
+    def _turn(self, *, evaluates: bool) -> None:
+        """From training to evaluation, or back: what the one has left reserved is not for the other to count."""
+        if evaluates != self._evaluates:
+            self._evaluates = evaluates
+            self._card.trim()
+            self._most[evaluates] = max(self._most[evaluates], self._card.beside_bytes())
+            if not self._warming:
+                self._set_capacity()
 
     def glance(self) -> bool:
         """Called in forwards: where all pages are there already, a pass charges nothing, and other memory still grows.
@@ -73,7 +148,7 @@ class Tide:
         Raises:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
-        if self._last_step is None or 2 * self._budget.used_bytes < self.total_bytes:
+        if self._warming or 2 * self._budget.used_bytes < self.total_bytes:
             return False
         before = self._budget.capacity_bytes
         self.sample()
@@ -88,8 +163,8 @@ class Tide:
         if not self._beside:
             self._card_bytes = total_bytes
         self.total_bytes = total_bytes
-        if self._last_step is None:
-            self._budget.capacity_bytes = self._least_bytes
+        if self._warming:
+            self._give(self._least_bytes)
         else:
             self._set_capacity()
 
@@ -111,27 +186,24 @@ class Tide:
 
     @property
     def high_water_bytes(self) -> int:
-        """The most that other memory took in this step and the one before."""
-        return max(self._this_step, self._last_step or 0)
+        """The most that was reserved beside pages so far, in training or in evaluation."""
+        return self._most[self._evaluates]
 
     def sample(self) -> None:
-        """Called before every reservation: notes how high the tide was since the last charge or release.
+        """Called before every reservation: notes how high the tide is.
 
         Raises:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
-        self._note()
-        if self._last_step is not None and self._this_step > self._last_step and self._rising:
-            self._set_capacity()
-
-    def _note(self) -> None:
-        # The allocator has one peak for the card, and reading it begins a new one: all who are on it learn of it now.
-        tides = (self, *self._beside)
-        foreign = self._peak_bytes() - sum(tide._budget.used_bytes for tide in tides)
-        for tide in tides:
-            if foreign > tide._this_step:
-                tide._this_step = foreign
+        beside = self._card.beside_bytes()
+        # What is charged and lies in no block of ours.
+        self._loose_bytes = max(self._loose_bytes, self._budget.used_bytes - self._card.live_bytes)
+        for tide in (self, *self._beside):
+            if beside > tide.high_water_bytes:
+                tide._most[tide._evaluates] = beside
                 tide._rising = True
+        if self._rising and not self._warming:
+            self._set_capacity()
 
     def end_step(self) -> None:
         """Called after every optimizer step.
@@ -141,17 +213,36 @@ class Tide:
         """
         self.sample()
         for tide in (self, *(other for other in self._beside if other._follows)):
-            tide._last_step, tide._this_step = tide._this_step, 0
             tide._set_capacity()
 
     def _set_capacity(self) -> None:
-        self._rising = False
-        left = self.total_bytes - int(self.high_water_bytes * _MARGIN * self.total_bytes / max(self._card_bytes, 1))
-        if left < self._least_bytes:
+        self._rising = self._warming = self._evaluating = False
+        kept_free = int(self.high_water_bytes * MARGIN * self.total_bytes / max(self._card_bytes, 1))
+        left = self.total_bytes - kept_free
+        # What is charged and is torch's to allocate is in what was seen of it already.
+        pages = min(left + self._loose_bytes, self.total_bytes)
+        if pages < self._least_bytes:
             raise DeviceBudgetError(
                 f"ptm_accel: the device is out of memory. activations and workspaces took "
                 f"{format_bytes(self.high_water_bytes)} of {format_bytes(self._card_bytes)}, which leaves "
                 f"{format_bytes(max(left, 0))} for pages, and they need {format_bytes(self._least_bytes)}; set "
                 "device_memory higher, turn activation checkpointing on, or use a smaller batch."
             )
-        self._budget.capacity_bytes = left
+        self._budget.capacity_bytes = pages
+        self._card.confine(max(left, 0))
+
+    def _give(self, nbytes: int) -> None:
+        self._budget.capacity_bytes = nbytes
+        self._card.confine(nbytes)
+
+
+def _is_within(shapes: Shapes, seen: Shapes, roughly: bool) -> bool:
+    """Whether a batch is in no dimension larger than another one; or by no more than what `MARGIN` allows for.
+
+    Where text is generated each forward is given a token more than the one before.
+    """
+    factor = MARGIN if roughly else 1.0
+    return len(shapes) == len(seen) and all(
+        len(one) == len(other) and all(size <= factor * most for size, most in zip(one, other, strict=True))
+        for one, other in zip(shapes, seen, strict=True)
+    )

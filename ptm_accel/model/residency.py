@@ -219,8 +219,9 @@ class Residency:
                 self._end_torn_down(module)
             if not self._frames.stack and torch._C._current_graph_task_id() == -1:
                 grad = torch.is_grad_enabled()
-                kind = module.training, grad, shapes_of(args, kwargs)
-                self.run_ahead.begin(kind, evaluates=not module.training and not grad)
+                kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
+                self.pool.room.begin_pass(kind[-1], evaluates=evaluates)
+                self.run_ahead.begin(kind, evaluates=evaluates)
             self.enter(module)
 
         return Hook(enter)

@@ -102,7 +102,7 @@ class RunAhead(Following):
         self._evaluates = evaluates
         # Updates that are still under way belong to the step before, beside whatever pass they are carried out.
         self.evaluation(evaluates and self.beside is None)
-        if not self.enabled:
+        if not self.enabled or self._pool.fits_on_card:
             return
         # Gradients that are there already are added to, and are not made; and updates may be under way.
         sums = self.sums()

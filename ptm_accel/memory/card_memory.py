@@ -1,0 +1,252 @@
+"""A card's memory as pages see it: large blocks out of slabs, small ones from the card's allocator itself.
+
+What pages hold is what their slabs and small blocks take, used or not. All else that the allocator has reserved is
+beside them: activations, workspaces, and the pieces between those that are too small to be of use. What counts on a
+card is what is reserved, not what is allocated.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory.slabs import GRANULE_BYTES, Run, Slabs
+from ptm_accel.memory.transfer import ALIGN_BYTES, Block
+from ptm_accel.units import format_bytes
+
+SMALL_BYTES = 1 << 20
+"""Up to this size torch's allocator has segments of their own, where they leave no holes between large ones."""
+
+
+def check_block_size(nbytes: int) -> None:
+    """Asserts that `nbytes` is what `ComputeTier.allocate` takes."""
+    assert nbytes > 0 and nbytes % ALIGN_BYTES == 0, f"block of {nbytes} B, not a positive multiple of {ALIGN_BYTES}"
+
+
+def device_refusal(device: str, asked: int, allocated: int, reserved: int, total: int) -> DeviceBudgetError:
+    """The error for a device that has less memory than the budget promised. All counts are bytes."""
+    return DeviceBudgetError(
+        f"ptm_accel: the device is out of memory. {device}: cannot allocate a block of {format_bytes(asked)}: "
+        f"{format_bytes(allocated)} are allocated and {format_bytes(reserved)} reserved by torch, "
+        f"of {format_bytes(total)} on the card; set device_memory lower, or use a smaller batch."
+    )
+
+
+class Allocator(Protocol):
+    """The allocator of a card, which pages share with everything else.
+
+    Attributes:
+        card: tells it from others.
+        small_bytes: requests up to this size have segments of their own.
+        granule_bytes: segments of large requests are multiples of this.
+    """
+
+    card: Hashable
+    small_bytes: int
+    granule_bytes: int
+
+    def empty(self, nbytes: int) -> Any | None:
+        """So much memory, contents undefined; None if there is not as much."""
+        ...
+
+    def view(self, memory: Any, offset: int, nbytes: int) -> torch.Tensor:
+        """A part of memory from `empty`, as uint8 in a storage of its own, which keeps the memory alive."""
+        ...
+
+    def give_up(self, memory: Any) -> None:
+        """Nobody uses memory from `empty` any more; the caller drops it next."""
+        ...
+
+    def trim(self) -> None:
+        """Has segments of which nothing is used given back to the card."""
+        ...
+
+    def reserved(self) -> int:
+        """Bytes that it has taken from the card."""
+        ...
+
+    def refusal(self, nbytes: int) -> DeviceBudgetError:
+        """The error for so many bytes that it does not have."""
+        ...
+
+
+class CardMemory:
+    """Hands out blocks of a card's memory.
+
+    Args:
+        allocator: where it comes from.
+
+    Attributes:
+        slabs: what large blocks are cut from.
+    """
+
+    _open: ClassVar[weakref.WeakSet[CardMemory]] = weakref.WeakSet()
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self.slabs = Slabs(allocator.empty, allocator.give_up, allocator.trim, allocator.granule_bytes)
+        self._small_bytes = 0
+        # A handler of signals may look at pages in the middle of a copy.
+        self._lock = threading.RLock()
+        CardMemory._open.add(self)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in blocks handed out and not yet recycled."""
+        with self._lock:
+            return self.slabs.used_bytes + self._small_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the card has less for others: slabs and small blocks."""
+        return self.slabs.held_bytes + self._small_bytes
+
+    def allocate(self, nbytes: int, *, anywhere: bool = False) -> Block:
+        """A block of `nbytes`, contents undefined.
+
+        Args:
+            nbytes: a multiple of `ALIGN_BYTES`.
+            anywhere: beyond what slabs may take together, too (`confine`).
+
+        Raises:
+            DeviceBudgetError: there is no piece of that size.
+        """
+        check_block_size(nbytes)
+        with self._lock:
+            if nbytes <= self._allocator.small_bytes:
+                memory = self._allocator.empty(nbytes)
+                if memory is None:
+                    raise self._allocator.refusal(nbytes)
+                self._small_bytes += nbytes
+                return Block(self._allocator.view(memory, 0, nbytes), None)
+            run = self.slabs.stretch(nbytes) if anywhere else self.slabs.take(nbytes)
+            if run is None:
+                raise self._allocator.refusal(nbytes)
+            return self.block_of(run)
+
+    def block_of(self, run: Run) -> Block:
+        """A block for a run of its slabs; `recycle` gives it back."""
+        return Block(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run)
+
+    def cuts(self, nbytes: int) -> bool:
+        """Whether blocks of that size are cut from slabs."""
+        return nbytes > self._allocator.small_bytes
+
+    def recycle(self, block: Block) -> None:
+        """Takes back a block whose storage has died."""
+        with self._lock:
+            if isinstance(block.region, Run):
+                self.slabs.give(block.region)
+            else:
+                assert block.region is None, f"a block of {block.nbytes} B was recycled twice"
+                self._small_bytes -= block.nbytes
+            block.region = _GONE
+
+    def confine(self, nbytes: int) -> None:
+        """Slabs may take so much together from now on; of those that are too many nothing more is given."""
+        with self._lock:
+            self.slabs.confine(nbytes)
+
+    def beside_bytes(self) -> int:
+        """Bytes that are reserved on the card and that no pages hold, those of other models included."""
+        card = self._allocator.card
+        held = sum(memory.held_bytes for memory in list(CardMemory._open) if memory._allocator.card == card)
+        return max(self._allocator.reserved() - held, 0)
+
+    def trim(self) -> None:
+        """What others have used before, and nobody does now, is no longer beside pages."""
+        self._allocator.trim()
+
+    def close(self) -> None:
+        """Gives memory back as blocks come back."""
+        with self._lock:
+            self.slabs.close()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` if slabs do not add up, or if more is held than is reserved."""
+        with self._lock:
+            self.slabs.check_integrity()
+            reserved = self._allocator.reserved()
+            if not 0 <= self._small_bytes <= self.held_bytes <= reserved:
+                raise AssertionError(f"{self._allocator.card}: {self.held_bytes} B are held, {reserved} B are reserved")
+
+
+_GONE = object()
+
+
+class _Part:
+    """Says where a part of a tensor on a card lies, to make another tensor of it; keeps the tensor alive.
+
+    This is the CUDA array interface (version 2), which is torch's documented way to see memory that others own.
+    """
+
+    def __init__(self, memory: torch.Tensor, offset: int, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr() + offset, False),
+            "version": 2,
+        }
+
+
+class TorchAllocator:
+    """torch's caching allocator on a CUDA device.
+
+    Args:
+        device: with an index.
+    """
+
+    small_bytes = SMALL_BYTES
+    granule_bytes = GRANULE_BYTES
+
+    def __init__(self, device: torch.device) -> None:
+        self.card: Hashable = device
+        self._device = device
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def empty(self, nbytes: int) -> torch.Tensor | None:
+        """See `Allocator.empty`."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def view(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        """See `Allocator.view`. Compute that runs on several streams is put in order."""
+        current = torch.cuda.current_stream(self._device)
+        # torch keeps what one stream has freed from all others. A part that comes back here may be read still by what
+        # was queued on another one.
+        for other in self._streams - {current}:
+            current.wait_stream(other)
+        self._streams.add(current)
+        return torch.as_tensor(_Part(memory, offset, nbytes), device=self._device)
+
+    def give_up(self, memory: torch.Tensor) -> None:
+        """See `Allocator.give_up`. torch reuses it when all streams that were seen are done with what is queued now."""
+        for stream in self._streams:
+            memory.record_stream(stream)
+
+    def trim(self) -> None:
+        """See `Allocator.trim`."""
+        torch.cuda.empty_cache()
+
+    def reserved(self) -> int:
+        """See `Allocator.reserved`."""
+        # The same figure as `memory_reserved`, which sorts all the others for it as well.
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"])
+
+    def refusal(self, nbytes: int) -> DeviceBudgetError:
+        """See `Allocator.refusal`."""
+        return device_refusal(
+            str(self._device),
+            nbytes,
+            torch.cuda.memory_allocated(self._device),
+            torch.cuda.memory_reserved(self._device),
+            torch.cuda.get_device_properties(self._device).total_memory,
+        )

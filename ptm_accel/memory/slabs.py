@@ -1,0 +1,203 @@
+"""Slabs: large pieces of a device's memory that blocks are cut from, so that pages leave no holes between activations.
+
+torch's caching allocator gives no segment back while a part of it is used. Were pages, which stay for long, allocated
+one by one among activations, which come and go, its free memory would soon lie in pieces that are of use to neither:
+a card is then full with a tenth of it free. So pages have pieces of their own (PatrickStar's chunks, arXiv 2108.05818,
+and Angel-PTM's pages, arXiv 2303.02868, are there for the same reason). A hole in those costs an eviction; a hole
+between activations is an error that nobody can answer.
+
+Each new slab is at most as large as all before it, so that no more than twice of what is used is held, and what large
+tensors need is there in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ptm_accel.memory.runs import RunSpace
+from ptm_accel.memory.transfer import round_up
+
+GRANULE_BYTES = 2 << 20
+"""Slabs are multiples of this, as torch's segments of more than 10 MiB are."""
+
+_FIRST_BYTES = 64 << 20
+"""Of the first slab, if as much may be held."""
+
+
+@dataclass(eq=False)
+class Slab:
+    """A piece of device memory.
+
+    Attributes:
+        memory: what owns it.
+        nbytes: its length.
+        draining: nothing more is put here, and it is given back when it is empty.
+        runs: which parts are used.
+    """
+
+    memory: Any
+    nbytes: int
+    draining: bool = False
+    runs: RunSpace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = RunSpace(self.nbytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in blocks."""
+        return self.nbytes - self.runs.free
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A part of a slab.
+
+    Attributes:
+        slab: of which.
+        offset: where it begins there, in bytes.
+        nbytes: its length.
+    """
+
+    slab: Slab
+    offset: int
+    nbytes: int
+
+
+class Slabs:
+    """Cuts runs out of slabs, and gets slabs as long as a limit allows it.
+
+    Args:
+        acquire: allocates so many bytes; None if there are not so many.
+        give_up: called with memory that is dropped next.
+        released: called after slabs have been given back, when nobody has their memory any more.
+        granule_bytes: slabs are multiples of this, but for one that a single run needs.
+
+    Attributes:
+        limit_bytes: what slabs may take together.
+        held_bytes: what they take.
+    """
+
+    def __init__(
+        self,
+        acquire: Callable[[int], Any | None],
+        give_up: Callable[[Any], object],
+        released: Callable[[], object],
+        granule_bytes: int = GRANULE_BYTES,
+    ) -> None:
+        self.limit_bytes = 1 << 62
+        self.held_bytes = 0
+        self._acquire = acquire
+        self._give_up = give_up
+        self._released = released
+        self._granule_bytes = granule_bytes
+        self._first_bytes = _FIRST_BYTES // GRANULE_BYTES * granule_bytes
+        self._slabs: list[Slab] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in runs."""
+        return sum(slab.used_bytes for slab in self._slabs)
+
+    @property
+    def draining(self) -> bool:
+        """Whether slabs that are too many still have runs in them."""
+        return any(slab.draining for slab in self._slabs)
+
+    def take(self, nbytes: int) -> Run | None:
+        """A run of `nbytes`; None if none is free in one piece and the limit leaves no room for another slab."""
+        run = self.cut(nbytes)
+        return run if run is not None or not self._grow(nbytes) else self._cut(nbytes, self._slabs[-1:])
+
+    def usable(self) -> list[Slab]:
+        """The slabs that runs are cut from."""
+        return [slab for slab in self._slabs if not slab.draining]
+
+    def cut(self, nbytes: int) -> Run | None:
+        """As `take`, out of the slabs that there are."""
+        return self._cut(nbytes, self.usable())
+
+    def stretch(self, nbytes: int) -> Run | None:
+        """As `take`, wherever the memory is, beyond the limit too: nothing can leave for it any more."""
+        run = self._cut(nbytes, self._slabs)
+        return run if run is not None or not self._add(self._rounded(nbytes)) else self._cut(nbytes, self._slabs[-1:])
+
+    def give(self, run: Run) -> None:
+        """Takes a run back."""
+        slab = run.slab
+        slab.runs.give(run.offset, run.nbytes)
+        if not slab.used_bytes and slab.draining:
+            self._release([slab])
+
+    def confine(self, nbytes: int) -> None:
+        """Slabs may take as much together from now on: those that are too many go, empty ones at once."""
+        self.limit_bytes = nbytes
+        for slab in self._slabs:
+            slab.draining = False
+        excess = self.held_bytes - nbytes
+        leaving: list[Slab] = []
+        # Those with the least in them, and of these the small ones, until what stays is within the limit.
+        for slab in sorted(self._slabs, key=lambda slab: (slab.used_bytes, slab.nbytes)):
+            if excess <= 0:
+                break
+            slab.draining = True
+            excess -= slab.nbytes
+            if not slab.used_bytes:
+                leaving.append(slab)
+        if leaving:
+            self._release(leaving)
+
+    def close(self) -> None:
+        """Gives empty slabs back; the others follow as they become so."""
+        self.confine(0)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless gaps and sizes add up."""
+        for slab in self._slabs:
+            slab.runs.check_integrity()
+        held = sum(slab.nbytes for slab in self._slabs)
+        if held != self.held_bytes:
+            raise AssertionError(f"slabs are {held} B, counted {self.held_bytes} B")
+
+    def _cut(self, nbytes: int, slabs: list[Slab]) -> Run | None:
+        """A run out of the smallest gap that holds it."""
+        gaps = [(gap, slab) for slab in slabs if (gap := slab.runs.best_gap(nbytes)) is not None]
+        if not gaps:
+            return None
+        _, slab = min(gaps, key=lambda entry: entry[0])
+        offset = slab.runs.take(nbytes)
+        assert offset is not None
+        return Run(slab, offset, nbytes)
+
+    def _grow(self, nbytes: int) -> bool:
+        """Adds a slab that holds a run, if the limit allows it or would without the slabs that are empty."""
+        if self.held_bytes + nbytes > self.limit_bytes:
+            empty = [slab for slab in self._slabs if not slab.used_bytes]
+            if self.held_bytes - sum(slab.nbytes for slab in empty) + nbytes > self.limit_bytes:
+                return False
+            self._release(empty)
+        left = self.limit_bytes - self.held_bytes
+        least = min(self._rounded(nbytes), left)
+        wanted = min(left, max(self.held_bytes, self._first_bytes)) // self._granule_bytes * self._granule_bytes
+        return (wanted > least and self._add(wanted)) or self._add(least)
+
+    def _rounded(self, nbytes: int) -> int:
+        return round_up(nbytes, self._granule_bytes)
+
+    def _add(self, nbytes: int) -> bool:
+        memory = self._acquire(nbytes)
+        if memory is None:
+            return False
+        self._slabs.append(Slab(memory, nbytes))
+        self.held_bytes += nbytes
+        return True
+
+    def _release(self, slabs: list[Slab]) -> None:
+        for slab in slabs:
+            self._slabs.remove(slab)
+            self.held_bytes -= slab.nbytes
+            self._give_up(slab.memory)
+            slab.memory = None
+        self._released()
