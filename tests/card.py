@@ -261,8 +261,8 @@ class CardTier(MockDevice):
     def recycle(self, block: Block) -> None:
         assert self.memory is not None
         if isinstance(block.region, Run):
-            memory = block.region.slab.memory
-            memory[block.region.offset :][: block.nbytes].fill_(POISON)
+            # No name here may hold the slab: it may be given back now.
+            block.region.slab.memory[block.region.offset :][: block.nbytes].fill_(POISON)
         self.memory.recycle(block)
 
     def check_integrity(self) -> None:

@@ -23,6 +23,9 @@ from ptm_accel.units import format_bytes
 MARGIN = 1.125
 """What was seen is kept free with this factor: the same operations need more where they are interleaved otherwise."""
 
+_RISE = 1.03
+"""Pages make way for what rises by more than this factor; for less there is the margin."""
+
 _MOST_KINDS = 32
 """How many kinds of batches are kept of which none is larger than another one in all its dimensions."""
 
@@ -72,6 +75,7 @@ class Tide:
         self._wanted_bytes = least_bytes
         self._card = card
         self._most = {False: 0, True: 0}
+        self._kept_free_for = {False: 0, True: 0}
         self._evaluates = False
         self._loose_bytes = 0
         self._warming = True
@@ -95,14 +99,15 @@ class Tide:
     def need(self, least_bytes: int) -> None:
         """Pages need more than was known: an optimizer has been chosen."""
         self._wanted_bytes = least_bytes
-        self._give(max(self._budget.capacity_bytes, self._least_bytes))
+        if self._budget.capacity_bytes < self._least_bytes:
+            self._give(self._least_bytes)
 
     def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> bool:
         """A forward begins.
 
         Args:
             shapes: of what it is given.
-            evaluates: it is no part of training: nobody will say when it has ended, but for the next that begins.
+            evaluates: it keeps nothing for a backward: nobody will say when it has ended, but for the next that begins.
 
         Returns:
             whether the capacity is lower than before, and what is too much is to be moved away.
@@ -217,7 +222,10 @@ class Tide:
 
     def _set_capacity(self) -> None:
         self._rising = self._warming = self._evaluating = False
-        kept_free = int(self.high_water_bytes * MARGIN * self.total_bytes / max(self._card_bytes, 1))
+        most = self._kept_free_for[self._evaluates]
+        if self.high_water_bytes > most * _RISE:
+            most = self._kept_free_for[self._evaluates] = self.high_water_bytes
+        kept_free = int(most * MARGIN * self.total_bytes / max(self._card_bytes, 1))
         left = self.total_bytes - kept_free
         # What is charged and is torch's to allocate is in what was seen of it already.
         pages = min(left + self._loose_bytes, self.total_bytes)

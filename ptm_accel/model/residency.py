@@ -220,7 +220,7 @@ class Residency:
             if not self._frames.stack and torch._C._current_graph_task_id() == -1:
                 grad = torch.is_grad_enabled()
                 kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
-                self.pool.room.begin_pass(kind[-1], evaluates=evaluates)
+                self.pool.room.begin_pass(kind[-1], evaluates=not grad)
                 self.run_ahead.begin(kind, evaluates=evaluates)
             self.enter(module)
 

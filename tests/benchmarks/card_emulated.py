@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     print("# A card that is too small, emulated\n")
-    print(facts("OMP_WAIT_POLICY=passive python tests/benchmarks/card_emulated.py"))
+    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/card_emulated.py {' '.join(sys.argv[1:])}".rstrip()))
     print("\nSizes in GiB, as they would be on the card; the last step of", options.steps, "for what is a step's.\n")
     print(
         "| shape, card | states | pages hold | most beside them | most reserved | limit met | loaded, a step | "

@@ -69,6 +69,20 @@ def test_a_rising_tide_lowers_the_capacity_at_once_and_what_it_came_to_stays_fre
         assert budget.capacity_bytes == card.allowed == 1000 * MIB - kept_free(600 * MIB)
 
 
+def test_what_rises_by_little_is_met_out_of_the_margin_and_no_slab_goes_for_it() -> None:
+    tide, _, card = make()
+    card.beside = 400 * MIB
+    tide.end_step()
+    allowed = card.allowed
+    for more in (4, 8, 12):
+        card.beside = (400 + more) * MIB
+        tide.sample()
+        assert card.allowed == allowed
+    card.beside = 413 * MIB
+    tide.sample()
+    assert card.allowed == 1000 * MIB - kept_free(413 * MIB)
+
+
 def test_what_is_charged_and_is_torchs_to_allocate_is_not_counted_twice() -> None:
     """A gradient that arrives has room held for it; it is among activations, and was seen there."""
     tide, budget, card = make()
