@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from ptm_accel.integrations.transformers import Trainer as PagedTrainer
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
@@ -180,3 +181,50 @@ def test_a_run_on_a_card_is_shown_beside_its_bound(monkeypatch: pytest.MonkeyPat
     assert "times its lower bound of" in engine.metrics.summary()
     engine.check_integrity()
     engine.close()
+
+
+@pytest.mark.usefixtures("repeating_kernels")
+def test_pages_and_activations_share_a_card_that_is_too_small() -> None:
+    """With a limit on what torch reserves, batches that become longer, and an evaluation that takes more."""
+
+    def net() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
+        config = LlamaConfig(vocab_size=8192, num_hidden_layers=12, use_cache=False, **shape)
+        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def run(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> list[float]:
+        seen = []
+        for step, length in enumerate([256, 1024, 512, 2048, 1024, 2048, 2048]):
+            ids = torch.randint(0, 8192, (1, length), generator=torch.Generator().manual_seed(step)).cuda()
+            loss = model.train()(input_ids=ids, labels=ids).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            if step == 4:
+                with torch.no_grad():
+                    seen += [model.eval()(input_ids=ids.repeat(6, 1)).logits.float().sum().item() for _ in range(2)]
+        return seen
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    plain = net()
+    expected = run(plain, adamw(plain))
+    states = 4 * sum(p.nbytes for p in plain.parameters())
+    del plain
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = net()
+    given = states * 3 // 4 + 600 * MIB
+    engine = Engine.attach(model, PTMConfig(device_memory=given, host_memory="8GiB", page_size=MIB))
+    try:
+        assert run(model, engine.bind_optimizer(adamw(model))) == expected
+        assert torch.cuda.memory_reserved() <= given
+        assert engine.pool.stats.evictions > 0
+        engine.check_integrity()
+    finally:
+        engine.close()

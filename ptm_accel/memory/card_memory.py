@@ -82,7 +82,8 @@ class CardMemory:
         allocator: where it comes from.
 
     Attributes:
-        slabs: what large blocks are cut from.
+        slabs: what large blocks are cut from; changed with the lock held.
+        lock: who has it, sees nothing change.
     """
 
     _open: ClassVar[weakref.WeakSet[CardMemory]] = weakref.WeakSet()
@@ -92,13 +93,13 @@ class CardMemory:
         self.slabs = Slabs(allocator.empty, allocator.give_up, allocator.trim, allocator.granule_bytes)
         self._small_bytes = 0
         # A handler of signals may look at pages in the middle of a copy.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         CardMemory._open.add(self)
 
     @property
     def live_bytes(self) -> int:
         """Bytes in blocks handed out and not yet recycled."""
-        with self._lock:
+        with self.lock:
             return self.slabs.used_bytes + self._small_bytes
 
     @property
@@ -117,7 +118,7 @@ class CardMemory:
             DeviceBudgetError: there is no piece of that size.
         """
         check_block_size(nbytes)
-        with self._lock:
+        with self.lock:
             if nbytes <= self._allocator.small_bytes:
                 memory = self._allocator.empty(nbytes)
                 if memory is None:
@@ -139,7 +140,7 @@ class CardMemory:
 
     def recycle(self, block: Block) -> None:
         """Takes back a block whose storage has died."""
-        with self._lock:
+        with self.lock:
             if isinstance(block.region, Run):
                 self.slabs.give(block.region)
             else:
@@ -149,7 +150,7 @@ class CardMemory:
 
     def confine(self, nbytes: int) -> None:
         """Slabs may take so much together from now on; of those that are too many nothing more is given."""
-        with self._lock:
+        with self.lock:
             self.slabs.confine(nbytes)
 
     def beside_bytes(self) -> int:
@@ -164,12 +165,12 @@ class CardMemory:
 
     def close(self) -> None:
         """Gives memory back as blocks come back."""
-        with self._lock:
+        with self.lock:
             self.slabs.close()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if slabs do not add up, or if more is held than is reserved."""
-        with self._lock:
+        with self.lock:
             self.slabs.check_integrity()
             reserved = self._allocator.reserved()
             if not 0 <= self._small_bytes <= self.held_bytes <= reserved:

@@ -32,7 +32,6 @@ class _Window:
     Attributes:
         slab: in which slab.
         start: where it begins there.
-        stop: where the last of what it touches ends; it may reach further than the run.
         gaps: the free parts, as (start, length).
         tensors: what would move.
         nbytes: how much that is.
@@ -40,7 +39,6 @@ class _Window:
 
     slab: Slab
     start: int
-    stop: int
     gaps: list[tuple[int, int]]
     tensors: list[PagedTensor]
     nbytes: int
@@ -61,11 +59,30 @@ class Compaction:
         self._pool = pool
         self._memory = memory
         self.moved_bytes = 0
+        # What was looked for in vain: when, and how much.
+        self._vain = -1, 0
 
-    def make(self, nbytes: int) -> Block | None:
-        """A block of `nbytes` where idle extents were; None if there is not as much free, or no place for them."""
-        slabs = self._memory.slabs
-        if not self._memory.cuts(nbytes) or sum(slab.runs.free for slab in slabs.usable()) < nbytes:
+    def make(self, nbytes: int, *, needed: bool = True) -> Block | None:
+        """A block of `nbytes` where idle extents were; None if there is not as much free, or no place for them.
+
+        Args:
+            nbytes: how many.
+            needed: False for what can come later: it is not looked for again before something has come back.
+        """
+        if not self._memory.cuts(nbytes):
+            return None
+        with self._memory.lock:
+            given, least = self._vain
+            if not needed and self._memory.slabs.given == given and nbytes >= least:
+                return None
+            run = self._run(nbytes)
+            if run is None:
+                self._vain = self._memory.slabs.given, nbytes
+                return None
+            return self._memory.block_of(run)
+
+    def _run(self, nbytes: int) -> Run | None:
+        if sum(slab.runs.free for slab in self._memory.slabs.usable()) < nbytes:
             return None
         movable = [
             (run, tensor)
@@ -76,8 +93,7 @@ class Compaction:
         for window in windows[:_TRIES]:
             places = self._places(window)
             if places is not None:
-                run = self._clear(window, places, nbytes)
-                return None if run is None else self._memory.block_of(run)
+                return self._clear(window, places, nbytes)
         return None
 
     def drain(self) -> bool:
@@ -113,7 +129,7 @@ class Compaction:
                     tensors = [tensor for _, _, tensor in chosen if tensor is not None]
                     gaps = [(first, many) for first, many, tensor in chosen if tensor is None]
                     size = sum(many for _, many, tensor in chosen if tensor is not None)
-                    yield _Window(slab, parts[begin][0], stop, gaps, tensors, size)
+                    yield _Window(slab, parts[begin][0], gaps, tensors, size)
                     begin += 1
 
     def _places(self, window: _Window) -> list[Run] | None:

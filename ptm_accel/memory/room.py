@@ -100,7 +100,9 @@ class Room:
             BudgetError: nothing more can be moved; says who holds what.
         """
         with self._lock:
-            if self.tide is not None:
+            if isinstance(self.tide, Tide):
+                self.tide.look()
+            elif self.tide is not None:
                 self.tide.sample()
             if nbytes > self.budget.free_bytes:
                 self._make_room(nbytes, name)
@@ -137,7 +139,8 @@ class Room:
                 return self.compute.allocate(nbytes)
             except DeviceBudgetError:
                 with self._lock:
-                    if self.compaction is not None and (block := self.compaction.make(nbytes)) is not None:
+                    block = None if self.compaction is None else self.compaction.make(nbytes, needed=moves)
+                    if block is not None:
                         return block
                     if not moves:
                         raise

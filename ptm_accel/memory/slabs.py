@@ -78,6 +78,7 @@ class Slabs:
     Attributes:
         limit_bytes: what slabs may take together.
         held_bytes: what they take.
+        given: how many runs have come back so far.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Slabs:
     ) -> None:
         self.limit_bytes = 1 << 62
         self.held_bytes = 0
+        self.given = 0
         self._acquire = acquire
         self._give_up = give_up
         self._released = released
@@ -127,6 +129,7 @@ class Slabs:
     def give(self, run: Run) -> None:
         """Takes a run back."""
         slab = run.slab
+        self.given += 1
         slab.runs.give(run.offset, run.nbytes)
         if not slab.used_bytes and slab.draining:
             self._release([slab])

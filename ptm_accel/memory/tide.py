@@ -12,6 +12,7 @@ is larger than all before it: what it takes is not known either.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Protocol
@@ -25,6 +26,9 @@ MARGIN = 1.125
 
 _RISE = 1.03
 """Pages make way for what rises by more than this factor; for less there is the margin."""
+
+_LOOK_EVERY_S = 1e-3
+"""What is reserved changes as new shapes come, and there are thousands of reservations in a step."""
 
 _MOST_KINDS = 32
 """How many kinds of batches are kept of which none is larger than another one in all its dimensions."""
@@ -78,6 +82,7 @@ class Tide:
         self._kept_free_for = {False: 0, True: 0}
         self._evaluates = False
         self._loose_bytes = 0
+        self._looked_s = -1.0
         self._warming = True
         self._rising = False
         self._evaluating = False
@@ -156,7 +161,7 @@ class Tide:
         if self._warming or 2 * self._budget.used_bytes < self.total_bytes:
             return False
         before = self._budget.capacity_bytes
-        self.sample()
+        self.look()
         return self._budget.capacity_bytes < before
 
     def resize(self, total_bytes: int) -> None:
@@ -194,8 +199,19 @@ class Tide:
         """The most that was reserved beside pages so far, in training or in evaluation."""
         return self._most[self._evaluates]
 
+    def look(self) -> None:
+        """Called before every reservation: `sample`, unless that was just done. Asking the allocator takes a while.
+
+        Raises:
+            DeviceBudgetError: other memory leaves less than the least that pages can work with.
+        """
+        now_s = time.perf_counter()
+        if now_s >= self._looked_s + _LOOK_EVERY_S:
+            self._looked_s = now_s
+            self.sample()
+
     def sample(self) -> None:
-        """Called before every reservation: notes how high the tide is.
+        """Notes how high the tide is.
 
         Raises:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.

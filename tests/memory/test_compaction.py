@@ -143,6 +143,24 @@ def test_what_is_sent_for_finds_a_run_too_and_nothing_leaves_for_it(pool: Pool) 
     assert (pool.fault(away) == 50).all()
 
 
+def test_what_can_come_later_is_not_looked_for_again_before_something_has_come_back(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [made(pool, pages, float(number)) for number, pages in enumerate((1, 7, 1, 6, 1))]
+    for number in (0, 2):
+        pool.forget(tensors[number])
+    pool.room.collect()
+    compaction, looked = compaction_of(pool), list[int]()
+    monkeypatch.setattr(compaction, "_run", lambda nbytes: looked.append(nbytes))
+    for needed, pages in ((False, 2), (False, 2), (False, 3), (True, 2), (False, 1)):
+        assert compaction.make(pages * PAGE, needed=needed) is None
+    assert looked == [2 * PAGE, 2 * PAGE, PAGE]
+    pool.forget(tensors[4])
+    pool.room.collect()
+    compaction.make(2 * PAGE, needed=False)
+    assert looked[3:] == [2 * PAGE]
+
+
 def test_small_blocks_and_more_than_there_is_are_not_looked_for(pool: Pool) -> None:
     with_gaps(pool)
     assert compaction_of(pool).make(1024) is None

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory import tide as tide_module
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.tide import _MOST_KINDS, MARGIN, Shapes, Tide
 from ptm_accel.units import MIB
+
+
+@pytest.fixture(autouse=True)
+def looking_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is missed between two looks."""
+    monkeypatch.setattr(tide_module, "_LOOK_EVERY_S", 0.0)
 
 
 class Reserved:
@@ -67,6 +74,18 @@ def test_a_rising_tide_lowers_the_capacity_at_once_and_what_it_came_to_stays_fre
         # Slabs may have taken what the allocator had kept; the next step needs it all the same.
         tide.end_step()
         assert budget.capacity_bytes == card.allowed == 1000 * MIB - kept_free(600 * MIB)
+
+
+def test_the_allocator_is_not_asked_at_every_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [10.0], [0]
+    monkeypatch.setattr(tide_module, "_LOOK_EVERY_S", 1e-3)
+    monkeypatch.setattr(tide_module.time, "perf_counter", lambda: clock[0])
+    tide, _, card = make()
+    monkeypatch.setattr(card, "beside_bytes", lambda: asked.append(asked[-1] + 1) or 0)
+    for _ in range(1000):
+        clock[0] += 1e-5
+        tide.look()
+    assert 9 <= asked[-1] <= 11
 
 
 def test_what_rises_by_little_is_met_out_of_the_margin_and_no_slab_goes_for_it() -> None:
