@@ -223,6 +223,8 @@ class Engine(TrainedModel):
         if isinstance(self.pool.compute, CudaTier):
             # Whether the card has room was asked above; the budget need not.
             self.pool.compute.limit(None)
+        if check:
+            self._leave_card()
         sums = self._sums_off_pages() if check else []
         self.abort()
         if self.optimizer is not None:

@@ -41,7 +41,7 @@ from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.schedule.watch import LinkUse
 from ptm_accel.sharing import Claim, claim_of, party_of, share
-from ptm_accel.sizing import hint_about_masters, refuse_below, refuse_homeless
+from ptm_accel.sizing import hint_about_masters, idle_fits_below, refuse_below, refuse_homeless
 
 _RETURN_EVERY_BYTES = 64 << 20
 """How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
@@ -350,6 +350,13 @@ class PagedModel:
             self.claim_again()
         refuse_oversized_region(region, needed, self.pool.budget)
         self.gradients.expect_together(region.grad_bytes)
+
+    def _leave_card(self) -> None:
+        """Gives slabs back, so that the card has room for ordinary tensors: what is in them leaves, if it can."""
+        if self.pool.card is not None:
+            self.pool.card.confine(0)
+            if idle_fits_below(self.memory):
+                self.pool.room.shrink()
 
     def _take_off(self, slot: ParamSlot) -> None:
         if slot.value.place.resident:

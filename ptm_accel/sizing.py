@@ -116,13 +116,15 @@ def refuse_oversized_model(memory: Memory, values: Iterable[PagedTensor]) -> Non
     """
     pool = memory.pool
     values = list(values)
-    # What is resident is copied, one after another, before its pages are given back.
-    asked = sum(value.nbytes for value in values if not value.place.resident)
-    asked += max((value.nbytes for value in values if value.place.resident), default=0)
-    if pool.budget.tier is Tier.DEVICE:
-        free = _free_on_card(pool.compute.device) if pool.compute.device.type == "cuda" else asked
+    if pool.card is not None:
+        # What is resident leaves first, if it can, and all slabs with it.
+        asked = sum(value.nbytes for value in values)
+        free = pool.card.free_bytes() + (pool.card.held_bytes if idle_fits_below(memory) else 0)
     else:
-        free = available_bytes()
+        # What is resident is copied, one after another, before its pages are given back.
+        asked = sum(value.nbytes for value in values if not value.place.resident)
+        asked += max((value.nbytes for value in values if value.place.resident), default=0)
+        free = available_bytes() if pool.budget.tier is Tier.HOST else asked
     if asked > free:
         raise BudgetError(
             f"the model cannot be taken off its pages: {format_bytes(asked)} more of memory are needed for it and "
@@ -130,10 +132,11 @@ def refuse_oversized_model(memory: Memory, values: Iterable[PagedTensor]) -> Non
         )
 
 
-def _free_on_card(device: torch.device) -> int:
-    """Bytes that torch can still hand out on a card: what nobody has, and what torch keeps for itself."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + kept
+def idle_fits_below(memory: Memory) -> bool:
+    """Whether all that may leave the compute tier would have room below."""
+    pool = memory.pool
+    below = (budget for tier, budget in memory.budgets.items() if tier is not pool.budget.tier)
+    return pool.idle_bytes <= sum(budget.free_bytes for budget in below)
 
 
 def hint_about_masters(trainable: list[ParamSlot], config: ResolvedConfig) -> None:

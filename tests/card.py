@@ -231,6 +231,9 @@ class CardAllocator:
     def reserved(self) -> int:
         return self._card.reserved
 
+    def free(self) -> int:
+        return self._card.limit_bytes - self._card.allocated
+
     def refusal(self, nbytes: int) -> DeviceBudgetError:
         card = self._card
         return device_refusal("card", nbytes, card.allocated, card.reserved, card.limit_bytes)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
+from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.tide import Tide
@@ -55,8 +56,9 @@ def on_card(model: LlamaForCausalLM, nbytes: int) -> Iterator[tuple[Engine, Card
         engine = Engine.attach(model, PTMConfig(page_size=65536), memory=memory)
         with OnCard(card, WORKSPACE):
             yield engine, card
-        engine.check_integrity()
-        engine.close()
+        if not memory.closed:
+            engine.check_integrity()
+            engine.close()
     finally:
         memory.close()
 
@@ -145,6 +147,36 @@ def test_a_model_that_is_only_evaluated_keeps_what_fits_on_the_card() -> None:
         assert not card.flushes
     assert moved[0] > nbytes // 2, "at first pages have the least, and what leaves comes again"
     assert moved[3] == moved[2], "then all stays"
+
+
+def test_a_model_is_taken_off_a_card_that_its_pages_have_filled() -> None:
+    plain, lengths = llama(6), [256] * 3
+    train(plain, adamw(plain), lengths)
+    states = 4 * sum(p.nbytes for p in plain.parameters())
+    model = llama(6)
+    with on_card(model, states * 7 // 10) as (engine, card):
+        train(model, engine.bind_optimizer(adamw(model)), lengths)
+        assert engine.pool.card is not None
+        assert engine.pool.card.held_bytes > states // 3
+        assert engine.detach() is model
+        assert engine.pool.card.held_bytes == 0
+        assert states // 4 <= card.allocated < states // 3
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_part_of_a_card_that_another_model_gets_is_given_back() -> None:
+    model = llama(6)
+    states = 4 * sum(p.nbytes for p in model.parameters())
+    with on_card(model, states * 7 // 10) as (engine, card):
+        optimizer = engine.bind_optimizer(adamw(model))
+        train(model, optimizer, [256] * 3)
+        assert engine.pool.card is not None
+        before = engine.pool.card.held_bytes
+        engine.resize({Tier.DEVICE: states * 4 // 10})
+        assert engine.pool.card.held_bytes < before - states // 5
+        assert card.allocated < before - states // 5
+        train(model, optimizer, [256] * 2)
 
 
 def test_where_all_fits_nothing_moves_and_nothing_is_planned_once_a_step_was_seen() -> None:

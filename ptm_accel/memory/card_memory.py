@@ -70,6 +70,10 @@ class Allocator(Protocol):
         """Bytes that it has taken from the card."""
         ...
 
+    def free(self) -> int:
+        """Bytes that it can still hand out: what nobody has taken from the card, and what it keeps for itself."""
+        ...
+
     def refusal(self, nbytes: int) -> DeviceBudgetError:
         """The error for so many bytes that it does not have."""
         ...
@@ -159,6 +163,10 @@ class CardMemory:
         held = sum(memory.held_bytes for memory in list(CardMemory._open) if memory._allocator.card == card)
         return max(self._allocator.reserved() - held, 0)
 
+    def free_bytes(self) -> int:
+        """Bytes that the card has for anybody, slabs left out."""
+        return self._allocator.free()
+
     def trim(self) -> None:
         """What others have used before, and nobody does now, is no longer beside pages."""
         self._allocator.trim()
@@ -241,6 +249,11 @@ class TorchAllocator:
         """See `Allocator.reserved`."""
         # The same figure as `memory_reserved`, which sorts all the others for it as well.
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"])
+
+    def free(self) -> int:
+        """See `Allocator.free`."""
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0]) + kept
 
     def refusal(self, nbytes: int) -> DeviceBudgetError:
         """See `Allocator.refusal`."""

@@ -299,6 +299,8 @@ class Room:
             else:
                 self.tide.resize(nbytes)
             self._make_room(0, "what is there already")
+            if self.compaction is not None and self.compaction.drain():
+                self.collect()
             self.budget.make_real_room()
 
     def glance(self) -> None:

@@ -222,6 +222,8 @@ def test_what_torch_has_not_is_none_and_what_it_has_reserved_is_asked_of_it(monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=5 * GIB))
     assert allocator.empty(SMALL_BYTES) is None
     assert allocator.reserved() == 7
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 5 * GIB))
+    assert allocator.free() == 2 * GIB
     text = r"cuda:0: cannot allocate a block of 1.00 MiB: 3.00 GiB are allocated and 4.00 GiB reserved by torch"
     assert allocator.refusal(MIB).args[0].startswith("ptm_accel: the device is out of memory. cuda:0")
     with pytest.raises(DeviceBudgetError, match=text):
