@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +12,13 @@ from torch import nn
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, UnsupportedError
-from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.paged import Place
+from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
 from ptm_accel.sizing import refuse_oversized_model
+from tests.card import Card, CardTier
 from tests.tiers import PAGE, at_floor, config, on_pages
 from tests.tiers import open_memory as tiers
 
@@ -145,23 +146,28 @@ def test_what_is_resident_is_copied_when_it_is_taken_off(tmp_path: Path, monkeyp
     assert all(later < earlier for earlier, later in itertools.pairwise(held)), held
 
 
-def test_what_torch_keeps_of_a_card_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = SimpleNamespace(
-        mem_get_info=lambda device: (0, 1 << 30),
-        memory_reserved=lambda device: 5000,
-        memory_allocated=lambda device: 4900,
-    )
+def test_what_pages_hold_of_a_card_is_free_where_they_can_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    capacities = Capacities(page_bytes=4096, host_bytes=1 << 20, device_bytes=1 << 20)
+    memory = build_memory(capacities, CardTier(Card(1 << 20, 1024), 1024))
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    engine = Engine.attach(model, config(), memory=tiers("mock+host", 1 << 20, tmp_path))
+    nbytes = sum(param.nbytes for param in model.parameters())
+    engine = Engine.attach(model, config(), memory=memory)
     values = [slot.value for slot in engine.slots]
-    monkeypatch.setattr("ptm_accel.sizing.torch", SimpleNamespace(cuda=card))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.pool.compute, "device", SimpleNamespace(type="cuda"))
-        with pytest.raises(BudgetError, match=r"more of memory are needed for it and 100 B are free\."):
-            refuse_oversized_model(engine.memory, values)
-        card.memory_reserved = lambda device: 1 << 20
-        refuse_oversized_model(engine.memory, values)
+    for value in values:
+        engine.pool.fault(value)
+    assert engine.pool.card is not None
+    monkeypatch.setattr(engine.pool.card, "free_bytes", lambda: 40 << 10)
+    assert engine.pool.card.held_bytes + (40 << 10) >= nbytes
+    refuse_oversized_model(memory, values)
+    host = memory.budgets[Tier.HOST]
+    host.capacity_bytes, before = host.used_bytes, host.capacity_bytes
+    with pytest.raises(BudgetError, match=r"more of memory are needed for it and 40960 B are free\."):
+        refuse_oversized_model(memory, values)
+    with pytest.raises(BudgetError, match="cannot be taken off its pages"):
+        engine.detach()
+    monkeypatch.setattr(engine.pool.card, "free_bytes", lambda: nbytes)
     engine.detach()
+    host.capacity_bytes = before
 
 
 def test_a_model_that_memory_cannot_hold_stays_on_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
