@@ -212,7 +212,9 @@ class CardAllocator:
             piece = self._card.malloc(nbytes)
         except torch.OutOfMemoryError:
             return None
-        memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        # It is counted here, and not as what an operation has allocated.
+        with _disable_current_modes():
+            memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
         weakref.finalize(memory.untyped_storage(), self._card.free, piece)
         return memory
 
@@ -220,7 +222,8 @@ class CardAllocator:
         part = (ctypes.c_ubyte * nbytes).from_address(memory.data_ptr() + offset)
         part.memory = memory  # type: ignore[attr-defined]
         ctypes.memset(part, POISON, nbytes)
-        return torch.frombuffer(part, dtype=torch.uint8)
+        with _disable_current_modes():
+            return torch.frombuffer(part, dtype=torch.uint8)
 
     def give_up(self, memory: torch.Tensor) -> None:
         self.given_up.append(memory.numel())
@@ -253,13 +256,7 @@ class CardTier(MockDevice):
 
     def allocate(self, nbytes: int) -> Block:
         assert self.memory is not None
-        with _disable_current_modes():
-            return self.memory.allocate(nbytes)
-
-    def stretch(self, nbytes: int) -> Block:
-        assert self.memory is not None
-        with _disable_current_modes():
-            return self.memory.allocate(nbytes, anywhere=True)
+        return self.memory.allocate(nbytes)
 
     def recycle(self, block: Block) -> None:
         assert self.memory is not None

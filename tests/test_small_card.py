@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
+from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
@@ -200,10 +201,17 @@ def test_where_all_fits_nothing_moves_and_nothing_is_planned_once_a_step_was_see
 
 
 def test_a_batch_that_leaves_pages_too_little_is_refused_with_the_numbers() -> None:
-    model = llama(2)
-    states = 4 * sum(p.nbytes for p in model.parameters())
-    with on_card(model, states) as (engine, _), pytest.raises(RuntimeError, match=r" out of memory\. "):
-        train(model, engine.bind_optimizer(adamw(model)), [256, 2048, 8192])
+    with on_card(model := llama(2), 256 * MIB) as (engine, _):
+        train(model, engine.bind_optimizer(adamw(model)), [4096])
+        most, least = tide_of(engine).high_water_bytes, tide_of(engine)._least_bytes
+    # Enough for the step as it was, but not for that and an eighth.
+    with (
+        on_card(model := llama(2), most * 106 // 100 + least) as (engine, _),
+        pytest.raises(
+            DeviceBudgetError, match=r" out of memory\. activations and workspaces took .* leaves .* pages"
+        ),
+    ):
+        train(model, engine.bind_optimizer(adamw(model)), [4096])
 
 
 def test_copies_have_been_going_on_beside_all_that() -> None:

@@ -1,6 +1,6 @@
 """Closing up gaps: idle extents move within a card, so that what is free lies in one piece where that is wanted.
 
-Within a card bytes move at the rate of its memory, some thirty times that of the link over which evicted ones would
+Within a card bytes move at the rate of its memory, which is many times that of the link over which evicted ones would
 leave and come again. So a run that is broken is mended by moving what is in the way into other gaps, and only where
 there are none for it has something to leave.
 """
@@ -95,6 +95,14 @@ class Compaction:
             if places is not None:
                 return self._clear(window, places, nbytes)
         return None
+
+    def stretch(self, nbytes: int) -> Block:
+        """A block out of memory that was kept free for others: nothing can leave any more.
+
+        Raises:
+            DeviceBudgetError: the card has not as much in one piece.
+        """
+        return self._memory.allocate(nbytes, anywhere=True)
 
     def drain(self) -> bool:
         """Moves idle tensors away that lie in slabs which are to be given back; returns whether there were such slabs.

@@ -37,14 +37,6 @@ class DeviceTier(ComputeTier, Protocol):
         """What blocks are cut from, and other memory grows into; None where there is no other."""
         ...
 
-    def stretch(self, nbytes: int) -> Block:
-        """As `allocate`, out of memory that was meant for others, too: nothing can leave any more.
-
-        Raises:
-            DeviceBudgetError: the device has not as much in one piece.
-        """
-        ...
-
     def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """Starts copying host bytes to the device, after the compute the calling thread has queued so far.
 
@@ -89,15 +81,15 @@ def check_copy(into: torch.Tensor, source: torch.Tensor) -> None:
 class CudaTransfer:
     """A copy on one of a `CudaTier`'s streams, with the event that marks its end.
 
-    What a copy out reads, torch's allocator keeps from being reused under it (`record_stream`); the host tensor is kept
-    by the tier. What a copy in fills is kept here until compute has been ordered behind the copy, or the copy has
-    ended: were it recorded as well, the block would be free again only when all that was queued on that stream by then
-    has ended, other copies in that wait for compute included. So a transfer that is ordered or done keeps no block.
+    What a copy out reads is kept from being reused under it: a block by whoever has let go of it, memory of torch's by
+    its allocator (`record_stream`); the host tensor is kept by the tier. What a copy in fills is kept here until
+    compute has been ordered behind the copy, or the copy has ended; where nobody does either, compute is ordered behind
+    it as this is dropped.
 
     Args:
         event: marks its end.
         device: where compute waits for it.
-        filled: what a copy in fills, and the stream that it runs on.
+        filled: what a copy in fills.
     """
 
     __slots__ = ("_device", "_event", "_filled")
@@ -106,7 +98,7 @@ class CudaTransfer:
         self,
         event: torch.cuda.Event,
         device: torch.device,
-        filled: tuple[torch.Tensor, torch.cuda.Stream] | None = None,
+        filled: torch.Tensor | None = None,
     ) -> None:
         self._event = event
         self._device = device
@@ -197,10 +189,6 @@ class CudaTier:
             DeviceBudgetError: what pages may take has no such piece, or the card has no room left.
         """
         return self.memory.allocate(nbytes)
-
-    def stretch(self, nbytes: int) -> Block:
-        """See `DeviceTier.stretch`."""
-        return self.memory.allocate(nbytes, anywhere=True)
 
     def recycle(self, block: Block) -> None:
         """Takes back a block whose storage has died."""
@@ -302,7 +290,7 @@ class CudaTier:
                 on_device.record_stream(stream)
             self._retire()
             self._in_flight.append(_Running(direction, began, ended, on_host))
-        return CudaTransfer(ended, self.device, (into, stream) if direction is CopyDirection.IN else None)
+        return CudaTransfer(ended, self.device, into if direction is CopyDirection.IN else None)
 
     def _retire(self) -> None:
         """Lets go of copies that have ended, and counts them."""

@@ -192,10 +192,6 @@ class MockDevice:
             # A storage of its own for each block: its death is what tells that nobody views the run any more.
             return Block(torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=region.offset), region)
 
-    def stretch(self, nbytes: int) -> Block:
-        """See `DeviceTier.stretch`: an imagined card has no memory that was meant for others."""
-        return self.allocate(nbytes)
-
     def recycle(self, block: Block) -> None:
         """Poisons the run, and takes it back to be handed out again at once."""
         region = block.region

@@ -149,11 +149,9 @@ class Room:
                     if len(self._leavers) != left or self._wait_for_one() or self.store_again():
                         continue
                     if not self._evictor.evict_one():
-                        return self._stretched(nbytes)
-
-    def _stretched(self, nbytes: int) -> Block:
-        stretch: Callable[[int], Block] = self.compute.stretch  # type: ignore[attr-defined]
-        return stretch(nbytes)
+                        if self.compaction is None:
+                            raise
+                        return self.compaction.stretch(nbytes)
 
     def _wait_for_one(self) -> bool:
         """Waits for a transfer whose memory is leaving; False if there is none."""

@@ -6,8 +6,8 @@ a card is then full with a tenth of it free. So pages have pieces of their own (
 and Angel-PTM's pages, arXiv 2303.02868, are there for the same reason). A hole in those costs an eviction; a hole
 between activations is an error that nobody can answer.
 
-Each new slab is at most as large as all before it, so that no more than twice of what is used is held, and what large
-tensors need is there in one piece.
+A new slab is as large as all before it together, if the limit leaves as much, so that they are few and large and grow
+with what is used; a run that is larger than that has one of its size.
 """
 
 from __future__ import annotations

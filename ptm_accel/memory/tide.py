@@ -38,14 +38,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Card(Protocol):
-    """A card's memory, as the tide sees it.
-
-    Attributes:
-        live_bytes: in blocks of these pages.
-    """
+    """A card's memory, as the tide sees it."""
 
     @property
-    def live_bytes(self) -> int: ...  # noqa: D102
+    def live_bytes(self) -> int:
+        """Bytes in blocks of these pages."""
+        ...
 
     def beside_bytes(self) -> int:
         """Bytes that are reserved on the card and that no pages hold."""

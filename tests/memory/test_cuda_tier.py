@@ -139,7 +139,7 @@ def test_a_copy_in_keeps_what_it_fills_until_nobody_can_overtake_it(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
     filled, event = Filled(), FakeEvent()
     alive = weakref.ref(filled)
-    transfer = CudaTransfer(event, torch.device("cuda", 0), (filled, "stream"))  # type: ignore[arg-type]
+    transfer = CudaTransfer(event, torch.device("cuda", 0), filled)  # type: ignore[arg-type]
     del filled
     assert not transfer.done()
     assert alive() is not None, "the copy may still write to it"
