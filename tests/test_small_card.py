@@ -207,9 +207,7 @@ def test_a_batch_that_leaves_pages_too_little_is_refused_with_the_numbers() -> N
     # Enough for the step as it was, but not for that and an eighth.
     with (
         on_card(model := llama(2), most * 106 // 100 + least) as (engine, _),
-        pytest.raises(
-            DeviceBudgetError, match=r" out of memory\. activations and workspaces took .* leaves .* pages"
-        ),
+        pytest.raises(DeviceBudgetError, match=r" out of memory\. activations and workspaces took .* leaves .* pages"),
     ):
         train(model, engine.bind_optimizer(adamw(model)), [4096])
 
