@@ -183,9 +183,11 @@ def test_a_run_on_a_card_is_shown_beside_its_bound(monkeypatch: pytest.MonkeyPat
     engine.close()
 
 
-@pytest.mark.usefixtures("repeating_kernels")
-def test_pages_and_activations_share_a_card_that_is_too_small() -> None:
+def test_pages_and_activations_share_a_card_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit on what torch reserves, batches that become longer, and an evaluation that takes more."""
+    # Attention has a backward that repeats itself only where torch refuses all others.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
     def net() -> LlamaForCausalLM:
         torch.manual_seed(0)
@@ -212,19 +214,25 @@ def test_pages_and_activations_share_a_card_that_is_too_small() -> None:
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    plain = net()
-    expected = run(plain, adamw(plain))
-    states = 4 * sum(p.nbytes for p in plain.parameters())
-    del plain
-    gc.collect()
-    torch.cuda.empty_cache()
-    model = net()
-    given = states * 3 // 4 + 600 * MIB
-    engine = Engine.attach(model, PTMConfig(device_memory=given, host_memory="8GiB", page_size=MIB))
     try:
-        assert run(model, engine.bind_optimizer(adamw(model))) == expected
-        assert torch.cuda.memory_reserved() <= given
-        assert engine.pool.stats.evictions > 0
-        engine.check_integrity()
+        plain = net()
+        expected = run(plain, adamw(plain))
+        states = 4 * sum(p.nbytes for p in plain.parameters())
+        del plain
+        again = net()
+        assert run(again, adamw(again)) == expected, "the plain run does not repeat itself"
+        del again
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = net()
+        given = states * 3 // 4 + 600 * MIB
+        engine = Engine.attach(model, PTMConfig(device_memory=given, host_memory="8GiB", page_size=MIB))
+        try:
+            assert run(model, engine.bind_optimizer(adamw(model))) == expected
+            assert torch.cuda.memory_reserved() <= given
+            assert engine.pool.stats.evictions > 0
+            engine.check_integrity()
+        finally:
+            engine.close()
     finally:
-        engine.close()
+        torch.use_deterministic_algorithms(False)

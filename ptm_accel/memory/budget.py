@@ -183,7 +183,13 @@ class Budget:
             BudgetError: the bytes do not fit (`DeviceBudgetError` on the device tier).
         """
         common = self._common
-        with nullcontext() if common is None else common.lock, self._lock:
+        if common is None:
+            return self._reserve(nbytes, tag, name, allocates)
+        with common.lock:
+            return self._reserve(nbytes, tag, name, allocates)
+
+    def _reserve(self, nbytes: int, tag: Tag, name: str, allocates: bool) -> Reservation:
+        with self._lock:
             if nbytes > self.free_bytes:
                 raise self.refusal(nbytes, name)
             self.used_bytes += nbytes
@@ -192,7 +198,8 @@ class Budget:
                 self.used_bytes -= nbytes
                 self._by_tag[tag] -= nbytes
                 raise self.refusal(nbytes, name)
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            if self.used_bytes > self.peak_bytes:
+                self.peak_bytes = self.used_bytes
             return Reservation(self, nbytes, tag, name)
 
     def reset_peak(self) -> None:

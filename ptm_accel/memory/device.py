@@ -92,7 +92,7 @@ class CudaTransfer:
         filled: what a copy in fills.
     """
 
-    __slots__ = ("_device", "_event", "_filled")
+    __slots__ = ("_device", "_ended", "_event", "_filled")
 
     def __init__(
         self,
@@ -103,11 +103,15 @@ class CudaTransfer:
         self._event = event
         self._device = device
         self._filled = filled
+        # Each page that it moves asks, and the driver takes a while to answer.
+        self._ended = False
 
     def done(self) -> bool:
         """Whether the copy has ended, well or not."""
+        if self._ended:
+            return True
         try:
-            ended = bool(self._event.query())
+            ended = self._ended = bool(self._event.query())
         except RuntimeError:
             # The device has failed; wait() raises what query() raised.
             ended = True
@@ -121,17 +125,21 @@ class CudaTransfer:
         Raises:
             RuntimeError: the device has failed (torch's error).
         """
-        self._event.synchronize()
+        if not self._ended:
+            self._event.synchronize()
+            self._ended = True
         self._filled = None
 
     def order(self) -> None:
         """Makes the calling thread's compute stream wait for the copy."""
-        self.precede(torch.cuda.current_stream(self._device))
+        if not self._ended:
+            self.precede(torch.cuda.current_stream(self._device))
         self._filled = None
 
     def precede(self, stream: torch.cuda.Stream) -> None:
         """Makes a stream wait for the copy."""
-        stream.wait_event(self._event)
+        if not self._ended:
+            stream.wait_event(self._event)
 
     def __del__(self) -> None:
         if self._filled is not None:

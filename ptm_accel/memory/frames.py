@@ -16,6 +16,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -99,6 +100,7 @@ class FramePool:
         assert self.slab_bytes >= frame_bytes and _power_of_two_below(self.slab_bytes) == self.slab_bytes, slab_bytes
         self._pin = pin
         self._slabs: list[_Slab] = []
+        self._kept = _Kept()
         self._frames: dict[Frame, None] = {}
         # `_turn` makes a take or a give one step for the others; it is held while the budget is asked. `_lock` guards
         # the slabs; it is not, since the budget calls `reclaim` under a lock of its own.
@@ -117,7 +119,7 @@ class FramePool:
     def kept_bytes(self) -> int:
         """Resident bytes that no frame uses."""
         with self._lock:
-            return sum(slab.kept_bytes for slab in self._slabs)
+            return self._kept.units * ALIGN_BYTES
 
     @property
     def slab_count(self) -> int:
@@ -190,6 +192,9 @@ class FramePool:
             for slab in self._slabs:
                 slab.check_integrity([(f._offset, f.nbytes) for f in self._frames if f._slab is slab])
             charged = sum(frame.reservation.nbytes for frame in self._frames if frame.reservation.live)
+            kept = sum(slab.kept_bytes for slab in self._slabs)
+            if kept != self.kept_bytes:
+                raise AssertionError(f"frame pool: slabs keep {kept} B, counted {self.kept_bytes}")
             if charged != self.used_bytes or charged > self.budget.used_bytes:
                 raise AssertionError(
                     f"frame pool: frames {self.used_bytes} B, charged {charged} B, budget {self.budget.used_bytes} B"
@@ -240,7 +245,7 @@ class FramePool:
             size = min(size, _power_of_two_below(room)) if room >= nbytes else 0
             if size < nbytes:
                 return None
-        slab = _Slab(size)
+        slab = _Slab(size, self._kept)
         if self._pin is not None:
             try:
                 slab.pin(self._pin)
@@ -259,11 +264,24 @@ class FramePool:
         )
 
 
-class _Slab:
-    """A memory file, mapped once as shared: which of its units are taken, and which are resident."""
+@dataclass(slots=True)
+class _Kept:
+    """Units of all slabs of a pool that are resident and that no frame uses; asked for with every frame."""
 
-    def __init__(self, nbytes: int) -> None:
+    units: int = 0
+
+
+class _Slab:
+    """A memory file, mapped once as shared: which of its units are taken, and which are resident.
+
+    Args:
+        nbytes: its length.
+        kept: where what it keeps is counted in.
+    """
+
+    def __init__(self, nbytes: int, kept: _Kept) -> None:
         self.nbytes = nbytes
+        self._kept = kept
         self.fd = -1
         try:
             self.fd = os.memfd_create("ptm_accel frames", os.MFD_CLOEXEC)
@@ -305,7 +323,7 @@ class _Slab:
     def pin(self, pin: HostPin) -> None:
         self._unpin = pin(self.tensor().data_ptr(), self.nbytes)
         self._resident[:] = _RESIDENT * len(self._resident)
-        self._kept_units = len(self._resident)
+        self._keep(len(self._resident) - self._kept_units)
 
     def take(self, nbytes: int, frame_bytes: int) -> int | None:
         """Takes a run; whole frames are aligned, so that small runs break up as few of them as possible."""
@@ -313,7 +331,7 @@ class _Slab:
         unit = self._runs.take(units, units if nbytes == frame_bytes else 1)
         if unit is None:
             return None
-        self._kept_units -= self._count(unit, units)
+        self._keep(-self._count(unit, units))
         return unit * ALIGN_BYTES
 
     def mark(self, offset: int, nbytes: int) -> None:
@@ -325,7 +343,7 @@ class _Slab:
         """Gives back a run that was never touched, or one in use: only what is resident is kept."""
         unit, units = offset // ALIGN_BYTES, nbytes // ALIGN_BYTES
         self._runs.give(unit, units)
-        self._kept_units += self._count(unit, units)
+        self._keep(self._count(unit, units))
 
     give = untake
 
@@ -338,7 +356,7 @@ class _Slab:
                 length = min(units, -(-(nbytes - freed) // ALIGN_BYTES)) if resident == units else units
                 first = start + units - length
                 freed += self._count(first, length) * ALIGN_BYTES
-                self._kept_units -= self._count(first, length)
+                self._keep(-self._count(first, length))
                 self._memory.madvise(mmap.MADV_REMOVE, first * ALIGN_BYTES, length * ALIGN_BYTES)
                 self._resident[first : first + length] = _CLEAN * length
                 units -= length
@@ -349,6 +367,7 @@ class _Slab:
         if unpin is not None:
             unpin()
         self._tensor = None
+        self._keep(-self._kept_units)
         # The mapping ends with its last view; its memory ends here.
         self._memory.madvise(mmap.MADV_REMOVE, 0, self.nbytes)
         os.close(self.fd)
@@ -366,6 +385,10 @@ class _Slab:
             raise AssertionError(
                 f"slab of {self.nbytes} B: used + free = {end} B, kept {self._kept_units} units, counted {kept}"
             )
+
+    def _keep(self, units: int) -> None:
+        self._kept_units += units
+        self._kept.units += units
 
     def _count(self, unit: int, units: int) -> int:
         return self._resident.count(_RESIDENT, unit, unit + units)

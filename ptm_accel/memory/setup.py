@@ -123,6 +123,23 @@ class Memory:
             budget.check_integrity()
 
 
+_PAGES_A_FRAME = 8
+_LEAST_FRAMES = 512
+"""A frame under a device holds several pages if so many frames fit into host memory: a page of its own for each 4 MiB
+costs the thread that computes more than a fast link takes to copy it.
+"""
+
+
+def _frame_bytes(capacities: Capacities) -> int:
+    """What is booked, copied and spilled at once of host memory under a device."""
+    frame_bytes = capacities.page_bytes
+    for _ in range(_PAGES_A_FRAME.bit_length() - 1):
+        if 2 * frame_bytes * _LEAST_FRAMES > capacities.host_bytes:
+            break
+        frame_bytes *= 2
+    return frame_bytes
+
+
 def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> Memory:
     """Opens the tiers.
 
@@ -154,7 +171,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     tier: DeviceTier = CudaTier(device) if isinstance(device, torch.device) else device
     assert capacities.device_bytes is not None, "a device needs device_bytes"
     budgets[Tier.DEVICE] = Budget(Tier.DEVICE, capacities.device_bytes)
-    frames = FramePool(host, capacities.page_bytes, pin=host_pin() if isinstance(device, torch.device) else None)
+    frames = FramePool(host, _frame_bytes(capacities), pin=host_pin() if isinstance(device, torch.device) else None)
     home = FrameHome(tier, frames, disk)
     over: list[ComputeTier | Home | FramePool] = [home, tier, frames]
     if disk is not None:

@@ -28,7 +28,10 @@ _RISE = 1.03
 """Pages make way for what rises by more than this factor; for less there is the margin."""
 
 _LOOK_EVERY_S = 1e-3
-"""What is reserved changes as new shapes come, and there are thousands of reservations in a step."""
+_LOOK_SHARE = 0.01
+"""What is reserved changes as new shapes come, and there are thousands of reservations in a step; to ask for it may
+take no more than this part of the time.
+"""
 
 _MOST_KINDS = 32
 """How many kinds of batches are kept of which none is larger than another one in all its dimensions."""
@@ -80,7 +83,7 @@ class Tide:
         self._kept_free_for = {False: 0, True: 0}
         self._evaluates = False
         self._loose_bytes = 0
-        self._looked_s = -1.0
+        self._look_at_s = 0.0
         self._warming = True
         self._rising = False
         self._evaluating = False
@@ -204,9 +207,10 @@ class Tide:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
         now_s = time.perf_counter()
-        if now_s >= self._looked_s + _LOOK_EVERY_S:
-            self._looked_s = now_s
+        if now_s >= self._look_at_s:
             self.sample()
+            done_s = time.perf_counter()
+            self._look_at_s = done_s + max(_LOOK_EVERY_S, (done_s - now_s) / _LOOK_SHARE)
 
     def sample(self) -> None:
         """Notes how high the tide is.

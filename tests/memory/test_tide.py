@@ -15,6 +15,7 @@ from ptm_accel.units import MIB
 def looking_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is missed between two looks."""
     monkeypatch.setattr(tide_module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(tide_module, "_LOOK_SHARE", 1e9)
 
 
 class Reserved:
