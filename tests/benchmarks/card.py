@@ -1,18 +1,20 @@
 """A CUDA card that is too small: training on pages under `device_memory`, beside the plain Trainer with the whole card.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/card.py 1b 8b [--device-memory 16GB] [--profile]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/card.py 1b 8b [--device-memory 16GB] [--deepspeed] [--profile]
     OMP_WAIT_POLICY=passive python tests/benchmarks/card.py --smoke
 
 Each run is a process of its own, and plain and paged ones alternate. The small card is emulated: in the paged processes
 torch's allocator is forbidden to reserve more than `device_memory`. Both train the same bf16 weights with AdamW in bf16
-(`--masters`: the paged ones with fp32 masters, after which losses are not the same). `--profile` adds a process that
-traces one paged step. `--smoke` runs all of it on a tiny model without a card, and checks it.
+(`--masters`: the paged ones with fp32 masters, after which losses are not the same). `--deepspeed` adds processes that
+train with DeepSpeed ZeRO-3, offloaded, on a card of `device_memory` (`card_deepspeed.py`). `--profile` adds a process
+that traces one paged step. `--smoke` runs all of it on a tiny model without a card, and checks it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import statistics
@@ -22,13 +24,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import psutil
 import torch
+from card_trace import GIB, Result, check_digest, ended, new_trace, report_trace
 from machine_facts import facts
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments, initialization
 
@@ -38,94 +41,12 @@ from ptm_accel.units import parse_bytes
 WARM_UP = 2
 """Steps that are left out: optimizer state is made, host memory is pinned, and pages learn what is left to them."""
 MARK = "card result: "
-GIB = float(1 << 30)
 SHAPES = {
     "1b": ((2048, 5632, 20, 16, 16, 8192), 2048, 2),
     "8b": ((4096, 14336, 32, 32, 8, 128256), 2048, 1),
     "tiny": ((256, 512, 4, 2, 1, 1024), 128, 1),
 }
 """Hidden and MLP size, layers, heads, KV heads, vocabulary; the sequence's length; how many pairs by default."""
-WATCHED = ("Synchronize", "cudaMalloc", "cudaFree", "cudaHostRegister", "cudaHostAlloc")
-Interval = tuple[float, float]
-Result = dict[str, Any]
-
-
-def united(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals, ascending."""
-    whole: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if whole and begin <= whole[-1][1]:
-            whole[-1] = whole[-1][0], max(whole[-1][1], end)
-        else:
-            whole.append((begin, end))
-    return whole
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """How long at least one of them lasts."""
-    return sum(end - begin for begin, end in united(intervals))
-
-
-def shared_length(ones: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """How long at least one of each kind lasts at once."""
-    left, right, total = united(ones), united(others), 0.0
-    while left and right:
-        total += max(0.0, min(left[-1][1], right[-1][1]) - max(left[-1][0], right[-1][0]))
-        (left if left[-1][0] > right[-1][0] else right).pop()
-    return total
-
-
-def digest(events: Iterable[Result]) -> Result:
-    """What a chrome trace says of copies under kernels, and of calls that wait or allocate. Times are microseconds."""
-    spans: dict[str, list[Interval]] = {"kernel": [], "HtoD": [], "DtoH": []}
-    nbytes, kinds, calls = dict.fromkeys(spans, 0), {}, {}
-    for event in events:
-        if event.get("ph") != "X":
-            continue
-        name, category = str(event["name"]), str(event.get("cat"))
-        span = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-        if category == "kernel":
-            spans["kernel"].append(span)
-        elif category == "gpu_memcpy":
-            kinds[name] = kinds.get(name, 0) + 1
-            for direction in (d for d in ("HtoD", "DtoH") if d in name):
-                spans[direction].append(span)
-                nbytes[direction] += int(event["args"].get("bytes", 0))
-        elif category in ("cuda_runtime", "cuda_driver") and any(word in name for word in WATCHED):
-            count, us = calls.get(name, (0, 0.0))
-            calls[name] = count + 1, us + span[1] - span[0]
-    every = united(span for those in spans.values() for span in those)
-    found: Result = {"whole_us": every[-1][1] - every[0][0] if every else 0.0, "busy_us": length(every)}
-    for key, those in spans.items():
-        under = shared_length(those, spans["kernel"])
-        found[key] = {"count": len(those), "bytes": nbytes[key], "us": length(those), "under_us": under}
-    return {**found, "kinds": kinds, "calls": calls}
-
-
-def check_digest() -> None:
-    """The reading of traces, on one that is known."""
-    assert united([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert shared_length([(0, 4), (2, 6), (8, 9)], [(1, 3), (5, 8.5)]) == 3.5
-    assert shared_length([], [(0, 1)]) == length([]) == 0
-    known = [("kernel", "gemm", 0), ("gpu_memcpy", "Memcpy HtoD", 5), ("gpu_memcpy", "Memcpy DtoH", 20)]
-    known += [("cuda_runtime", "cudaStreamSynchronize", 1), ("cuda_runtime", "cudaLaunchKernel", 1)]
-    found = digest({"ph": "X", "cat": c, "name": n, "ts": t, "dur": 10, "args": {"bytes": 7}} for c, n, t in known)
-    assert found["HtoD"] == {"count": 1, "bytes": 7, "us": 10, "under_us": 5}, found
-    assert (found["DtoH"]["under_us"], found["whole_us"], found["busy_us"]) == (0, 30, 25), found
-    assert found["calls"] == {"cudaStreamSynchronize": (1, 10)}, found
-
-
-def new_trace() -> torch.profiler.profile:
-    kinds = torch.profiler.ProfilerActivity
-    return torch.profiler.profile(activities=[kinds.CUDA if torch.cuda.is_available() else kinds.CPU])
-
-
-def ended(trace: torch.profiler.profile) -> Result:
-    # Waits for the device, so that copies which are still under way belong to the trace.
-    trace.stop()
-    with tempfile.TemporaryDirectory() as directory:
-        trace.export_chrome_trace(f"{directory}/trace.json")
-        return digest(json.loads(Path(directory, "trace.json").read_text())["traceEvents"])
 
 
 class Meter(TrainerCallback):
@@ -147,6 +68,8 @@ class Meter(TrainerCallback):
             # The engine starts new peaks all the time, so this is the peak only if nothing is ever given back
             # (no cudaFree); else the greatest of the readings is a lower bound.
             mark |= {"reserved": torch.cuda.max_memory_reserved(), "used": total - free}
+        # Of the whole machine, since what a driver has pinned need not be counted as the process's own.
+        mark["host_left"] = psutil.virtual_memory().available
         engine = ptm_accel.engine_of(kwargs["model"])
         if engine is not None:
             mark |= {**dataclasses.asdict(engine.metrics.read()), "hits": engine.pool.stats.hits}
@@ -189,22 +112,54 @@ def settle_determinism(device: torch.device) -> str:
     return "yes"
 
 
-def build(kind: str, name: str, dials: Result, device: torch.device) -> Any:
+def kinds_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """The kinds of processes that are timed."""
+    return ("plain", "paged", "deepspeed") if options.deepspeed else ("plain", "paged")
+
+
+def confine(options: argparse.Namespace, device: torch.device) -> None:
+    """Makes the card as small as `device_memory`, if there is one: torch's allocator may reserve no more from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = parse_bytes(options.device_memory, total_bytes=total) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
+
+def build(kind: str, name: str, dials: Result, options: argparse.Namespace, device: torch.device) -> Any:
     """The model, with the same initial values on pages and off them."""
     torch.manual_seed(0)
-    if kind != "plain":
+    if kind not in ("plain", "deepspeed"):
+        confine(options, device)
         return ptm_accel.from_config(AutoModelForCausalLM, llama(name), dials, dtype=torch.bfloat16)
     with device, initialization.no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(llama(name), dtype=torch.bfloat16)
     # Outside of `device`: buffers are computed on the CPU, as they are for the other.
     model.initialize_weights()
+    if kind == "deepspeed":
+        import card_deepspeed
+
+        # Built by the whole card, so that it neither takes minutes nor begins with other values.
+        card_deepspeed.partition(model, masters=options.masters)
+        confine(options, device)
     return model
+
+
+def trainer_of(kind: str, model: Any, options: argparse.Namespace, fixed: Result, dials: Result, **common: Any) -> Any:
+    """The Trainer of that kind."""
+    if kind == "deepspeed":
+        import card_deepspeed
+
+        fixed = {**fixed, **card_deepspeed.arguments(masters=options.masters)}
+    if kind in ("plain", "deepspeed"):
+        return Trainer(model, TrainingArguments(**fixed), **common)
+    from ptm_accel.integrations.transformers import Trainer as PagedTrainer
+
+    return PagedTrainer(model, TrainingArguments(**fixed), **common, ptm_config=dials)
 
 
 def train(kind: str, name: str, options: argparse.Namespace, directory: str) -> Result:
     """Trains some steps; returns what was seen."""
-    from ptm_accel.integrations.transformers import Trainer as PagedTrainer
-
     cuda = not options.smoke
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     repeats = "not asked for" if options.nondeterministic else settle_determinism(device)
@@ -214,27 +169,24 @@ def train(kind: str, name: str, options: argparse.Namespace, directory: str) -> 
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    if cuda and kind != "plain":
-        total = torch.cuda.get_device_properties(device).total_memory
-        share = parse_bytes(options.device_memory, total_bytes=total) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
     begin = time.perf_counter()
-    model = build(kind, name, dials, device)
+    model = build(kind, name, dials, options, device)
     seen: Result = {"repeats": repeats, "built_s": time.perf_counter() - begin}
-    seen["parameters"] = sum(p.numel() for p in model.parameters())
+    # What DeepSpeed has taken apart is empty, and says elsewhere how much it is.
+    seen["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     meter = Meter(traces=kind == "profile")
     fixed: Result = {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused"}
     fixed |= {"per_device_train_batch_size": 1, "gradient_checkpointing": True, "save_strategy": "no"}
     fixed |= {"logging_steps": 1, "logging_nan_inf_filter": False, "report_to": [], "disable_tqdm": True}
-    fixed |= {"max_steps": options.steps, "use_cpu": not cuda, "dataloader_pin_memory": cuda}
+    fixed |= {"max_steps": options.steps, "use_cpu": not cuda, "dataloader_pin_memory": cuda, "output_dir": directory}
     (*_, vocabulary), sequence, _ = SHAPES[name]
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (options.steps, sequence), generator=random)
-    common: Result = {"model": model, "args": TrainingArguments(output_dir=directory, **fixed), "callbacks": [meter]}
-    common["train_dataset"] = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(**common) if kind == "plain" else PagedTrainer(**common, ptm_config=dials)
+    dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = trainer_of(kind, model, options, fixed, dials, train_dataset=dataset, callbacks=[meter])
+    begin = time.perf_counter()
     trainer.train()
-    seen |= {"marks": meter.marks, "trace": meter.trace}
+    seen |= {"marks": meter.marks, "trace": meter.trace, "prepared_s": meter.marks[0]["at"] - begin}
     seen["log"] = [[e["loss"], e.get("grad_norm")] for e in trainer.state.log_history if "loss" in e]
     engine = ptm_accel.engine_of(model)
     seen["summary"] = engine.metrics.summary() if engine is not None else ""
@@ -299,8 +251,10 @@ def column(seen: Result, tokens: int) -> dict[str, str]:
     cells = {
         "tokens/s": f"{tokens / seen['median_s']:.0f}",
         "step, median (range)": f"{seen['median_s']:.3f} s ({min(steps):.3f} to {max(steps):.3f})",
-        "building; first step": f"{seen['built_s']:.1f} s; {marks[1]['at'] - marks[0]['at']:.1f} s",
+        "building; until the first step; it": f"{seen['built_s']:.1f} s; {seen['prepared_s']:.1f} s; "
+        f"{marks[1]['at'] - marks[0]['at']:.1f} s",
         "peak host (VmHWM)": f"{seen['host'] / GIB:.2f} GiB",
+        "least host memory left of the machine, between steps": f"{min(m['host_left'] for m in marks) / GIB:.1f} GiB",
     }
     if "reserved" in seen:
         peak = max(seen["reserved"], *(mark["reserved"] for mark in marks))
@@ -323,27 +277,37 @@ def agreement(one: Result, other: Result) -> str:
     return f"DIFFERENT from step {differing[0]} on" if differing else "bit-identical"
 
 
+def ratio_line(pairs: list[dict[str, Result]], other: str) -> str:
+    """Throughput beside another kind's, for the pairs in which both came to their end."""
+    both = [pair for pair in pairs if not any("error" in pair[kind] for kind in ("paged", other))]
+    if not both:
+        return f"\nTokens/s, paged / {other}: not measured."
+    ratios = [pair[other]["median_s"] / pair["paged"]["median_s"] for pair in both]
+    each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    return f"\nTokens/s, paged / {other}: median {statistics.median(ratios):.3f} (each pair: {each})."
+
+
 def report(name: str, pairs: list[dict[str, Result]], options: argparse.Namespace) -> None:
     """Prints what the runs of one shape have shown."""
-    runs = [(f"{kind} {n}", pair[kind]) for n, pair in enumerate(pairs, 1) for kind in ("plain", "paged")]
+    runs = [(f"{kind} {n}", pair[kind]) for n, pair in enumerate(pairs, 1) for kind in kinds_of(options)]
     tokens = SHAPES[name][1]
     print(f"\n## {name}\n")
     for seen in [seen for _, seen in runs if "log" in seen][:1]:
         print(f"* card: {seen.get('card', 'none')}; kernels that repeat themselves: {seen['repeats']}")
         print(
             f"* model: Llama, {seen['parameters'] / 1e9:.3f}B parameters, bf16 "
-            f"({'fp32 masters on pages' if options.masters else 'AdamW in bf16'}), 1 x {tokens} tokens, gradient "
+            f"({'fp32 masters, but for plain' if options.masters else 'AdamW in bf16'}), 1 x {tokens} tokens, gradient "
             f"checkpointing, clipping at 1.0; {options.steps} steps, the first {WARM_UP} and the last left out\n"
         )
     columns = [column(seen, tokens) for _, seen in runs]
     print(f"| | {' | '.join(label for label, _ in runs)} |\n| --- |{' --- |' * len(runs)}")
     for row in dict.fromkeys(row for cells in columns for row in cells):
         print(f"| {row} | {' | '.join(cells.get(row, '-') for cells in columns)} |")
-    both = [pair for pair in pairs if not any("error" in seen for seen in pair.values())]
+    for other in kinds_of(options):
+        if other != "paged":
+            print(ratio_line(pairs, other))
+    both = [pair for pair in pairs if not any("error" in pair[kind] for kind in ("plain", "paged"))]
     if both:
-        ratios = [pair["plain"]["median_s"] / pair["paged"]["median_s"] for pair in both]
-        each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-        print(f"\nTokens/s, paged / plain: median {statistics.median(ratios):.3f} (each pair: {each}).")
         control = agreement(both[0]["plain"], both[1]["plain"]) if len(both) > 1 else "not run twice"
         same = "not comparable (fp32 masters)" if options.masters else agreement(both[0]["paged"], both[0]["plain"])
         print(f"\nLosses and gradient norms: paged and plain {same}; plain and plain again (control) {control}.")
@@ -356,34 +320,13 @@ def report(name: str, pairs: list[dict[str, Result]], options: argparse.Namespac
             print(f"\n{label} warned: {warning}")
 
 
-def report_trace(seen: Result) -> None:
-    """Prints what the trace of one paged step has shown."""
-    trace = seen.get("trace")
-    if trace is None:
-        print(f"\nThe profiled run failed: {seen.get('error', 'no step was traced')}")
-        return
-    print(
-        f"\nOne paged step, traced: {trace['whole_us'] / 1e6:.3f} s on the device from the first activity to the last; "
-        f"{trace['kernel']['count']} kernels run for {trace['kernel']['us'] / 1e6:.3f} s of it, kernels or copies for "
-        f"{trace['busy_us'] / 1e6:.3f} s.\n\n| copies | number | GiB | time | rate while copying | under kernels |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
-    for key, name in (("HtoD", "host to device"), ("DtoH", "device to host")):
-        copy, seconds = trace[key], trace[key]["us"] / 1e6
-        rate, share = copy["bytes"] / GIB / (seconds or 1.0), copy["under_us"] / (copy["us"] or 1.0)
-        print(f"| {name} | {copy['count']} | {copy['bytes'] / GIB:.2f} | {seconds:.3f} s | {rate:.1f} GiB/s | ", end="")
-        print(f"{share:.1%} |")
-    calls = {"cudaDeviceSynchronize": (0, 0.0), "cudaStreamSynchronize": (0, 0.0), **trace["calls"]}
-    told = ", ".join(f"{name} {count} ({us / 1e3:.1f} ms)" for name, (count, us) in sorted(calls.items()))
-    print(f"\nCopies by kind: {trace['kinds']}. Calls that wait or allocate (the trace's own are not counted): {told}.")
-
-
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device-memory", default="16GB", help="budget of the paged runs, and size of their card")
     parser.add_argument("--dial", action="append", default=[], help="another dial, as in host_memory=64GiB")
-    parser.add_argument("--masters", action="store_true", help="the paged runs update fp32 masters")
+    parser.add_argument("--masters", action="store_true", help="all but the plain runs update fp32 masters")
+    parser.add_argument("--deepspeed", action="store_true", help="runs of DeepSpeed too, which must be installed")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pairs", type=int)
     parser.add_argument("--profile", action="store_true")
@@ -396,6 +339,18 @@ def parsed() -> argparse.Namespace:
     if not set(options.shapes) <= set(SHAPES) or options.steps < WARM_UP + 3:
         parser.error(f"shapes are {', '.join(SHAPES)}; --steps is at least {WARM_UP + 3}")
     return options
+
+
+def check(pair: dict[str, Result], traced: Result, options: argparse.Namespace) -> None:
+    """What must hold of a run on the tiny model."""
+    check_digest()
+    assert options.masters or agreement(pair["plain"], pair["paged"]) == "bit-identical", "the losses differ"
+    assert per_step(pair["paged"], "loaded_bytes") > 0, "nothing was moved"
+    assert traced["trace"] is not None, "no step was traced"
+    if "deepspeed" in pair:
+        # It rounds otherwise than torch's AdamW.
+        both = zip(pair["deepspeed"]["log"], pair["paged"]["log"], strict=True)
+        assert all(abs(theirs[0] - ours[0]) < 0.02 for theirs, ours in both), "DeepSpeed's losses are others"
 
 
 def main() -> None:
@@ -411,20 +366,23 @@ def main() -> None:
         f"* paged: device_memory {options.device_memory}, and torch's allocator may reserve no more; plain: the whole "
         f"card; PYTORCH_CUDA_ALLOC_CONF={os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'unset')}"
     )
+    if options.deepspeed:
+        print(
+            f"* deepspeed: DeepSpeed {importlib.metadata.version('deepspeed')}, ZeRO-3, parameters and optimizer "
+            "offloaded to pinned host memory; built by the whole card, then as small a card as for paged"
+        )
     for name in options.shapes:
         pairs: list[dict[str, Result]] = []
         for number in range(options.pairs or SHAPES[name][2]):
-            order = ("paged", "plain") if number % 2 else ("plain", "paged")
+            order: tuple[str, ...] = ("paged", "plain") if number % 2 else ("plain", "paged")
+            order += ("deepspeed",) if options.deepspeed else ()
             pairs.append({kind: launch(kind, name, options, deadline) for kind in order})
         report(name, pairs, options)
         if options.profile or options.smoke:
             report_trace(traced := launch("profile", name, options, deadline))
         sys.stdout.flush()
         if options.smoke:
-            check_digest()
-            assert agreement(pairs[0]["plain"], pairs[0]["paged"]) == "bit-identical", "the losses differ"
-            assert per_step(pairs[0]["paged"], "loaded_bytes") > 0, "nothing was moved"
-            assert traced["trace"] is not None, "no step was traced"
+            check(pairs[0], traced, options)
 
 
 if __name__ == "__main__":
