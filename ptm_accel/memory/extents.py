@@ -35,16 +35,19 @@ class Extents:
         Raises:
             BudgetError: no room.
         """
-        # Whoever brings it in need not be the only one who uses it.
-        with torch.inference_mode(False):
-            reservation, block = self._pool.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
-            assert block.buffer is not None
-            if tensor.extent is not None:
-                # It has come back, since its store failed while room was made for it.
-                self._pool.room.leave(block.buffer, block, reservation)
-                return tensor.extent
-            typed = block.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        tensor.extent = Extent(typed, block.buffer, block, reservation)
+        if torch.is_inference_mode_enabled():
+            # Whoever brings it in need not be the only one who uses it.
+            with torch.inference_mode(False):
+                return self.make(tensor, moves=moves)
+        reservation, block = self._pool.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
+        octets = block.buffer
+        assert octets is not None
+        if tensor.extent is not None:
+            # It has come back, since its store failed while room was made for it.
+            self._pool.room.leave(octets, block, reservation)
+            return tensor.extent
+        used = octets if tensor.nbytes == block.nbytes else octets[: tensor.nbytes]
+        tensor.extent = Extent(used.view(tensor.dtype).view(tensor.shape), octets, block, reservation)
         return tensor.extent
 
     def wrap(self, tensor: PagedTensor, data: torch.Tensor) -> None:

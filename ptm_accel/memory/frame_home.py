@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -73,6 +73,11 @@ def _goes_on(page: Page, following: Page) -> bool:
         # Being read from the disk, each by itself, and copied on as soon as it is there.
         return False
     return page.frame is not None and following.frame is not None and page.frame.is_followed_by(following.frame)
+
+
+def _running(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+    """Those that have not ended."""
+    return tuple(each for each in transfers if not each.done()) if transfers else ()
 
 
 class FrameHome(FramedPages):
@@ -229,7 +234,7 @@ class FrameHome(FramedPages):
             handle.snapshots.append(weakref.ref(run))
             for page in handle.pages:
                 if page.frame is not None:
-                    page.mappings.append(weakref.ref(run))
+                    page.mappings = (*page.mappings, weakref.ref(run))
             return run.tensor()
 
     # ---- updates in place --------------------------------------------------------------------------------------
@@ -259,11 +264,11 @@ class FrameHome(FramedPages):
                 self._read(page)
             # Nobody wants what is still being copied to the device; whether that fails is for those who wait for it.
             settle(page.reads)
-            page.reads = []
+            page.reads = ()
             assert page.frame is not None
             self._framed.move_to_end(page)
             page.holds += 1
-            return HeldRun(page, page.frame.view(start, stop), page.writes[:])
+            return HeldRun(page, page.frame.view(start, stop), list(page.writes))
 
     def let_go(self, run: HeldRun, *, wrote: bool) -> None:
         """Ends a hold, after `HeldRun.awaited`.
@@ -278,7 +283,7 @@ class FrameHome(FramedPages):
             page.holds -= 1
             if wrote and page.state is PageState.CLEAN:
                 # The read has ended well, or there would have been nothing to change.
-                page.writes = []
+                page.writes = ()
                 self._drop_slot(page)
 
     def close(self) -> None:
@@ -327,8 +332,9 @@ class FrameHome(FramedPages):
             reads = list(dict.fromkeys(read for page in pages for read in self._running_reads(page)))
             copy = self.device.copy_out(frames, octets, after=reads)
             copies.append(copy)
+            alone = (copy,)
             for page in pages:
-                page.writes.append(copy)
+                page.writes = (*page.writes, copy) if page.writes else alone
 
     def _load_runs(self, runs: _Runs, into: torch.Tensor, copies: list[Transfer]) -> None:
         """Starts copying from the pages that were gathered, and forgets them."""
@@ -340,15 +346,18 @@ class FrameHome(FramedPages):
             else:
                 copy = Chained(writes, partial(self.device.copy_in, octets, frames))
             copies.append(copy)
+            alone = (copy,)
             for page in pages:
-                page.reads = [read for read in page.reads if not read.done()] + [copy]
+                running = _running(page.reads)
+                page.reads = (*running, copy) if running else alone
 
-    def _running_reads(self, page: Page) -> list[Transfer]:
+    def _running_reads(self, page: Page) -> Sequence[Transfer]:
         """The device copies that may still read a page's frame; the others have been waited for."""
-        if not all(map(self.device.is_own, page.reads)):
-            # Errors are for those who wait for them.
-            settle(page.reads)
-        page.reads = [read for read in page.reads if not read.done()]
+        if page.reads:
+            if not all(map(self.device.is_own, page.reads)):
+                # Errors are for those who wait for them.
+                settle(page.reads)
+            page.reads = _running(page.reads)
         return page.reads
 
     def _look_at_ended(self, page: Page) -> None:
@@ -360,7 +369,7 @@ class FrameHome(FramedPages):
         if page.writes and all(write.done() for write in page.writes):
             # None runs any more: this blocks for nothing.
             if settle(page.writes) is None:
-                page.writes = []
+                page.writes = ()
             elif page.state is PageState.CLEAN and not page.holds:
                 # The read failed; the next may do better, and has an error of its own if not.
                 self._to_disk(page)

@@ -50,6 +50,9 @@ class PageState(enum.Enum):
 class Page:
     """At most a frame's worth of a handle.
 
+    What is in flight is in tuples, which pages that move together share: there are so many pages that a list for each,
+    in each step, would have Python look for garbage again and again.
+
     Attributes:
         handle: whose bytes these are.
         nbytes: the length.
@@ -70,9 +73,9 @@ class Page:
         self.state = PageState.BLANK
         self.frame: Frame | None = frame
         self.slot: Any = None
-        self.writes: list[Transfer] = []
-        self.reads: list[Transfer] = []
-        self.mappings: list[weakref.ref[MappedRun]] = []
+        self.writes: tuple[Transfer, ...] = ()
+        self.reads: tuple[Transfer, ...] = ()
+        self.mappings: tuple[weakref.ref[MappedRun], ...] = ()
         self.holds = 0
 
     def may_leave(self) -> bool:
@@ -82,7 +85,7 @@ class Page:
     def mapped(self) -> bool:
         """Whether a snapshot of the frame is alive, so that the page must keep it."""
         if self.mappings:
-            self.mappings = [ref for ref in self.mappings if ref() is not None]
+            self.mappings = tuple(ref for ref in self.mappings if ref() is not None)
         return bool(self.mappings)
 
     def check(self) -> None:

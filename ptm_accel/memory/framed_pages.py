@@ -91,10 +91,11 @@ class FramedPages:
                 settle(page.writes)
             else:
                 self._end_writes(page)
-            page.writes = []
+            page.writes = ()
             self._drop_slot(page)
         # Copies from the device run in the order they are started, so those still running need not be waited for.
-        page.writes = [w for w in page.writes if not w.done() or (not whole and settle([w]) is not None)]
+        if page.writes:
+            page.writes = tuple(w for w in page.writes if not w.done() or (not whole and settle([w]) is not None))
         page.state = PageState.FRAME
         self._framed.move_to_end(page)
         assert page.frame is not None
@@ -110,7 +111,7 @@ class FramedPages:
             self._frames.give(frame)
             raise
         self._framed_clean(page, frame)
-        page.writes = [read]
+        page.writes = (read,)
 
     def _framed_clean(self, page: Page, frame: Frame) -> None:
         page.frame, page.state = frame, PageState.CLEAN
@@ -121,7 +122,7 @@ class FramedPages:
         settle(page.reads)
         assert page.frame is not None and page.slot is not None
         frame, page.frame = page.frame, None
-        page.reads, page.writes = [], []
+        page.reads, page.writes = (), ()
         page.state = PageState.DISK
         del self._framed[page]
         self._frames.give(frame)
@@ -188,7 +189,7 @@ class FramedPages:
             if page.state is PageState.CLEAN:
                 self._to_disk(page)
             raise
-        page.writes = []
+        page.writes = ()
 
     # ---- room --------------------------------------------------------------------------------------------------
 
@@ -221,6 +222,8 @@ class FramedPages:
 
     def _room_ahead(self, handle: FrameHandle, offset: int, nbytes: int) -> None:
         """Frees in one go, with writes side by side, what the pages of a load that are on disk will need."""
+        if self._swap is None:
+            return
         missing = sum(p.nbytes for p, *_ in handle.spans(offset, nbytes) if p.state is PageState.DISK)
         if missing > self._frames.budget.free_bytes and (victims := self._victims(missing, handle)):
             try:
@@ -264,7 +267,7 @@ class FramedPages:
                 if settle(page.writes) is not None:
                     self._to_disk(page)
                 else:
-                    page.writes = []
+                    page.writes = ()
                     self._drop_slot(page)
                 return True
         return False

@@ -85,6 +85,8 @@ class Following:
         self._route: Route | None = None
         self._updates_when = Updates.APART
         self._position = 0
+        # When tensors are next wanted in it, as far as somebody has asked: it stays so until then.
+        self._wanted: dict[PagedTensor, int] = {}
         self._strays = 0
         self._marks: list[Mark] = []
         self._most: int | None = None
@@ -103,6 +105,7 @@ class Following:
             self._clock.give_up()
         self._recorder = self._route = self._most = None
         self._marks = []
+        self._wanted.clear()
         self._coming.clear()
         self._going.clear()
         self._pool.adviser = None
@@ -133,12 +136,24 @@ class Following:
         route, position = self._route, self._position
         if route is None:
             return None
-        # Of two that are wanted at the same time the one that need not be stored.
-        return max(idle, key=lambda t: (self._next_use(route, t, position), t.place is not Place.DIRTY), default=None)
+        last, most, need_not = None, -1, False
+        for tensor in idle:
+            use = self._next_use(route, tensor, position)
+            if use >= most:
+                # Of two that are wanted at the same time the one that need not be stored.
+                clean = tensor.place is not Place.DIRTY
+                if use > most or clean > need_not:
+                    last, most, need_not = tensor, use, clean
+        return last
 
     def _next_use(self, route: Route, tensor: PagedTensor, position: int) -> int:
-        # An update whose turn it was waits for what it uses; nothing is wanted sooner.
-        return position if self._awaits(tensor) else route.next_use(tensor, position)
+        if self._awaits(tensor):
+            # An update whose turn it was waits for what it uses; nothing is wanted sooner.
+            return position
+        use = self._wanted.get(tensor, -1)
+        if use < position:
+            use = self._wanted[tensor] = route.next_use(tensor, position)
+        return use
 
     def _awaits(self, tensor: PagedTensor) -> bool:
         """Whether an update that follows its gradient, in this pass, has still to be carried out with the tensor."""

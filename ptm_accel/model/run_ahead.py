@@ -124,6 +124,7 @@ class RunAhead(Following):
         self._marks = [self._clock.begin()]
         self._recorder, self._most = Recorder(key), None
         self._route, self._position, self._strays = route, 0, 0
+        self._wanted.clear()
         if route is not None:
             self._ask_for_absent(route)
         self._pool.adviser = self
@@ -257,10 +258,14 @@ class RunAhead(Following):
             overwritten: the parameters that are written without being read.
         """
         self._overwritten = overwritten
-        self._updates = {
-            name: [*(Item(t.name, t.slot_bytes) for t in tensors), Item(f"{name}{GRAD_SUFFIX}", gradient_bytes[name])]
-            for name, tensors in used.items()
-        }
+        before, self._updates = self._updates, {}
+        for name, tensors in used.items():
+            sizes = [(t.name, t.slot_bytes) for t in tensors] + [(f"{name}{GRAD_SUFFIX}", gradient_bytes[name])]
+            known = before.get(name)
+            # Nearly always what it was at the step before.
+            if known is None or sizes != [(item.name, item.nbytes) for item in known]:
+                known = [Item(*size) for size in sizes]
+            self._updates[name] = known
         for tensors in used.values():
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
 

@@ -138,8 +138,7 @@ class Sweep:
 
     def _cost(self, unit: Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
-        grain = self._arithmetic.grain
-        total = unit.extra_bytes(self.appetite, grain) + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)
+        total = self._beside(unit)
         for tensor in unit.involved().values():
             if tensor.extent is not None:
                 total += tensor.extent.reservation.nbytes if not moving_only and tensor in self.pool.shelf else 0
@@ -148,6 +147,13 @@ class Sweep:
             else:
                 total += round_up((unit.stop - unit.start) * tensor.dtype.itemsize)
         return total
+
+    def _beside(self, unit: Unit) -> int:
+        """Bytes that updating `unit` takes beside the tensors it involves: all that limits a batch on a card where those
+        never leave. One call of the optimizer does for hundreds of them then, as it does without pages.
+        """
+        grain = self._arithmetic.grain
+        return unit.extra_bytes(self.appetite, grain) + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)
 
     def _slim(self, unit: Unit) -> None:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
@@ -179,7 +185,8 @@ class Sweep:
             must = insist and not batch
             if not must and self._is_to_come(unit, cursor):
                 break
-            if batch and cost + needed > self.batch_bytes():
+            held = self._beside(unit) if self.pool.fits_on_card else needed
+            if batch and cost + held > self.batch_bytes():
                 break
             if cursor.stays and not must and not self.pool.ahead.make_way(self._cost(unit, moving_only=True)):
                 break
@@ -200,7 +207,7 @@ class Sweep:
                 self._slim(unit)
                 self._open_unit(unit, opened)
             batch.append(unit)
-            cost += needed
+            cost += held
             cursor.advance(unit)
             if cursor.sparing and not unit.whole:
                 break
