@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ptm_accel.memory.populate import populate
 from ptm_accel.units import format_bytes
 
 HostPin = Callable[[int, int], Callable[[], None]]
@@ -28,6 +29,8 @@ def register_pinned(address: int, nbytes: int) -> Callable[[], None]:
     Raises:
         OSError: CUDA refuses; the message has its code.
     """
+    # Where that cannot be done, registering does it, by one core.
+    populate(address, nbytes)
     cudart = torch.cuda.cudart()
     code = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
     if code != 0:

@@ -169,14 +169,12 @@ class Following:
             self.give_up()
             return
         self._tensors[tensor.name] = tensor
-        self._marks.append(self._clock.mark())
-        recorder.record(
-            tensor.name,
-            tensor.slot_bytes,
-            use,
-            held_bytes=self._held_bytes(),
-            backward=torch._C._current_graph_task_id() != -1,
-        )
+        if recorder.writes:
+            self._marks.append(self._clock.mark())
+            backward = torch._C._current_graph_task_id() != -1
+            recorder.record(tensor.name, tensor.slot_bytes, use, held_bytes=self._held_bytes(), backward=backward)
+        else:
+            recorder.count()
         route = self._route
         if route is not None:
             self._follow(route, tensor)

@@ -347,7 +347,10 @@ class Gradients:
         held = is_held(gradient)
         if held:
             self._tell_of_held(grad)
-        apart = (held or self._pool.copies_in) and self._pool.room.available_bytes() >= gradient.nbytes
+        pool = self._pool
+        apart = (held or pool.copies_in) and (
+            pool.budget.free_bytes >= gradient.nbytes or pool.room.available_bytes() >= gradient.nbytes
+        )
         if grad.value is None and self._landing is not None and not apart:
             # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
             self._landing.release()

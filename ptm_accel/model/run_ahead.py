@@ -122,12 +122,17 @@ class RunAhead(Following):
             self._on_host = route.on_host
         self._updates_when = updates
         self._marks = [self._clock.begin()]
-        self._recorder, self._most = Recorder(key), None
+        self._recorder, self._most = Recorder(key, writes=not self._is_settled(route)), None
         self._route, self._position, self._strays = route, 0, 0
         self._wanted.clear()
         if route is not None:
             self._ask_for_absent(route)
         self._pool.adviser = self
+
+    @staticmethod
+    def _is_settled(route: Route | None) -> bool:
+        """Whether nothing of a pass need be written down: to do so costs, beside a card, what its events cost."""
+        return route is not None and route.plan is not None and route.simulated is not None and route.watch.settled
 
     def _needs_plan(self, route: Route, capacity_bytes: int) -> bool:
         """Whether there is no plan for this budget, or one that is too far from it for too long."""
@@ -171,7 +176,7 @@ class RunAhead(Following):
         warm = route is not None and route.watch.warm
         # Another plan may have been made since it ended.
         known = self.routes.get(recorder.key) is route
-        if not len(recorder) or not known or (route is not None and not self._is_off(route, took_s, ended.strays)):
+        if not len(recorder) or not known or (route is not None and not self._is_off(route, took_s, ended)):
             return
         trace = recorder.finish([moment.compute_s for moment in moments])
         if route is None:
@@ -190,12 +195,18 @@ class RunAhead(Following):
         while len(self.routes) > _MOST_KINDS:
             del self.routes[next(iter(self.routes))]
 
-    def _is_off(self, route: Route, took_s: float, strays: int) -> bool:
+    def _is_off(self, route: Route, took_s: float, ended: Ended) -> bool:
         """Whether the pass that has ended calls for a new plan: it was another one, or took another time."""
-        foretold = route.simulated
-        late = foretold is not None and route.watch.departs(foretold.seconds, took_s)
-        strayed = route.watch.accesses.calls(strays > _DEPARTURES * route.rank[-1])
-        return late or strayed
+        foretold, watch = route.simulated, route.watch
+        written = ended.recorder.writes
+        late = foretold is not None and watch.departs(foretold.seconds, took_s, written=written)
+        strayed = ended.strays > _DEPARTURES * route.rank[-1]
+        watch.strayed = strayed and not written
+        if watch.strayed:
+            # There is nothing to make a plan from; if the next one strays as well, there is.
+            return False
+        strayed = watch.accesses.calls(strayed)
+        return late or (strayed and written)
 
     def _look_at_link(self) -> None:
         before = self._before[1]

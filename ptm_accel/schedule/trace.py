@@ -137,15 +137,23 @@ class Recorder:
 
     Attributes:
         key: of the trace.
+        writes: whether it is written down, and not only counted.
     """
 
     key: Hashable
+    writes: bool = True
+    _count: int = 0
     _index: dict[str, int] = field(default_factory=dict)
     _items: list[Item] = field(default_factory=list)
     _accesses: list[Access] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self._accesses)
+        return self._count
+
+    def count(self) -> None:
+        """One use, of which nothing is written down."""
+        assert not self.writes, "a trace that is written down has all uses"
+        self._count += 1
 
     def record(self, name: str, nbytes: int, use: Use, *, held_bytes: int, backward: bool) -> None:
         """One use.
@@ -157,6 +165,7 @@ class Recorder:
             held_bytes: see `Access`.
             backward: see `Access`.
         """
+        self._count += 1
         number = self._index.get(name)
         if number is None:
             number = self._index[name] = len(self._items)

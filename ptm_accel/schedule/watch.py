@@ -67,12 +67,14 @@ class Watch:
         patience: how many passes in a row must be off before a new plan is worth making. It doubles with each but the
             second, so that noise does not lead to planning without end.
         accesses: for passes whose accesses are others than those of the trace.
+        strayed: the last pass had others, and was not written down.
         budget: for passes that meet another budget than the plan was made for.
     """
 
     patience: int = _PATIENCE
     accesses: Backoff = field(default_factory=Backoff)
     budget: Backoff = field(default_factory=Backoff)
+    strayed: bool = False
     _count: int = 0
     _warm: bool = False
 
@@ -86,12 +88,21 @@ class Watch:
         """Whether the passes that the next new plan will be made from have not begun."""
         return not self._count
 
-    def departs(self, foretold_s: float, took_s: float) -> bool:
+    @property
+    def settled(self) -> bool:
+        """Whether the next pass is expected to be as foretold, so that nothing of it need be written down.
+
+        Where it is not, the one after it is written down; more than one in a row must be off before there is a new plan.
+        """
+        return self._warm and self.calm and not self.strayed
+
+    def departs(self, foretold_s: float, took_s: float, *, written: bool = True) -> bool:
         """Notes one pass.
 
         Args:
             foretold_s: seconds it should have taken.
             took_s: seconds it took.
+            written: whether it was written down, so that a plan can be made from it.
 
         Returns:
             whether it is time for a new plan.
@@ -100,7 +111,7 @@ class Watch:
             self._count = 0
             return False
         self._count += 1
-        if self._count < self.patience:
+        if self._count < self.patience or not written:
             return False
         self._count = 0
         self.patience *= 2 if self._warm else 1

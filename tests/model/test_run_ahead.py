@@ -209,6 +209,43 @@ def test_a_model_that_departs_is_followed_again(tmp_path: Path, monkeypatch: pyt
         assert engine.run_ahead.departures == departures
 
 
+def test_a_pass_that_is_expected_is_not_written_down_and_one_that_strays_is_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing departs for the time that it takes.
+    monkeypatch.setattr("ptm_accel.schedule.watch._TOLERANCE", 1e9)
+    kept: list[bool] = []
+    forward_ended = RunAhead.forward_ended
+
+    def noted(ahead: RunAhead) -> None:
+        assert ahead._recorder is not None
+        kept.append(ahead._recorder.writes)
+        assert bool(ahead._recorder._accesses) == kept[-1]
+        assert len(ahead._recorder) >= LAYERS
+        forward_ended(ahead)
+
+    monkeypatch.setattr(RunAhead, "forward_ended", noted)
+    with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
+        engine.run_ahead.rates = LinkRates(1e9, 1e9, 1e9)
+        for number in range(8):
+            step(model, optimizer, number)
+        assert kept == [True] * 6 + [False] * 2, "until the second plan has been made"
+        settled = beside_updates(engine)
+        model.order = [3, 2, 1, 0, 7, 6, 5, 4]
+        step(model, optimizer, 8)
+        assert beside_updates(engine) is settled
+        assert engine.run_ahead.departures > 0
+        step(model, optimizer, 9)
+        after = beside_updates(engine)
+        assert after is not settled
+        departures = engine.run_ahead.departures
+        for number in range(10, 13):
+            step(model, optimizer, number)
+        assert engine.run_ahead.departures == departures
+        assert kept[8:] == [False, True] + [False] * 3
+        assert beside_updates(engine) is after
+
+
 def test_a_layer_that_is_left_out_is_skipped_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
         for number in range(3):

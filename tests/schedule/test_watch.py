@@ -35,6 +35,25 @@ def test_several_passes_in_a_row_call_for_a_new_plan_and_ever_rarer(took: float)
     assert calls == [3, 9, 21]
 
 
+def test_there_is_no_new_plan_before_a_pass_has_been_written_down() -> None:
+    watch = warm()
+    assert not any(watch.departs(1.0, 2.0, written=False) for _ in range(5))
+    assert watch.departs(1.0, 2.0)
+
+
+def test_what_is_expected_to_come_true_need_not_be_written_down() -> None:
+    watch = Watch()
+    assert not watch.settled, "the second plan is made from what is written down"
+    watch = warm()
+    assert watch.settled
+    watch.departs(1.0, 2.0, written=False)
+    assert not watch.settled
+    watch.departs(1.0, 1.0)
+    assert watch.settled
+    watch.strayed = True
+    assert not watch.settled
+
+
 def test_a_pass_that_came_true_in_between_is_noise() -> None:
     watch = warm()
     assert not any(watch.departs(1.0, took) for took in (2.0, 2.0, 1.0) * 10)
