@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ptm_accel import trained_model
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DeviceBudgetError
@@ -21,6 +22,7 @@ from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.tide import Tide
+from ptm_accel.optim import arithmetic
 from ptm_accel.units import MIB
 from tests.card import Card, CardTier, OnCard
 from tests.plain_loop import adamw
@@ -102,6 +104,34 @@ def test_a_card_that_is_too_small_trains_and_gives_the_same_numbers(layers: int,
         held = engine.pool.card.held_bytes
     assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
     assert held > states * 3 // 10, "pages use what there is"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "one tensor at a time"])
+def test_where_all_fits_a_card_parameters_are_updated_together(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimizer_of(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=False)
+
+    plain, lengths = llama(4), [256] * 4
+    expected = train(plain, optimizer_of(plain), lengths)
+    states = 4 * sum(p.nbytes for p in plain.parameters())
+    model, calls = llama(4), list[int]()
+    bare_step = arithmetic.bare_step
+
+    def noted(optimizer: torch.optim.Optimizer) -> None:
+        calls.append(sum(len(group["params"]) for group in optimizer.param_groups))
+        bare_step(optimizer)
+
+    monkeypatch.setattr(arithmetic, "bare_step", noted)
+    # An optimizer that makes tensors of its own as it goes is given a few parameters at a time, for their sake.
+    monkeypatch.setattr(trained_model, "_LARGEST_BATCH_BYTES", 2 * MIB)
+    with on_card(model, 2 * states) as (engine, _):
+        assert train(model, engine.bind_optimizer(optimizer_of(model)), lengths) == expected
+        assert engine.pool.fits_on_card
+        with _disable_current_modes():
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+    count = len(list(plain.parameters()))
+    assert (calls[-1] == count) == fused
 
 
 def test_what_a_larger_evaluation_takes_is_taken_from_pages_and_given_back() -> None:

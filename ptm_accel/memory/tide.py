@@ -28,10 +28,10 @@ _RISE = 1.03
 """Pages make way for what rises by more than this factor; for less there is the margin."""
 
 _LOOK_EVERY_S = 1e-3
+"""What is reserved changes as new shapes come, and there are thousands of reservations in a step."""
+
 _LOOK_SHARE = 0.01
-"""What is reserved changes as new shapes come, and there are thousands of reservations in a step; to ask for it may
-take no more than this part of the time.
-"""
+"""The part of the time that may be spent on asking for it, once a step has come to no more than those before it."""
 
 _MOST_KINDS = 32
 """How many kinds of batches are kept of which none is larger than another one in all its dimensions."""
@@ -84,6 +84,8 @@ class Tide:
         self._evaluates = False
         self._loose_bytes = 0
         self._look_at_s = 0.0
+        # Whether the last step has come to no more than those before it, and whether this one has so far.
+        self._steady = self._risen = False
         self._warming = True
         self._rising = False
         self._evaluating = False
@@ -135,6 +137,7 @@ class Tide:
             others = [entry for entry in self._seen if not (_is_within(entry[0], shapes, False) and not evaluates)]
             self._seen = [*others, (shapes, not evaluates)][-_MOST_KINDS:]
             self._warming = True
+            self._steady, self._risen = False, True
             self._turn(evaluates=self._evaluating)
             self._give(self._least_bytes)
         return self._budget.capacity_bytes < before
@@ -210,7 +213,7 @@ class Tide:
         if now_s >= self._look_at_s:
             self.sample()
             done_s = time.perf_counter()
-            self._look_at_s = done_s + max(_LOOK_EVERY_S, (done_s - now_s) / _LOOK_SHARE)
+            self._look_at_s = done_s + max(_LOOK_EVERY_S, (done_s - now_s) / _LOOK_SHARE if self._steady else 0.0)
 
     def sample(self) -> None:
         """Notes how high the tide is.
@@ -224,7 +227,8 @@ class Tide:
         for tide in (self, *self._beside):
             if beside > tide.high_water_bytes:
                 tide._most[tide._evaluates] = beside
-                tide._rising = True
+                tide._rising = tide._risen = True
+                tide._steady = False
         if self._rising and not self._warming:
             self._set_capacity()
 
@@ -235,6 +239,7 @@ class Tide:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
         self.sample()
+        self._steady, self._risen = not self._risen, False
         for tide in (self, *(other for other in self._beside if other._follows)):
             tide._set_capacity()
 

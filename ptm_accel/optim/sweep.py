@@ -149,8 +149,10 @@ class Sweep:
         return total
 
     def _beside(self, unit: Unit) -> int:
-        """Bytes that updating `unit` takes beside the tensors it involves: all that limits a batch on a card where those
-        never leave. One call of the optimizer does for hundreds of them then, as it does without pages.
+        """Bytes that updating `unit` takes beside the tensors it involves.
+
+        It is all that limits a batch on a card where those never leave. One call of the optimizer does for hundreds of
+        them then, as it does without pages.
         """
         grain = self._arithmetic.grain
         return unit.extra_bytes(self.appetite, grain) + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)

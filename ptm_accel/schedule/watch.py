@@ -92,7 +92,7 @@ class Watch:
     def settled(self) -> bool:
         """Whether the next pass is expected to be as foretold, so that nothing of it need be written down.
 
-        Where it is not, the one after it is written down; more than one in a row must be off before there is a new plan.
+        Where it is not, the one after it is written down: several in a row must be off before there is a new plan.
         """
         return self._warm and self.calm and not self.strayed
 

@@ -59,20 +59,20 @@ now = time.perf_counter
 class Device:
     """Rows of what a card does, by when each has come to its end.
 
-    Args:
+    Attributes:
         call_us: what the thread spends on each kind of call, in microseconds.
     """
 
-    def __init__(self, call_us: dict[str, float]) -> None:
+    def __init__(self) -> None:
         self.ends = {"kernels": 0.0, "in": 0.0, "out": 0.0}
         self.busy = dict.fromkeys(self.ends, 0.0)
         self.calls: Counter[str] = Counter()
-        self._call_us = call_us
+        self.call_us: dict[str, float] = {}
 
     def call(self, kind: str) -> None:
         """The thread calls the driver."""
         self.calls[kind] += 1
-        until = now() + self._call_us.get(kind, 0.0) / 1e6
+        until = now() + self.call_us.get(kind, 0.0) / 1e6
         while now() < until:
             pass
 
@@ -92,7 +92,7 @@ def sleep_until(at: float) -> None:
         time.sleep(left)
 
 
-DEVICE = Device({})
+DEVICE = Device()
 
 
 class Event:
@@ -251,14 +251,13 @@ def row(label: str, steps: list[dict[str, float]]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    global DEVICE
     parser = argparse.ArgumentParser()
     parser.add_argument("--share", type=float, default=0.21, help="of the model's states, what pages have of the card")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--calls", action="store_true", help="the driver's calls cost the thread what is usual")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    DEVICE = Device(CALL_US if options.calls else {})
+    DEVICE.call_us = CALL_US if options.calls else {}
     print("# A card whose times are reckoned\n")
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/card_virtual.py {' '.join(sys.argv[1:])}".rstrip()))
     print(f"* kernels at {FLOPS / 1e12:.0f} TFLOP/s, each direction of the link at {LINK_BYTES_S / 1e9:.0f} GB/s")

@@ -3,7 +3,7 @@
     OMP_WAIT_POLICY=passive python tests/benchmarks/pinning.py [--gib 2] [--pairs 5]
 
 Without a card what pins is `mlock`, which makes pages resident and keeps them there as a driver does; with one it is
-`cudaHostRegister`. The memory is a slab of host frames: a memory file, mapped as shared. Each way has a new one in turn.
+`cudaHostRegister`. The memory is as a slab of host frames: a memory file, mapped as shared. Each way has a new one.
 """
 
 from __future__ import annotations

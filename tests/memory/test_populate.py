@@ -81,9 +81,7 @@ def test_a_kernel_that_cannot_is_told_from_one_that_can(
     assert shared.resident_pages == 1
 
 
-def test_what_is_pinned_is_resident_before(
-    shared: Shared, threads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_pinned_is_resident_before(shared: Shared, threads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def register(address: int, nbytes: int, flags: int) -> int:

@@ -15,7 +15,6 @@ from ptm_accel.units import MIB
 def looking_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is missed between two looks."""
     monkeypatch.setattr(tide_module, "_LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(tide_module, "_LOOK_SHARE", 1e9)
 
 
 class Reserved:
@@ -87,6 +86,38 @@ def test_the_allocator_is_not_asked_at_every_reservation(monkeypatch: pytest.Mon
         clock[0] += 1e-5
         tide.look()
     assert 9 <= asked[-1] <= 11
+
+
+def test_where_a_step_came_to_no_more_asking_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [10.0], [0]
+    monkeypatch.setattr(tide_module, "_LOOK_EVERY_S", 1e-3)
+    monkeypatch.setattr(tide_module, "_LOOK_SHARE", 1e-2)
+    monkeypatch.setattr(tide_module.time, "perf_counter", lambda: clock[0])
+    tide, _, card = make()
+
+    def beside() -> int:
+        asked[0] += 1
+        clock[0] += 1e-4
+        return card.beside
+
+    monkeypatch.setattr(card, "beside_bytes", beside)
+
+    def asked_in_a_step() -> int:
+        before, ends_s = asked[0], clock[0] + 0.1
+        while clock[0] < ends_s:
+            clock[0] += 1e-5
+            tide.look()
+        tide.end_step()
+        return asked[0] - before - 1
+
+    card.beside = 100 * MIB
+    assert asked_in_a_step() > 80
+    assert asked_in_a_step() > 80, "the first step has shown what it takes, and this whether it was the most"
+    assert asked_in_a_step() < 12
+    card.beside = 101 * MIB
+    assert asked_in_a_step() > 80, "as soon as more is seen"
+    assert asked_in_a_step() > 80
+    assert asked_in_a_step() < 12
 
 
 def test_what_rises_by_little_is_met_out_of_the_margin_and_no_slab_goes_for_it() -> None:
