@@ -18,6 +18,7 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Common, Tag, Tier
 from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.model.floor import Floor
@@ -228,7 +229,9 @@ def _parts(parties: Sequence[Party]) -> list[dict[Tier, int]]:
 
 def _middle_need(party: Party, claim: Claim) -> Need:
     staging = party.memory.budgets[Tier.HOST].used_by_tag().get(Tag.STAGING, 0)
-    least = staging + _FRAMES * claim.page_bytes
+    home = party.memory.pool.home
+    frame_bytes = home.page_bytes if isinstance(home, FrameHome) else claim.page_bytes
+    least = staging + _FRAMES * frame_bytes
     return Need(least, max(least, claim.states_bytes))
 
 

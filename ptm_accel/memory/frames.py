@@ -85,16 +85,24 @@ class FramePool:
 
     Args:
         budget: the budget of the host tier. The pool is its reclaimer.
-        frame_bytes: the largest frame, a power of two; whole frames start at multiples of it.
+        frame_bytes: the largest frame, a power of two.
+        page_bytes: a power of two that divides it; what is a multiple of it starts at one. None for `frame_bytes`.
         slab_bytes: a power of two; None for `default_slab_bytes`.
         pin: what pins a slab (`pinned.host_pin()`); None for pageable memory.
     """
 
     def __init__(
-        self, budget: Budget, frame_bytes: int, *, slab_bytes: int | None = None, pin: HostPin | None = None
+        self,
+        budget: Budget,
+        frame_bytes: int,
+        *,
+        page_bytes: int | None = None,
+        slab_bytes: int | None = None,
+        pin: HostPin | None = None,
     ) -> None:
         self.budget = budget
         self.frame_bytes = frame_bytes
+        self._page_bytes = page_bytes or frame_bytes
         self.slab_bytes = slab_bytes or default_slab_bytes(budget.capacity_bytes, frame_bytes)
         assert frame_bytes % ALIGN_BYTES == 0 and _power_of_two_below(frame_bytes) == frame_bytes, frame_bytes
         assert self.slab_bytes >= frame_bytes and _power_of_two_below(self.slab_bytes) == self.slab_bytes, slab_bytes
@@ -227,13 +235,13 @@ class FramePool:
 
     def _place(self, nbytes: int) -> tuple[_Slab, int] | None:
         for slab in self._slabs:
-            offset = slab.take(nbytes, self.frame_bytes)
+            offset = slab.take(nbytes, self._page_bytes)
             if offset is not None:
                 return slab, offset
         new = self._new_slab(nbytes)
         if new is None:
             return None
-        offset = new.take(nbytes, self.frame_bytes)
+        offset = new.take(nbytes, self._page_bytes)
         assert offset is not None
         return new, offset
 
@@ -251,6 +259,7 @@ class FramePool:
                 slab.pin(self._pin)
             except (OSError, RuntimeError) as error:
                 self._pin = None
+                slab.clear()
                 _warn_pageable(size, error)
         self._slabs.append(slab)
         return slab
@@ -325,10 +334,14 @@ class _Slab:
         self._resident[:] = _RESIDENT * len(self._resident)
         self._keep(len(self._resident) - self._kept_units)
 
-    def take(self, nbytes: int, frame_bytes: int) -> int | None:
-        """Takes a run; whole frames are aligned, so that small runs break up as few of them as possible."""
+    def clear(self) -> None:
+        """Gives back what was made resident for a pin that was refused; no frame has been taken yet."""
+        self._memory.madvise(mmap.MADV_REMOVE, 0, self.nbytes)
+
+    def take(self, nbytes: int, page_bytes: int) -> int | None:
+        """Takes a run; whole pages are aligned, so that small runs break up as few of them as possible."""
         units = nbytes // ALIGN_BYTES
-        unit = self._runs.take(units, units if nbytes == frame_bytes else 1)
+        unit = self._runs.take(units, 1 if nbytes % page_bytes else page_bytes // ALIGN_BYTES)
         if unit is None:
             return None
         self._keep(-self._count(unit, units))

@@ -7,16 +7,22 @@ at about a gigabyte a second. The states of a large model are made within the fi
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 
 from ptm_accel.memory.cores import usable_cores
 from ptm_accel.memory.own_threads import OwnThread
+
+logger = logging.getLogger(__name__)
 
 _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, of Linux 5.14; Python has no name for it."""
 
 _LEAST_BYTES = 64 << 20
 """For less a thread of its own is not worth its start."""
+
+_MOST_THREADS = 16
+"""More of them wait for the memory, and for each other."""
 
 
 def populate(address: int, nbytes: int) -> bool:
@@ -29,16 +35,25 @@ def populate(address: int, nbytes: int) -> bool:
     Returns:
         whether all of it is resident; not where the kernel cannot do this, or has not the memory.
     """
-    count = max(1, min(len(usable_cores()), nbytes // _LEAST_BYTES))
+    count = max(1, min(len(usable_cores()), nbytes // _LEAST_BYTES, _MOST_THREADS))
     each = -(-nbytes // count // mmap.PAGESIZE) * mmap.PAGESIZE
     done: list[bool] = []
     parts = [(address + begin, min(each, nbytes - begin), done) for begin in range(0, nbytes, each)]
-    threads = [OwnThread(_populate, part, "ptm_accel populate", count) for part in parts[1:]]
-    for thread in threads:
-        thread.start()
-    _populate(*parts[0])
-    for thread in threads:
-        thread.join()
+    started: list[OwnThread] = []
+    try:
+        for part in parts[1:]:
+            thread = OwnThread(_populate, part, "ptm_accel populate", count)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        # This process may have no more threads: then fewer of them do it.
+        logger.info("making host memory resident with %d threads: %s", len(started) + 1, error)
+    try:
+        for part in (parts[0], *parts[1 + len(started) :]):
+            _populate(*part)
+    finally:
+        for thread in started:
+            thread.join()
     return len(done) == len(parts) and all(done)
 
 

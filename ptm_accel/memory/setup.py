@@ -124,18 +124,19 @@ class Memory:
 
 
 _PAGES_A_FRAME = 8
-_LEAST_FRAMES = 512
+_LEAST_HOST_FRAMES, _LEAST_DEVICE_FRAMES = 512, 128
 """A frame under a device holds several pages if so many frames fit into host memory: a page of its own for each 4 MiB
-costs the thread that computes more than a fast link takes to copy it.
+costs the thread that computes more than a fast link takes to copy it. And if so many fit on the device: with less
+there, tensors are updated in parts that are smaller than a frame, and would wait for each other at its ends.
 """
 
 
 def _frame_bytes(capacities: Capacities) -> int:
     """What is booked, copied and spilled at once of host memory under a device."""
+    assert capacities.device_bytes is not None
+    most = min(capacities.host_bytes // _LEAST_HOST_FRAMES, capacities.device_bytes // _LEAST_DEVICE_FRAMES)
     frame_bytes = capacities.page_bytes
-    for _ in range(_PAGES_A_FRAME.bit_length() - 1):
-        if 2 * frame_bytes * _LEAST_FRAMES > capacities.host_bytes:
-            break
+    while frame_bytes < capacities.page_bytes * _PAGES_A_FRAME and 2 * frame_bytes <= most:
         frame_bytes *= 2
     return frame_bytes
 
@@ -171,7 +172,8 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     tier: DeviceTier = CudaTier(device) if isinstance(device, torch.device) else device
     assert capacities.device_bytes is not None, "a device needs device_bytes"
     budgets[Tier.DEVICE] = Budget(Tier.DEVICE, capacities.device_bytes)
-    frames = FramePool(host, _frame_bytes(capacities), pin=host_pin() if isinstance(device, torch.device) else None)
+    pin = host_pin() if isinstance(device, torch.device) else None
+    frames = FramePool(host, _frame_bytes(capacities), page_bytes=capacities.page_bytes, pin=pin)
     home = FrameHome(tier, frames, disk)
     over: list[ComputeTier | Home | FramePool] = [home, tier, frames]
     if disk is not None:

@@ -31,7 +31,10 @@ _LOOK_EVERY_S = 1e-3
 """What is reserved changes as new shapes come, and there are thousands of reservations in a step."""
 
 _LOOK_SHARE = 0.01
-"""The part of the time that may be spent on asking for it, once a step has come to no more than those before it."""
+_LOOK_WITHIN_S = 1e-2
+"""The part of the time that may be spent on asking for it, once a step has come to no more than those before it; and
+however long it once took, it is asked for again within the latter.
+"""
 
 _MOST_KINDS = 32
 """How many kinds of batches are kept of which none is larger than another one in all its dimensions."""
@@ -213,7 +216,8 @@ class Tide:
         if now_s >= self._look_at_s:
             self.sample()
             done_s = time.perf_counter()
-            self._look_at_s = done_s + max(_LOOK_EVERY_S, (done_s - now_s) / _LOOK_SHARE if self._steady else 0.0)
+            spared_s = min((done_s - now_s) / _LOOK_SHARE, _LOOK_WITHIN_S) if self._steady else 0.0
+            self._look_at_s = done_s + max(_LOOK_EVERY_S, spared_s)
 
     def sample(self) -> None:
         """Notes how high the tide is.

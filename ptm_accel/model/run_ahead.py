@@ -200,12 +200,11 @@ class RunAhead(Following):
         foretold, watch = route.simulated, route.watch
         written = ended.recorder.writes
         late = foretold is not None and watch.departs(foretold.seconds, took_s, written=written)
-        strayed = ended.strays > _DEPARTURES * route.rank[-1]
-        watch.strayed = strayed and not written
-        if watch.strayed:
+        watch.strayed = ended.strays > _DEPARTURES * route.rank[-1]
+        if watch.strayed and not written:
             # There is nothing to make a plan from; if the next one strays as well, there is.
             return False
-        strayed = watch.accesses.calls(strayed)
+        strayed = watch.accesses.calls(watch.strayed)
         return late or (strayed and written)
 
     def _look_at_link(self) -> None:

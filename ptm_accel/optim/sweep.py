@@ -34,6 +34,9 @@ _LARGEST_WINDOW_BYTES = 32 << 20
 few pages. On a CPU the disk is slower than that, and what is updated at a time stays in a cache.
 """
 
+_MANY = 16
+"""A batch may have so many times the bytes where nothing has to leave a card for it."""
+
 
 class Sweep:
     """Runs steps of one optimizer over paged parameters.
@@ -187,7 +190,7 @@ class Sweep:
             must = insist and not batch
             if not must and self._is_to_come(unit, cursor):
                 break
-            held = self._beside(unit) if self.pool.fits_on_card else needed
+            held = max(self._beside(unit), needed // _MANY) if self.pool.fits_on_card else needed
             if batch and cost + held > self.batch_bytes():
                 break
             if cursor.stays and not must and not self.pool.ahead.make_way(self._cost(unit, moving_only=True)):

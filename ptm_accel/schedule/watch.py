@@ -67,7 +67,7 @@ class Watch:
         patience: how many passes in a row must be off before a new plan is worth making. It doubles with each but the
             second, so that noise does not lead to planning without end.
         accesses: for passes whose accesses are others than those of the trace.
-        strayed: the last pass had others, and was not written down.
+        strayed: the last pass had others.
         budget: for passes that meet another budget than the plan was made for.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -247,6 +248,34 @@ def test_pinned_room_in_pieces_is_refused_with_the_numbers() -> None:
     )
     s.pool.check_integrity()
     s.pool.close()
+
+
+def test_what_a_refused_pin_has_made_resident_is_given_back() -> None:
+    s = Setup()
+
+    def refuse(address: int, nbytes: int) -> Callable[[], None]:
+        ctypes.memset(address, 1, nbytes)
+        raise OSError("cudaHostRegister failed with CUDA error 2")
+
+    s.pool._pin = refuse
+    with pytest.warns(RuntimeWarning, match="could not pin"):
+        frame = s.take()
+    assert s.resident == 0
+    s.fill(frame, 7)
+    assert s.resident == FRAME
+    s.pool.check_integrity()
+    s.pool.close()
+
+
+def test_frames_of_several_pages_leave_no_gaps_that_pages_do_not_fit() -> None:
+    budget = Budget(Tier.HOST, 16 * FRAME)
+    pool = FramePool(budget, 4 * FRAME, page_bytes=FRAME, slab_bytes=16 * FRAME)
+    tensors = [[pool.take(4 * FRAME, Tag.PARAM, "w"), pool.take(FRAME, Tag.PARAM, "w")] for _ in range(3)]
+    assert all(whole.is_followed_by(rest) for whole, rest in tensors)
+    pool.take(FRAME, Tag.PARAM, "the last")
+    assert pool.slab_count == 1
+    assert pool.used_bytes == 16 * FRAME
+    pool.close()
 
 
 def test_a_failed_pin_costs_one_warning_and_no_frame() -> None:

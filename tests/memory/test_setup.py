@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.mock_device import MockDevice
+from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.units import GIB, MIB
 from tests.tiers import MEMORIES, open_memory
 
 
@@ -77,3 +81,21 @@ def test_what_a_fork_closes_is_not_its_parents(disk: bool, tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 True\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "pages"),
+    [
+        (64 * GIB, 16 * GIB, 8),
+        (8 * GIB, 16 * GIB, 4),
+        (64 * GIB, 2 * GIB, 4),
+        (GIB, 16 * GIB, 1),
+        (64 * GIB, GIB // 4, 1),
+    ],
+)
+def test_frames_under_a_device_hold_several_pages_where_there_is_room(host: int, device: int, pages: int) -> None:
+    capacities = Capacities(page_bytes=4 * MIB, host_bytes=host, device_bytes=device)
+    memory = build_memory(capacities, MockDevice())
+    assert isinstance(memory.pool.home, FrameHome)
+    assert memory.pool.home.page_bytes == pages * 4 * MIB
+    memory.close()
