@@ -1,7 +1,7 @@
 """Makes memory resident by all cores, before it is pinned.
 
 What a driver pins must be resident, and what is not yet is made so by the one thread that asks: cleared page by page,
-at about a gigabyte a second. The states of a large model are made within the first step, and that would be most of it.
+at about a gigabyte a second. The states of a large model are made within the first step, all 60 GiB of an 8B one.
 """
 
 from __future__ import annotations
