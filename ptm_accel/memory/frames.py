@@ -105,6 +105,7 @@ class FramePool:
         self._page_bytes = page_bytes or frame_bytes
         self.slab_bytes = slab_bytes or default_slab_bytes(budget.capacity_bytes, frame_bytes)
         assert frame_bytes % ALIGN_BYTES == 0 and _power_of_two_below(frame_bytes) == frame_bytes, frame_bytes
+        assert frame_bytes % self._page_bytes == 0, (frame_bytes, page_bytes)
         assert self.slab_bytes >= frame_bytes and _power_of_two_below(self.slab_bytes) == self.slab_bytes, slab_bytes
         self._pin = pin
         self._slabs: list[_Slab] = []

@@ -1,7 +1,8 @@
 """Makes memory resident by all cores, before it is pinned.
 
 What a driver pins must be resident, and what is not yet is made so by the one thread that asks: cleared page by page,
-at about a gigabyte a second. The states of a large model are made within the first step, all 60 GiB of an 8B one.
+a gigabyte or two a second (docs/benchmarks/pinning.md). The states of a large model are made within the first step, all
+60 GiB of an 8B one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LEAST_BYTES = 64 << 20
 """For less a thread of its own is not worth its start."""
 
 _MOST_THREADS = 16
-"""More of them wait for the memory, and for each other."""
+"""Clearing memory is bound by the memory before long; how many threads are best has been measured for two only."""
 
 
 def populate(address: int, nbytes: int) -> bool:

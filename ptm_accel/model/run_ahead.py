@@ -204,8 +204,7 @@ class RunAhead(Following):
         if watch.strayed and not written:
             # There is nothing to make a plan from; if the next one strays as well, there is.
             return False
-        strayed = watch.accesses.calls(watch.strayed)
-        return late or (strayed and written)
+        return watch.accesses.calls(watch.strayed) or late
 
     def _look_at_link(self) -> None:
         before = self._before[1]

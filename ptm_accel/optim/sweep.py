@@ -35,7 +35,9 @@ few pages. On a CPU the disk is slower than that, and what is updated at a time 
 """
 
 _MANY = 16
-"""A batch may have so many times the bytes where nothing has to leave a card for it."""
+"""Of tensors that are on a card anyway, and never leave it, a batch may have so many times the bytes: one call of the
+optimizer does for hundreds of them, nearly as without pages. What is allocated beside them counts in full.
+"""
 
 
 class Sweep:
@@ -152,11 +154,7 @@ class Sweep:
         return total
 
     def _beside(self, unit: Unit) -> int:
-        """Bytes that updating `unit` takes beside the tensors it involves.
-
-        It is all that limits a batch on a card where those never leave. One call of the optimizer does for hundreds of
-        them then, as it does without pages.
-        """
+        """Bytes that updating `unit` takes beside the tensors it involves."""
         grain = self._arithmetic.grain
         return unit.extra_bytes(self.appetite, grain) + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)
 
