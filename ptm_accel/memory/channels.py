@@ -65,12 +65,14 @@ class Channels:
         channels = self._files[piece.path]
         if not channels or not piece.aligned:
             return False
-        channel = min(channels, key=_bytes_of)
+        channel = channels[0]
+        for other in channels:
+            channel = other if other.nbytes < channel.nbytes else channel
         writes = piece.transfer.direction is Direction.WRITE
         request = self._background.prepared(
             channel.fd, writes=writes, address=piece.address, offset=piece.offset, nbytes=piece.nbytes
         )
-        if not self.under_way:
+        if self.idle:
             self.looked_s = time.perf_counter()
         # Held before it is started, whatever comes in between: the library writes to it.
         channel.pieces.append((piece, request))
@@ -83,6 +85,11 @@ class Channels:
             channel.nbytes -= piece.nbytes
             return False
         return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way, and all that was has been seen to end: a look that asks nobody."""
+        return all(not channel.pieces for channel in self._channels)
 
     @property
     def under_way(self) -> bool:
@@ -131,7 +138,3 @@ class Channels:
         channels, self._channels = self._channels, []
         for channel in channels:
             os.close(channel.fd)
-
-
-def _bytes_of(channel: _Channel) -> int:
-    return channel.nbytes

@@ -245,7 +245,7 @@ class DiskTier:
         """
         self._lanes.wait_until(lambda: not handle.running, f"the transfers of {handle.name}")
         with self._lanes.lock:
-            self._lanes.require_open(f"snapshot of {handle.name}")
+            self._lanes.require_open("snapshot", handle.name)
             self._check(handle, 0, handle.nbytes)
             if (failure := handle.failure_in(0, handle.nbytes)) is not None:
                 raise failure.error()
@@ -276,8 +276,8 @@ class DiskTier:
                     f"{self._slots.size_bytes}, all slots in use: {backed}, lengths agree: {sizes}"
                 )
 
-    def _start_call(self, what: str) -> None:
-        self._lanes.require_open(what)
+    def _start_call(self, what: Direction | str, name: str = "") -> None:
+        self._lanes.require_open(what, name)
         # Looked at without the lock, which all transfers share: one that fails a moment later is told of with the next.
         if not self._lanes.failed_stores:
             return
@@ -290,8 +290,8 @@ class DiskTier:
 
     def _start(self, direction: Direction, handle: DiskSlot, offset: int, buffer: torch.Tensor) -> DiskTransfer:
         flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
-        assert flat and buffer.device.type == "cpu", f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
-        self._start_call(f"{direction.value} of {handle.name}")
+        assert flat and buffer.is_cpu, f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
+        self._start_call(direction, handle.name)
         self._check(handle, offset, buffer.numel())
         transfer = DiskTransfer(self._lanes, handle, direction, offset, buffer)
         if not transfer.done():

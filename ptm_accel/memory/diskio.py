@@ -120,7 +120,7 @@ class Lanes:
             DiskError: the tier is closed, or belongs to another process; or a store of what is to be read has failed.
         """
         with self.lock:
-            self.require_open(f"{transfer.direction.value} of {transfer.slot.name}")
+            self.require_open(transfer.direction, transfer.slot.name)
             # Looked at here, where no store can end meanwhile: a load would be behind nothing, and read anything.
             reads = transfer.direction is Direction.READ
             if reads and (failure := transfer.slot.failure_in(transfer.begin, transfer.end)) is not None:
@@ -159,17 +159,21 @@ class Lanes:
             return
         # What has ended is noted whole, or not at all.
         with INTERRUPTS, self.lock:
-            if channels.under_way:
-                self._look()
+            self._look()
 
-    def require_open(self, what: str) -> None:
+    def require_open(self, what: Direction | str, name: str = "") -> None:
         """Raises if nothing can be started any more.
+
+        Args:
+            what: is to be started.
+            name: of whose bytes.
 
         Raises:
             DiskError: the tier is closed, or belongs to another process.
         """
         if self._closing or os.getpid() != self._process:
-            raise self._unavailable(what)
+            what = what.value if isinstance(what, Direction) else what
+            raise self._unavailable(f"{what} of {name}" if name else what)
 
     def close(self) -> None:
         """Ends the threads after all that has been started, and closes the files. Idempotent."""
@@ -230,7 +234,7 @@ class Lanes:
     def _look(self) -> None:
         """Notes what has ended in the background."""
         channels = self._channels
-        if channels is None or not channels.under_way:
+        if channels is None or channels.idle:
             return
         ended = channels.ended()
         now_s = time.perf_counter()

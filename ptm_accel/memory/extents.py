@@ -118,7 +118,7 @@ class Extents:
         if tensor.place.resident:
             return None
         try:
-            return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor.view(-1))
+            return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor)
         except BaseException:
             self.take_back(tensor)
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,8 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.copies import Chained, finish, joined, settle
 from ptm_accel.memory.device import DeviceTier
-from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState, PieceHome, merged
+from ptm_accel.memory.frame_pages import FrameHandle, FrameRun, Page, PageState, PieceHome, merged
+from ptm_accel.memory.frame_runs import Runs, check_runs, whole_runs
 from ptm_accel.memory.framed_pages import FramedPages
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.mapping import FilePiece, private_run
@@ -38,41 +39,6 @@ class HeldRun:
         self.page = page
         self.octets = octets
         self.awaited = awaited
-
-
-class _Runs:
-    """Parts of pages that follow one another, to be moved by one copy where their frames do so as well.
-
-    A copy of a page costs the host nearly as long as a fast link takes for it.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Page, int, int, int]] = []
-
-    def add(self, page: Page, start: int, stop: int, at: int) -> None:
-        """Bytes [start, stop) of a page in a frame, which are those from `at` on of what is moved."""
-        self._parts.append((page, start, stop, at))
-
-    def taken(self, octets: torch.Tensor) -> Iterator[tuple[list[Page], torch.Tensor, torch.Tensor]]:
-        """Each run, which is a part no more, as (pages, their bytes in host memory, the same bytes of `octets`)."""
-        parts, self._parts = self._parts, []
-        while parts:
-            count = 1
-            while count < len(parts) and _goes_on(parts[count - 1][0], parts[count][0]):
-                count += 1
-            run, parts = parts[:count], parts[count:]
-            (first, start, _, at), (_, begin, stop, after) = run[0], run[-1]
-            nbytes = after + stop - begin - at
-            assert first.frame is not None
-            yield [page for page, *_ in run], first.frame.view(start, start + nbytes), octets[at : at + nbytes]
-
-
-def _goes_on(page: Page, following: Page) -> bool:
-    """Whether the next page lies behind one in memory, and there is nothing that only one of them has to wait for."""
-    if any(each.writes and each.state is PageState.CLEAN for each in (page, following)):
-        # Being read from the disk, each by itself, and copied on as soon as it is there.
-        return False
-    return page.frame is not None and following.frame is not None and page.frame.is_followed_by(following.frame)
 
 
 def _running(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
@@ -135,7 +101,7 @@ class FrameHome(FramedPages):
         with self._lock:
             assert handle in self._handles, f"handle of {handle.name} freed twice"
             del self._handles[handle]
-            pages, handle.pages = handle.pages, []
+            pages, handle.pages, handle.runs = handle.pages, [], None
             for page in pages:
                 settle(page.writes)
                 settle(page.reads)
@@ -157,15 +123,21 @@ class FrameHome(FramedPages):
         copies: list[Transfer] = []
         with self._lock:
             assert handle in self._handles, f"store to the freed handle of {handle.name}"
-            runs = _Runs()
             try:
+                whole = whole_runs(handle) if offset == 0 and source.numel() == handle.nbytes else None
+                if whole is not None:
+                    for page in handle.pages:
+                        self._to_frame(page, whole=True)
+                    self._store_runs(whole, source, copies)
+                    return joined(copies)
+                runs = Runs()
                 for page, start, stop, at in handle.spans(offset, source.numel()):
                     if page.state is PageState.DISK:
                         # The room for it may come from a page that is to be stored to before it.
-                        self._store_runs(runs, source, copies)
+                        self._store_runs(runs.taken(), source, copies)
                     self._to_frame(page, whole=stop - start == page.nbytes)
                     runs.add(page, start, stop, at)
-                self._store_runs(runs, source, copies)
+                self._store_runs(runs.taken(), source, copies)
             except BaseException:
                 # The caller gets no transfer, so nothing may go on reading its tensor.
                 settle(copies)
@@ -185,17 +157,21 @@ class FrameHome(FramedPages):
         copies: list[Transfer] = []
         with self._lock:
             assert handle in self._handles, f"load from the freed handle of {handle.name}"
-            runs = _Runs()
             try:
+                whole = self._whole_ended(handle) if offset == 0 and into.numel() == handle.nbytes else None
+                if whole is not None:
+                    self._load_runs(whole, into, copies)
+                    return joined(copies)
+                runs = Runs()
                 self._room_ahead(handle, offset, into.numel())
                 for page, start, stop, at in handle.spans(offset, into.numel()):
                     self._look_at_ended(page)
                     if page.state is PageState.DISK:
-                        self._load_runs(runs, into, copies)
+                        self._load_runs(runs.taken(), into, copies)
                         self._read(page)
                     self._framed.move_to_end(page)
                     runs.add(page, start, stop, at)
-                self._load_runs(runs, into, copies)
+                self._load_runs(runs.taken(), into, copies)
             except BaseException:
                 settle(copies)
                 raise
@@ -311,6 +287,7 @@ class FrameHome(FramedPages):
             for handle in self._handles:
                 for page in handle.pages:
                     page.check()
+                check_runs(handle)
                 if handle.nbytes != (size := sum(page.nbytes for page in handle.pages)):
                     raise AssertionError(f"{handle.name}: {handle.nbytes} B in pages of {size} B together")
             framed = {page for handle in self._handles for page in handle.pages if page.frame is not None}
@@ -326,28 +303,41 @@ class FrameHome(FramedPages):
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
-    def _store_runs(self, runs: _Runs, source: torch.Tensor, copies: list[Transfer]) -> None:
-        """Starts copying to the pages that were gathered, and forgets them."""
-        for pages, frames, octets in runs.taken(source):
-            reads = list(dict.fromkeys(read for page in pages for read in self._running_reads(page)))
-            copy = self.device.copy_out(frames, octets, after=reads)
+    def _whole_ended(self, handle: FrameHandle) -> list[FrameRun] | None:
+        """As `whole_runs`, for a load: what has been written to the pages, and has ended, is forgotten.
+
+        Raises:
+            DiskError: a store failed.
+        """
+        for page in handle.pages:
+            self._look_at_ended(page)
+            if page.frame is not None:
+                self._framed.move_to_end(page)
+        return whole_runs(handle)
+
+    def _store_runs(self, runs: Sequence[FrameRun], source: torch.Tensor, copies: list[Transfer]) -> None:
+        """Starts copying to the pages of some runs."""
+        for run in runs:
+            reads = list(dict.fromkeys(read for page in run.pages for read in self._running_reads(page)))
+            copy = self.device.copy_out(run.octets, run.of(source), after=reads)
             copies.append(copy)
             alone = (copy,)
-            for page in pages:
+            for page in run.pages:
                 page.writes = (*page.writes, copy) if page.writes else alone
 
-    def _load_runs(self, runs: _Runs, into: torch.Tensor, copies: list[Transfer]) -> None:
-        """Starts copying from the pages that were gathered, and forgets them."""
-        for pages, frames, octets in runs.taken(into):
-            writes = list(dict.fromkeys(write for page in pages for write in page.writes))
+    def _load_runs(self, runs: Sequence[FrameRun], into: torch.Tensor, copies: list[Transfer]) -> None:
+        """Starts copying from the pages of some runs."""
+        for run in runs:
+            octets = run.of(into)
+            writes = list(dict.fromkeys(write for page in run.pages for write in page.writes))
             copy: Transfer
             if all(map(self.device.is_own, writes)):
-                copy = self.device.copy_in(octets, frames, after=writes)
+                copy = self.device.copy_in(octets, run.octets, after=writes)
             else:
-                copy = Chained(writes, partial(self.device.copy_in, octets, frames))
+                copy = Chained(writes, partial(self.device.copy_in, octets, run.octets))
             copies.append(copy)
             alone = (copy,)
-            for page in pages:
+            for page in run.pages:
                 running = _running(page.reads)
                 page.reads = (*running, copy) if running else alone
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
 
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.frames import Frame
@@ -98,6 +100,25 @@ class Page:
             )
 
 
+class FrameRun(NamedTuple):
+    """Parts of pages that follow one another, in a tensor and in memory.
+
+    Attributes:
+        pages: whose parts they are, in order.
+        octets: their bytes in host memory.
+        at: where they begin in what is moved.
+    """
+
+    pages: list[Page]
+    octets: torch.Tensor
+    at: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same bytes of what is moved."""
+        nbytes = self.octets.numel()
+        return tensor if nbytes == tensor.numel() else tensor[self.at : self.at + nbytes]
+
+
 class FrameHandle:
     """Names a run of bytes in a `FrameHome`.
 
@@ -106,16 +127,19 @@ class FrameHandle:
         tag: what they are charged under.
         name: of the tensor, for messages.
         pages: in order; all of the same size but the last.
+        runs: how all of them lie in memory; None as long as nobody has asked, or where one is on disk. Whoever gives a
+            page another frame, or takes it, forgets this.
         snapshots: the mappings given out that may still be alive.
     """
 
-    __slots__ = ("name", "nbytes", "pages", "snapshots", "tag")
+    __slots__ = ("name", "nbytes", "pages", "runs", "snapshots", "tag")
 
     def __init__(self, nbytes: int, tag: Tag, name: str) -> None:
         self.nbytes = nbytes
         self.tag = tag
         self.name = name
         self.pages: list[Page] = []
+        self.runs: list[FrameRun] | None = None
         self.snapshots: list[weakref.ref[MappedRun]] = []
 
     def held(self) -> bool:

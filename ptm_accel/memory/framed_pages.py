@@ -114,14 +114,14 @@ class FramedPages:
         page.writes = (read,)
 
     def _framed_clean(self, page: Page, frame: Frame) -> None:
-        page.frame, page.state = frame, PageState.CLEAN
+        page.frame, page.state, page.handle.runs = frame, PageState.CLEAN, None
         self._framed[page] = None
 
     def _to_disk(self, page: Page) -> None:
         """Leaves a page with its slot alone: BLANK, FRAME (written), CLEAN -> DISK."""
         settle(page.reads)
         assert page.frame is not None and page.slot is not None
-        frame, page.frame = page.frame, None
+        frame, page.frame, page.handle.runs = page.frame, None, None
         page.reads, page.writes = (), ()
         page.state = PageState.DISK
         del self._framed[page]

@@ -226,6 +226,9 @@ class Room:
             for leaver in self._leavers:
                 if (failure := leaver.look()) is not None:
                     self._traffic.doubt(failure)
+                if leaver.transfer is not None:
+                    still.append(leaver)
+                    continue
                 if leaver.comes_back:
                     back.append(leaver)
                 if not leaver.unused:

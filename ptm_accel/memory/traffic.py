@@ -97,14 +97,19 @@ class Traffic:
             tensor: which one; it is away.
             offset: first byte.
             into: the target as octets, a multiple of `ALIGN_BYTES`.
-            typed: the same memory as elements of the tensor.
+            typed: the same memory as elements of the tensor, contiguous.
 
         Raises:
             DiskError: an earlier store of it failed.
         """
         assert self.home is not None
         self._look_at_ended(tensor)
-        there = max(0, min(into.numel(), tensor.stored_bytes - offset))
+        wanted = into.numel()
+        if tensor.stored_bytes >= offset + wanted:
+            # Nearly always. What follows is for what was never stored, in part or at all.
+            self.stats.loaded_bytes += wanted
+            return self.home.load(tensor.handle, offset, into)
+        there = max(0, tensor.stored_bytes - offset)
         loads: list[Transfer] = []
         if there:
             loads.append(self.home.load(tensor.handle, offset, into[:there]))
@@ -113,7 +118,7 @@ class Traffic:
             loads.append(tensor.origin.load(offset + there, into[there:]))
             there = typed.nbytes
         elif filled < typed.numel():
-            typed[filled:].fill_(tensor.fill)
+            typed.view(-1)[filled:].fill_(tensor.fill)
         self.stats.loaded_bytes += there
         return joined(loads) if loads else None
 
@@ -140,6 +145,8 @@ class Traffic:
 
     def _look_at_ended(self, tensor: PagedTensor) -> None:
         """Raises the error of a store that has ended badly; for those that run, the home keeps the order itself."""
+        if not tensor.stores:
+            return
         ended = [store for store in tensor.stores if store.done()]
         tensor.stores = [store for store in tensor.stores if store not in ended]
         finish(ended)
@@ -180,15 +187,17 @@ class Traffic:
         assert self.home is not None and tensor.extent is not None
         handle = self.handle_of(tensor)
         # Whether older bytes could be stored is no news: all are stored anew.
-        tensor.stores = [store for store in tensor.stores if not store.done()]
+        if tensor.stores:
+            tensor.stores = [store for store in tensor.stores if not store.done()]
         octets = tensor.extent.octets
-        aligned = octets.numel() // ALIGN_BYTES * ALIGN_BYTES
+        nbytes = octets.numel()
+        aligned = nbytes // ALIGN_BYTES * ALIGN_BYTES
         if aligned:
-            tensor.stores.append(self.home.store(handle, 0, octets[:aligned]))
-        if aligned < octets.numel():
+            tensor.stores.append(self.home.store(handle, 0, octets if aligned == nbytes else octets[:aligned]))
+        if aligned < nbytes:
             # Adopted memory ends where its tensor ends; the last, short unit goes through a padded copy.
             tail = torch.zeros(ALIGN_BYTES, dtype=torch.uint8, device=octets.device)
-            tail[: octets.numel() - aligned] = octets[aligned:]
+            tail[: nbytes - aligned] = octets[aligned:]
             tensor.stores.append(Keeping(self.home.store(handle, aligned, tail), tail))
         self.stats.stored_bytes += tensor.slot_bytes
         tensor.stored_bytes = tensor.slot_bytes

@@ -33,7 +33,7 @@ class Window:
         source: the paged tensor.
         start: first element.
         stop: one past the last.
-        tensor: the elements, 1-D; there after `Windows.ready`, until `Windows.close`.
+        tensor: the elements, 1-D, of a staged copy, and of an extent after `Windows.ready`; until `Windows.close`.
         pin: what keeps the extent, if the tensor is resident.
         block: the staged copy's memory, if it is not.
         reservation: the charge for the block.
@@ -95,7 +95,7 @@ class Windows:
                 return window
             if tensor.place.resident:
                 window = Window(tensor, start, stop)
-                self._view(window)
+                window.pin = pool.pin(tensor)
                 return window
             offset = start * tensor.dtype.itemsize
             assert offset % ALIGN_BYTES == 0, (tensor, start)
@@ -139,9 +139,28 @@ class Windows:
         if failed:
             self._load_again(window)
         if window.tensor is None:
-            self._view(window)
-        assert window.tensor is not None
+            elements = self._extent(window).view(-1)
+            whole = window.stop - window.start == window.source.numel
+            window.tensor = elements if whole else elements[window.start : window.stop]
         return window.tensor
+
+    def shaped(self, window: Window) -> torch.Tensor:
+        """As `ready`, in the shape of the tensor where the window is all of it."""
+        if window.stop - window.start != window.source.numel:
+            return self.ready(window)
+        if window.pin is None or window.tensor is not None:
+            return self.ready(window).view(window.source.shape)
+        # The extent's own: two views for each tensor of each update take longer than much else of a small one.
+        return self._extent(window)
+
+    def _extent(self, window: Window) -> torch.Tensor:
+        """What the source of a window has in the compute tier, waited for."""
+        assert window.block is None, "window used after its end"
+        if window.pin is None:
+            window.pin = self._pool.pin(window.source)
+        elif not window.source.place.resident:
+            self._pool.fault(window.source)
+        return window.pin.tensor
 
     def _load_again(self, window: Window) -> None:
         pool, tensor = self._pool, window.source
@@ -160,16 +179,6 @@ class Windows:
             load = pool.traffic.start_load(tensor, offset, block.buffer, window.tensor)
             if load is not None:
                 pool.traffic.order(load)
-
-    def _view(self, window: Window) -> None:
-        assert window.block is None, "window used after its end"
-        if window.pin is None:
-            window.pin = self._pool.pin(window.source)
-        else:
-            self._pool.fault(window.source)
-        elements = window.pin.tensor.view(-1)
-        whole = window.stop - window.start == window.source.numel
-        window.tensor = elements if whole else elements[window.start : window.stop]
 
     def close(self, window: Window, *, wrote: bool) -> None:
         """Ends a window; what was written is on its way home (or in the extent) afterwards.

@@ -133,13 +133,21 @@ class Following:
 
     def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
         """See `Adviser`: what is wanted last, by the trace."""
-        route, position = self._route, self._position
+        return self._wanted_last(idle)
+
+    def _wanted_last(self, idle: Iterable[PagedTensor], accessed: PagedTensor | None = None) -> PagedTensor | None:
+        """The tensor that is wanted last, leaving out `accessed`."""
+        route, position, wanted = self._route, self._position, self._wanted
         if route is None:
             return None
         last, most, need_not = None, -1, False
+        # All that is idle is gone through whenever room is wanted, so nothing is called here that need not be.
+        kept, awaits = route.kept, self._updates_when is Updates.BACKWARD
         for tensor in idle:
-            use = self._next_use(route, tensor, position)
-            if use >= most:
+            use = wanted.get(tensor, -1)
+            if awaits or use < position:
+                use = self._next_use(route, tensor, position) if awaits or tensor.name not in kept else position
+            if use >= most and tensor is not accessed:
                 # Of two that are wanted at the same time the one that need not be stored.
                 clean = tensor.place is not Place.DIRTY
                 if use > most or clean > need_not:
@@ -281,7 +289,7 @@ class Following:
         wanted = self._next_use(route, coming, self._position)
         free = pool.budget.free_bytes + pool.room.ending_bytes
         while free < coming.slot_bytes + beside_bytes:
-            spared = self.victim(tensor for tensor in pool.shelf.free() if tensor is not accessed)
+            spared = self._wanted_last(pool.shelf.in_order(), accessed)
             if spared is None or self._next_use(route, spared, self._position) <= wanted:
                 return
             free += spared.slot_bytes

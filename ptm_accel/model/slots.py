@@ -145,11 +145,15 @@ class ParamSlot:
         self._layout: _Layout | None = None
         value.occupant = self
 
-    def _give(self, data: torch.Tensor) -> None:
-        """Gives the parameter its extent or a placeholder, unless somebody else has given it something."""
-        if not self.exchanged:
-            self.param.data = data
-            self._address, self._layout = self._table.address(data), _layout(data)
+    def _give(self, data: torch.Tensor, address: int) -> None:
+        """Gives the parameter its extent or a placeholder, which nobody else has exchanged.
+
+        Args:
+            data: what it is given.
+            address: what the storage of that is known by.
+        """
+        self.param.data = data
+        self._address, self._layout = address, _layout(data)
 
     @property
     def exchanged(self) -> bool:
@@ -212,8 +216,9 @@ class ParamSlot:
             return
         stand_in, self._placeholder = self._placeholder, None
         self._version = self.param._version
-        self._give(tensor)
-        self._table.add(tensor, self)
+        address = self._table.add(tensor, self)
+        if not self.exchanged:
+            self._give(tensor, address)
         if stand_in is None or stand_in.device.type != "cpu":
             return
         if not is_intact(stand_in):
@@ -273,15 +278,16 @@ class ParamSlot:
 
     def stand_in(self, device: torch.device) -> None:
         """Gives the parameter its first placeholder, before any values exist."""
-        self._show_placeholder(device)
+        self._show_placeholder(device, given=not self.exchanged)
 
-    def _show_placeholder(self, device: torch.device) -> None:
+    def _show_placeholder(self, device: torch.device, *, given: bool = True) -> None:
         spare, self._spare = self._spare, None
         # Its values may have been exchanged for some of another shape.
         if spare is None or (spare.shape, spare.dtype, spare.device) != (self.value.shape, self.value.dtype, device):
             spare = placeholder(self.value.shape, self.value.dtype, device)
         self._placeholder = spare
-        self._give(spare)
+        if given:
+            self._give(spare, self._table.address(spare))
 
     def show(self, device: torch.device) -> None:
         """Gives a parameter whose values are on pages already its extent, or a placeholder if it is away."""

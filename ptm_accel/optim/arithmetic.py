@@ -55,7 +55,7 @@ class Arithmetic:
         inner: the user's optimizer.
         appetite: what its update needs, and whether it may be cut.
         device: where the windows are.
-        ready: gives the elements of a window, 1-D, once they have arrived.
+        ready: gives the elements of a window once they have arrived, in the shape of what it is all of, else 1-D.
         hands: who carries pieces out; the calling thread by itself if it is None.
     """
 
@@ -136,9 +136,7 @@ class Arithmetic:
     ) -> nn.Parameter:
         """A window as the optimizer is to see it; `options` are the hyperparameters of its group."""
         state = unit.state
-        shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
-        flat = {key: self._ready(window) for key, window in unit.windows.items()}
-        tensors = {key: tensor.view(shape) for key, tensor in flat.items()}
+        tensors = {key: self._ready(window) for key, window in unit.windows.items()}
         value, grad, master = tensors[""], tensors["grad"], tensors.get("master")
         if master is not None:
             _follow(unit, master, value)
@@ -165,9 +163,10 @@ class Arithmetic:
         updated = self._ready(unit.windows[""] if master is None else master)
         if param.data_ptr() != updated.data_ptr():
             # It was given other data (`p.data = ...`).
-            updated.copy_(param.view(-1))
+            updated.copy_(param.view(updated.shape))
         if master is not None:
-            self._ready(unit.windows[""]).copy_(param.view(-1))
+            rounded = self._ready(unit.windows[""])
+            rounded.copy_(param.view(rounded.shape))
 
     def _beside(self, entry: Any, options: dict[str, Any]) -> Any:
         """A step count where the optimizer wants it: the update before this one may have been on another device."""

@@ -267,7 +267,7 @@ class HostUpdates:
                 small[key] = value
             elif (here := _there(known)).data_ptr() != value.data_ptr():
                 # Most optimizers change their state in place.
-                here.copy_(value.reshape(-1))
+                here.copy_(value.reshape(here.shape))
         self._spent_s += time.perf_counter() - begin
         return small
 
@@ -327,8 +327,10 @@ def _unit(entry: Entry, start: int, elements: int) -> Unit:
 
 
 def _there(window: Window) -> torch.Tensor:
+    """See `Windows.shaped`; it has arrived."""
     assert window.tensor is not None
-    return window.tensor
+    whole = window.stop - window.start == window.source.numel
+    return window.tensor.view(window.source.shape) if whole else window.tensor
 
 
 def _on_device_of(pool: Pool) -> AbstractContextManager[object]:

@@ -62,7 +62,7 @@ class Sweep:
         hands: Hands,
     ) -> None:
         self.inner = inner
-        self._arithmetic = Arithmetic(inner, appetite, pool.compute.device, pool.windows.ready, hands)
+        self._arithmetic = Arithmetic(inner, appetite, pool.compute.device, pool.windows.shaped, hands)
         self.pool = pool
         self.appetite = appetite
         self.window_bytes = window_bytes
@@ -271,9 +271,9 @@ class Sweep:
             window = unit.windows.get(f"state.{key}")
             if window is None:
                 window = self._first_window(unit, key, value)
-            here = self.pool.windows.ready(window)
+            here = self.pool.windows.shaped(window)
             if here.data_ptr() != value.data_ptr():
-                here.copy_(value.reshape(-1))
+                here.copy_(value)
         self._release(unit)
         if unit.last:
             state.small = small

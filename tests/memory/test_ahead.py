@@ -156,6 +156,38 @@ def test_a_window_over_a_tensor_that_arrives(tmp_path: Path) -> None:
         pool.windows.close(window, wrote=False)
 
 
+def test_a_window_that_is_all_of_a_tensor_has_its_shape(tmp_path: Path) -> None:
+    with memory_of(8, tmp_path) as memory:
+        pool = memory.pool
+        tensor = pool.create("a", Tag.STATE, torch.Size([4, 1024]), torch.float32)
+        values = torch.arange(4096.0).view(4, 1024)
+        pool.fault(tensor, write=True).copy_(values)
+        for sent_for in (True, False):
+            # There, arriving or staged; all of it or a part.
+            for stop in (4096, 2048):
+                expected = values if stop == 4096 else values.view(-1)[:stop]
+                window = pool.windows.open(tensor, 0, stop)
+                here = pool.windows.shaped(window)
+                assert torch.equal(here, expected)
+                assert (tensor.extent is not None and here is tensor.extent.tensor) == (stop == 4096)
+                assert torch.equal(pool.windows.ready(window), expected.reshape(-1))
+                assert torch.equal(pool.windows.shaped(window), expected)
+                here.add_(1)
+                values.view(-1)[:stop] += 1
+                pool.windows.close(window, wrote=True)
+                with pytest.raises(AssertionError, match="after its end"):
+                    pool.windows.shaped(window)
+                pool.evict(tensor)
+                staged = pool.windows.open(tensor, 0, stop)
+                assert torch.equal(pool.windows.shaped(staged), expected)
+                pool.windows.close(staged, wrote=False)
+                if sent_for:
+                    assert pool.ahead.prefetch(tensor)
+                else:
+                    pool.fault(tensor)
+        assert torch.equal(pool.fault(tensor), values)
+
+
 def test_a_tensor_that_arrives_stays_for_each_of_its_windows(tmp_path: Path) -> None:
     with memory_of(3, tmp_path) as memory:
         pool = memory.pool

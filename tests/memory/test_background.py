@@ -17,6 +17,7 @@ from ptm_accel.memory.background import NEVER_STARTED, CLibrary
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.channels import Channels
 from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier
+from ptm_accel.memory.disk_transfer import Piece
 from ptm_accel.memory.mapping import anonymous_run
 from ptm_accel.memory.scratch import Io
 from tests.descriptors import open_files
@@ -208,15 +209,14 @@ def test_an_end_that_nobody_has_seen_is_noted_by_who_looks(tmp_path: Path) -> No
 
 def test_who_asks_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has ended is taken off by other threads."""
-    original, asked = Channels.under_way.fget, []
-    assert original is not None
+    original, asked = Channels.ended, []
     tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK)
 
-    def under_way(channels: Channels) -> bool:
+    def ended(channels: Channels) -> list[tuple[Piece, bool]]:
         asked.append(tier._lanes.lock._is_owned())  # type: ignore[attr-defined]
-        return bool(original(channels))
+        return original(channels)
 
-    monkeypatch.setattr(Channels, "under_way", property(under_way))
+    monkeypatch.setattr(Channels, "ended", ended)
     slot = tier.new(NBYTES, Tag.PARAM, "w")
     store, load = tier.store(slot, 0, bytes_of(7)), tier.load(slot, 0, bytes_of(0))
     deadline = time.monotonic() + 30

@@ -292,6 +292,25 @@ def test_pages_whose_frames_follow_one_another_are_moved_by_one_copy() -> None:
     s.close()
 
 
+def test_where_pages_lie_is_looked_for_again_once_one_has_moved() -> None:
+    s = Setup(pages=3)
+    a = s.new(2, "a")
+    s.store(a, 1)
+    before = s.device.counts.copy()
+    assert (s.load(a) == 1).all()
+    assert s.device.counts["copy_in"] - before["copy_in"] == 1
+    # Takes the frame of the first page, which comes back into the one that was free.
+    b = s.new(1.5, "b")
+    s.store(b, 2)
+    assert DISK in s.states(a)
+    s.home.free(b)
+    assert (s.load(a) == 1).all()
+    s.store(a, 3)
+    assert DISK not in s.states(a)
+    assert (s.load(a) == 3).all()
+    s.close()
+
+
 @pytest.mark.parametrize("slow", CopyDirection)
 def test_a_load_after_a_store_waits_for_it_and_a_store_after_a_load_too(slow: CopyDirection) -> None:
     # The slower direction must not be overtaken by the other, which runs in a thread of its own.
@@ -722,6 +741,13 @@ def test_integrity_sees_states_and_frames_that_disagree() -> None:
     with pytest.raises(AssertionError, match=r"1 pages in frames \(16384 B\), 0 in the order of use"):
         s.home.check_integrity()
     s.home._framed[page] = None
+    other = s.new(1)
+    s.store(other, 1), s.store(handle, 1)
+    page.frame, other.pages[0].frame = other.pages[0].frame, page.frame
+    with pytest.raises(AssertionError, match="w: a page of 16384 B does not lie where it is copied from"):
+        s.home.check_integrity()
+    page.frame, other.pages[0].frame = other.pages[0].frame, page.frame
+    s.home.free(other)
     handle.nbytes += 1
     with pytest.raises(AssertionError, match="w: 16385 B in pages of 16384 B together"):
         s.home.check_integrity()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Tier
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.following import Following
 from ptm_accel.model.route import Route
@@ -293,6 +293,42 @@ def test_part_of_the_state_is_never_moved(tmp_path: Path, monkeypatch: pytest.Mo
         everything = sum(item.nbytes for item in route.trace.items)
         assert engine.pool.stats.loaded_bytes - before <= 2 * everything - kept
         assert engine.pool.stats.faults - faults <= 2
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_what_leaves_is_what_going_through_all_next_uses_gives(
+    kind: str, clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered of next uses, and what is left out, changes nothing: all are asked for anew here."""
+    quick, seen = Following._wanted_last, [0, 0]
+
+    def both(
+        following: Following, idle: Iterable[PagedTensor], accessed: PagedTensor | None = None
+    ) -> PagedTensor | None:
+        last, most, need_not = None, -1, False
+        route, position, tensors = following._route, following._position, list(idle)
+        for tensor in tensors if route is not None else ():
+            assert route is not None
+            use = position if following._awaits(tensor) else route.next_use(tensor, position)
+            clean = tensor.place is not Place.DIRTY
+            if tensor is not accessed and (use > most or (use == most and clean > need_not)):
+                last, most, need_not = tensor, use, clean
+            seen[1] += route.plan is not None and tensor.name in route.kept
+        seen[0] += last is not None
+        found = quick(following, tensors, accessed)
+        assert found is last
+        return found
+
+    monkeypatch.setattr(Following, "_wanted_last", both)
+    with tight(kind, tmp_path, monkeypatch, share=0.4) as (model, engine, optimizer):
+        for number in range(6):
+            model(batch(number)).square().mean().backward()
+            if clips:
+                engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert min(seen) > 0, seen
 
 
 @pytest.mark.parametrize("kind", MEMORIES)

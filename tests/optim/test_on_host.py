@@ -22,6 +22,7 @@ from ptm_accel.memory.frame_home import FrameHome, HeldRun
 from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.model.floor import FUSED_ADAMW
 from ptm_accel.model.run_ahead import RunAhead
+from ptm_accel.optim import arithmetic
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.on_host import OnHost
@@ -156,6 +157,29 @@ def test_other_optimizers_under_a_schedule_of_rates(make: Make, tmp_path: Path, 
         run(model, paged, engine.clip_grad_norm_)
         assert set(taken) == dict(model.named_parameters()).keys()
         assert_same_training(model, paged, plain, optimizer)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_what_is_updated_as_a_whole_has_its_shape(
+    here: bool, tmp_path: Path, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[torch.Size, ...]] = set()
+    original = arithmetic.bare_step
+
+    def looked_at(optimizer: torch.optim.Optimizer) -> None:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            assert param.grad is not None
+            states = optimizer.state.get(param, {})
+            seen.add((param.shape, param.grad.shape, *(states[key].shape for key in states if key != "step")))
+        original(optimizer)
+
+    monkeypatch.setattr(arithmetic, "bare_step", looked_at)
+    with on_host(tmp_path, chosen=lambda name: here, page_size=64 << 10) as (model, _, paged):
+        train(model, paged, range(3), None, 1)
+        shapes = {param.shape for param in model.parameters()}
+    assert bool(taken) == here
+    assert {each[0] for each in seen} == shapes
+    assert all(set(each) == {each[0]} for each in seen)
 
 
 def test_some_here_and_some_there(tmp_path: Path, taken: list[str]) -> None:
