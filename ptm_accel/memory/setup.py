@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ptm_accel.errors import BudgetError
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.memory.closing import close_all
@@ -19,6 +20,7 @@ from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.pinned import host_pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ComputeTier, Home
+from ptm_accel.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +93,17 @@ class Memory:
             capacities: in bytes, of some of the tiers.
 
         Raises:
-            BudgetError: what is in use cannot be moved away now; the capacities are what they were.
+            BudgetError: what is in use cannot be moved away now, or host memory under a device would hold no frame; the
+                capacities are what they were.
             DiskError: moving it failed.
         """
+        home, host_bytes = self.pool.home, capacities.get(Tier.HOST)
+        if isinstance(home, FrameHome) and host_bytes is not None and host_bytes < home.page_bytes:
+            frame = format_bytes(home.page_bytes)
+            raise BudgetError(
+                f"host_memory: {format_bytes(host_bytes)} cannot hold a frame of {frame}, a size that was chosen for "
+                f"what there was at first, and stays; set host_memory to at least {frame}, or begin with less."
+            )
         before = {tier: self.capacity_bytes(tier) for tier in capacities}
         try:
             self._resize({tier: nbytes for tier, nbytes in capacities.items() if nbytes != before[tier]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,9 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.optim.hands import Hands
 from ptm_accel.optim.worker import Worker
+from ptm_accel.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _MOST_OF_HOST = 4
 """Windows that are open hold pages of at most this part of the host's memory: others come from the disk, too."""
@@ -51,6 +55,7 @@ class OnHost:
         self.chosen = chosen
         self.spent = spent
         self.worker = Worker("ptm_accel updates")
+        self._told = False
 
     def possible(self) -> bool:
         """Whether the optimizer, of which is known that it is element-wise, can run on the pages under a device.
@@ -62,7 +67,9 @@ class OnHost:
         home = self.pool.home
         if not isinstance(home, FrameHome) or torch.are_deterministic_algorithms_enabled():
             return False
-        if (2 + self.appetite.state_tensors) * home.page_bytes > self.most_bytes:
+        held_bytes = (2 + self.appetite.state_tensors) * home.page_bytes
+        if held_bytes > self.most_bytes:
+            self._tell_of_room(held_bytes)
             return False
         device = self.pool.compute.device.type
         for group in self.inner.param_groups:
@@ -70,6 +77,17 @@ class OnHost:
             if group.get("capturable") or any(tensor.device.type != "cpu" for tensor in tensors if device != "cpu"):
                 return False
         return True
+
+    def _tell_of_room(self, held_bytes: int) -> None:
+        if not self._told:
+            self._told = True
+            logger.info(
+                "no update is carried out on the CPU: one would hold up to %s of host_memory, and all may hold "
+                "%s of it together; with host_memory=%s there would be room",
+                format_bytes(held_bytes),
+                format_bytes(self.most_bytes),
+                format_bytes(held_bytes * _MOST_OF_HOST),
+            )
 
     @property
     def most_bytes(self) -> int:

@@ -181,6 +181,7 @@ def test_a_window_that_is_all_of_a_tensor_has_its_shape(tmp_path: Path) -> None:
                 staged = pool.windows.open(tensor, 0, stop)
                 assert torch.equal(pool.windows.shaped(staged), expected)
                 pool.windows.close(staged, wrote=False)
+                del here, window, staged
                 if sent_for:
                     assert pool.ahead.prefetch(tensor)
                 else:

@@ -321,7 +321,9 @@ def test_what_leaves_is_what_going_through_all_next_uses_gives(
         return found
 
     monkeypatch.setattr(Following, "_wanted_last", both)
+    monkeypatch.setattr("ptm_accel.schedule.choice._KEPT_SHARES", (0.25,))
     with tight(kind, tmp_path, monkeypatch, share=0.4) as (model, engine, optimizer):
+        engine.run_ahead.rates = LinkRates(1e9, 1e9, 1e9)
         for number in range(6):
             model(batch(number)).square().mean().backward()
             if clips:

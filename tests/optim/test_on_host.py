@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -605,7 +606,9 @@ def test_a_home_without_room_leaves_updates_to_the_device(tmp_path: Path, monkey
     assert took[-1] is True
 
 
-def test_a_host_that_holds_few_pages_leaves_updates_to_the_device(tmp_path: Path, taken: list[str]) -> None:
+def test_a_host_that_holds_few_pages_leaves_updates_to_the_device(
+    tmp_path: Path, taken: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     plain = net()
     expected = train(plain, adamw(plain), range(4), None, 1)
     floor, need = needs(net(), tmp_path, "mock+host+disk", optimizer=adamw, **DIALS)
@@ -617,8 +620,10 @@ def test_a_host_that_holds_few_pages_leaves_updates_to_the_device(tmp_path: Path
         ) as engine:
             paged = engine.bind_optimizer(adamw(model))
             paged.on_host.chosen = lambda name: True
-            assert train(model, paged, range(4), None, 1) == expected
+            with caplog.at_level(logging.INFO, "ptm_accel.optim.on_host"):
+                assert train(model, paged, range(4), None, 1) == expected
         assert bool(taken) is some
+        assert caplog.text.count("with host_memory=256.00 KiB there would be room") == 1
 
 
 @pytest.mark.parametrize("clipped", [True, False])
