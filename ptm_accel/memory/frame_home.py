@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.copies import Chained, finish, joined, settle
 from ptm_accel.memory.device import DeviceTier
 from ptm_accel.memory.frame_pages import FrameHandle, FrameRun, Page, PageState, PieceHome, merged
-from ptm_accel.memory.frame_runs import Runs, check_runs, whole_runs
+from ptm_accel.memory.frame_runs import Runs, check_runs, kept_runs, whole_runs
 from ptm_accel.memory.framed_pages import FramedPages
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.mapping import FilePiece, private_run
@@ -124,12 +124,13 @@ class FrameHome(FramedPages):
         with self._lock:
             assert handle in self._handles, f"store to the freed handle of {handle.name}"
             try:
-                whole = whole_runs(handle) if offset == 0 and source.numel() == handle.nbytes else None
-                if whole is not None:
+                if offset == 0 and source.numel() == handle.nbytes and whole_runs(handle) is not None:
                     for page in handle.pages:
                         self._to_frame(page, whole=True)
-                    self._store_runs(whole, source, copies)
-                    return joined(copies)
+                    # Only now: a handler of signals may have used other pages meanwhile, and sent these to the disk.
+                    if whole_runs(handle) is not None:
+                        self._store_runs(kept_runs(handle), source, copies)
+                        return joined(copies)
                 runs = Runs()
                 for page, start, stop, at in handle.spans(offset, source.numel()):
                     if page.state is PageState.DISK:
@@ -158,9 +159,8 @@ class FrameHome(FramedPages):
         with self._lock:
             assert handle in self._handles, f"load from the freed handle of {handle.name}"
             try:
-                whole = self._whole_ended(handle) if offset == 0 and into.numel() == handle.nbytes else None
-                if whole is not None:
-                    self._load_runs(whole, into, copies)
+                if offset == 0 and into.numel() == handle.nbytes and self._is_whole(handle):
+                    self._load_runs(kept_runs(handle), into, copies)
                     return joined(copies)
                 runs = Runs()
                 self._room_ahead(handle, offset, into.numel())
@@ -303,8 +303,8 @@ class FrameHome(FramedPages):
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
-    def _whole_ended(self, handle: FrameHandle) -> list[FrameRun] | None:
-        """As `whole_runs`, for a load: what has been written to the pages, and has ended, is forgotten.
+    def _is_whole(self, handle: FrameHandle) -> bool:
+        """Whether all pages of a handle are there for a load; what has been written to them and has ended is forgotten.
 
         Raises:
             DiskError: a store failed.
@@ -313,9 +313,9 @@ class FrameHome(FramedPages):
             self._look_at_ended(page)
             if page.frame is not None:
                 self._framed.move_to_end(page)
-        return whole_runs(handle)
+        return whole_runs(handle) is not None
 
-    def _store_runs(self, runs: Sequence[FrameRun], source: torch.Tensor, copies: list[Transfer]) -> None:
+    def _store_runs(self, runs: Iterable[FrameRun], source: torch.Tensor, copies: list[Transfer]) -> None:
         """Starts copying to the pages of some runs."""
         for run in runs:
             reads = list(dict.fromkeys(read for page in run.pages for read in self._running_reads(page)))
@@ -325,7 +325,7 @@ class FrameHome(FramedPages):
             for page in run.pages:
                 page.writes = (*page.writes, copy) if page.writes else alone
 
-    def _load_runs(self, runs: Sequence[FrameRun], into: torch.Tensor, copies: list[Transfer]) -> None:
+    def _load_runs(self, runs: Iterable[FrameRun], into: torch.Tensor, copies: list[Transfer]) -> None:
         """Starts copying from the pages of some runs."""
         for run in runs:
             octets = run.of(into)

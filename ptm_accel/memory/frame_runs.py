@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ptm_accel.memory.frame_pages import FrameHandle, FrameRun, Page, PageState
 
 
@@ -60,6 +62,16 @@ def whole_runs(handle: FrameHandle) -> list[FrameRun] | None:
             runs.add(*part)
         handle.runs = runs.taken()
     return handle.runs
+
+
+def kept_runs(handle: FrameHandle) -> Iterator[FrameRun]:
+    """The runs that `whole_runs` has kept, one after the other, as long as no page moves."""
+    runs = handle.runs
+    assert runs is not None, handle.name
+    for run in runs:
+        # A handler of signals may use pages in between. What would be copied then is somebody else's.
+        assert handle.runs is runs, f"{handle.name}: a page has moved while all of them were copied"
+        yield run
 
 
 def check_runs(handle: FrameHandle) -> None:

@@ -107,8 +107,9 @@ class Traffic:
         wanted = into.numel()
         if tensor.stored_bytes >= offset + wanted:
             # Nearly always. What follows is for what was never stored, in part or at all.
+            load = self.home.load(tensor.handle, offset, into)
             self.stats.loaded_bytes += wanted
-            return self.home.load(tensor.handle, offset, into)
+            return load
         there = max(0, tensor.stored_bytes - offset)
         loads: list[Transfer] = []
         if there:

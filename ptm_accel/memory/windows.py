@@ -150,8 +150,8 @@ class Windows:
             return self.ready(window)
         if window.pin is None or window.tensor is not None:
             return self.ready(window).view(window.source.shape)
-        # The extent's own: two views for each tensor of each update take longer than much else of a small one.
-        return self._extent(window)
+        # One call and not two views. Not the extent's own tensor, which whoever updates it might give other data.
+        return self._extent(window).detach()
 
     def _extent(self, window: Window) -> torch.Tensor:
         """What the source of a window has in the compute tier, waited for."""

@@ -137,6 +137,10 @@ class Arithmetic:
         """A window as the optimizer is to see it; `options` are the hyperparameters of its group."""
         state = unit.state
         tensors = {key: self._ready(window) for key, window in unit.windows.items()}
+        if unit.whole:
+            # The parameter may have been given data of another shape since its state was made.
+            shape = state.slot.value.shape
+            tensors = {key: each if each.shape == shape else each.view(shape) for key, each in tensors.items()}
         value, grad, master = tensors[""], tensors["grad"], tensors.get("master")
         if master is not None:
             _follow(unit, master, value)

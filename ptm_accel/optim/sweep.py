@@ -273,7 +273,7 @@ class Sweep:
                 window = self._first_window(unit, key, value)
             here = self.pool.windows.shaped(window)
             if here.data_ptr() != value.data_ptr():
-                here.copy_(value)
+                here.copy_(value.reshape(here.shape))
         self._release(unit)
         if unit.last:
             state.small = small

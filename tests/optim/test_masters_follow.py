@@ -64,3 +64,15 @@ def test_reading_changes_no_master(tmp_path: Path) -> None:
     with gathered(model):
         assert model.weight.shape == (96, 96)
     assert torch.equal(step(model, optimizer), before.sub(1e-3))
+
+
+def test_a_parameter_that_is_given_another_shape_goes_on_with_its_master(tmp_path: Path) -> None:
+    model, engine, optimizer = prepared(tmp_path)
+    before = optimizer.state_dict()["state"][0]["master"].clone()
+    model.weight.data = model.state_dict()["weight"].clone().reshape(48, 192)
+    model(torch.ones(1, 192, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    expected = before.reshape(-1) - 1e-3
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"].reshape(-1), expected)
+    assert torch.equal(model.state_dict()["weight"], expected.reshape(48, 192).to(torch.bfloat16))
+    engine.check_integrity()

@@ -62,6 +62,25 @@ class Trust(torch.optim.Optimizer):
                 p.add_(p.grad * scale, alpha=-group["lr"])
 
 
+class Exchanging(torch.optim.Optimizer):
+    """Gives its state, and the parameter, other data in the place of changing them."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                state["average"].data = state["average"] * 0.9 + p.grad
+                p.data = p - group["lr"] * state["average"]
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -121,6 +140,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "muon": muon,
     "lion": of(Lion),
     "trust": of(Trust),
+    "exchanging": of(Exchanging),
 }
 
 
