@@ -345,6 +345,7 @@ def test_what_moves_while_all_of_it_is_copied_is_not_copied_on() -> None:
     runs = kept_runs(a)
     next(runs)
     assert a.runs is not None
+    # There is another one to come, and a page moves before that.
     a.runs.append(a.runs[0])
     a.runs = None
     with pytest.raises(AssertionError, match="a: a page has moved"):
