@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 import torch
 
+from ptm_accel.model import landing
 from tests.thinning import thin
 
 # What is measured of this machine under a test is not for the user's own cache; child processes share this one.
@@ -41,6 +42,12 @@ hypothesis.settings.load_profile("any machine")
 def _seed() -> None:
     """Each test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _small_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models stand for large ones: their gradients are computed on pages, too."""
+    monkeypatch.setattr(landing, "_LEAST_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)

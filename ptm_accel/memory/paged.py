@@ -179,6 +179,11 @@ class PagedTensor:
         """Whether it is in the compute tier, and somebody holds a view of it beside its parameter, if it is one's."""
         return self.extent is not None and self.extent.viewed(shown=self.tag is Tag.PARAM)
 
+    @property
+    def viewed_besides(self) -> bool:
+        """Whether it is in the compute tier, and somebody holds a view of it beside the caller, who holds one."""
+        return self.extent is not None and self.extent.viewed(shown=True)
+
     def __repr__(self) -> str:
         return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
 

@@ -125,8 +125,7 @@ class Pool:
                 self.ahead.turn_back(tensor)
             if (adviser := self.listener) is not None:
                 adviser.created(tensor)
-            # Small ones leave small holes, and a copy of them is rounded up to more than they are.
-            copied |= self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
+            copied |= self.copies(tensor)
             tensor.unsaved.clear()
             # A scratch file is no place for values that training writes again and again.
             copied |= is_scratch(data)
@@ -139,6 +138,11 @@ class Pool:
                 self.extents.wrap(tensor, data)
             tensor.origin = None
             self.extents.settle_in(tensor, Place.DIRTY)
+
+    def copies(self, tensor: PagedTensor) -> bool:
+        """Whether what is adopted for a tensor is copied (`copies_in`)."""
+        # Small ones leave small holes, and a copy of them is rounded up to more than they are.
+        return self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
 
     def make(self, tensor: PagedTensor) -> torch.Tensor:
         """Makes room for a blank tensor, all of which the caller writes at once: BLANK -> DIRTY.

@@ -44,6 +44,16 @@ class Shelf:
             self._loans.pop(tensor, None)
             self.nbytes -= tensor.extent.reservation.nbytes
 
+    def keep_off(self, tensor: PagedTensor) -> None:
+        """Keeps `tensor` from being put here until it is admitted: somebody has yet to write it."""
+        self.take(tensor)
+        tensor.movable = False
+
+    def admit(self, tensor: PagedTensor) -> None:
+        """Ends `keep_off`."""
+        tensor.movable = True
+        self.touch(tensor)
+
     def lend(self, tensor: PagedTensor) -> None:
         """Somebody may be using `tensor` and does not say until when: it leaves last, the newest after the others."""
         if tensor in self._idle:

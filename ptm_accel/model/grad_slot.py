@@ -33,15 +33,18 @@ class GradSlot:
         spent: whether an update has it already, in the middle of backward; its norm is still known.
         used: whether a step has used one up since somebody forgot it last: torch would have it still.
         look: who sees it in the parameter's `.grad`, which is what counts as long as that may be written to.
+        direct: whether what a product of matrices gives in backward is what arrives; None if that is not known
+            (`ptm_accel.model.landing`).
     """
 
-    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "look", "slot", "spent", "used", "value")
+    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "direct", "look", "slot", "spent", "used", "value")
 
     def __init__(self, slot: ParamSlot, pool: Pool, norms: Norms) -> None:
         self.slot = slot
         self.value: PagedTensor | None = None
         self.spent = self.used = False
         self.look = Look.NONE
+        self.direct: bool | None = None
         self._pool = pool
         self._norms = norms
         self._norm: torch.Tensor | None = None
@@ -80,16 +83,24 @@ class GradSlot:
         return self._norms.wide and self.value is not None and is_narrow(self.value.dtype)
 
     def _keep(self, gradient: torch.Tensor, *, held: bool) -> None:
-        self._hold(self._paged(gradient.shape, gradient.dtype))
+        self._hold(self.paged(gradient.shape, gradient.dtype))
         assert self.value is not None
         self._pool.adopt(self.value, gradient, copied=held)
 
-    def _paged(self, shape: torch.Size, dtype: torch.dtype) -> PagedTensor:
+    def land(self, landed: PagedTensor) -> None:
+        """Takes a first gradient that was computed on pages (`paged`)."""
+        assert self.value is None
+        self._norm = None
+        self._hold(landed)
+
+    def paged(self, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> PagedTensor:
+        """A new paged tensor for a gradient, by default of the parameter's shape and type."""
+        shape, dtype = shape or self.slot.value.shape, dtype or self.slot.value.dtype
         name = f"{self.slot.name}{GRAD_SUFFIX}"
         return self._pool.create(name, Tag.GRAD, shape, dtype, movable=self.slot.value.movable)
 
     def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> PagedTensor:
-        copy = self._paged(source.shape, dtype)
+        copy = self.paged(source.shape, dtype)
         try:
             self._pool.make(copy).copy_(source)
         except BaseException:
@@ -174,7 +185,7 @@ class GradSlot:
         if self.used or self.value is not None or shown is not None:
             self.forget()
             # They take no memory until something is added to them.
-            self._hold(self._paged(self.slot.value.shape, self.slot.value.dtype))
+            self._hold(self.paged())
 
     @torch.no_grad()
     def take_back(self, pin: Pin | None) -> None:

@@ -9,6 +9,7 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +20,7 @@ from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.landing import Landings
 from ptm_accel.model.looks import Look, is_held, lend_to_hooks, refuse_hooks_of_others, refuse_sparse
 from ptm_accel.model.norms import Norms
 from ptm_accel.model.slots import ParamSlot
@@ -48,6 +50,7 @@ class Gradients:
 
     Attributes:
         norms: takes their norms.
+        landings: has some of them computed on pages.
         arrivals: how many have been taken.
         arriving: called before a gradient is added to a sum, or is the first of one.
         taken: called with each sum that a gradient was added to.
@@ -56,6 +59,7 @@ class Gradients:
     def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
         self._pool = pool
         self.norms = Norms(pool, wide)
+        self.landings = Landings(pool, self._make_way, self._end_backward)
         self._by_param = {id(s.param): GradSlot(s, pool, self.norms) for s in slots}
         self._landing_bytes = max((s.value.nbytes for s in slots), default=0)
         self._landing: Reservation | None = None
@@ -68,7 +72,8 @@ class Gradients:
 
     def hold_landing(self) -> None:
         """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
-        if self._landing is None and self._landing_bytes:
+        # One that is being computed on pages may have the room that was held for it.
+        if self._landing is None and self._landing_bytes and not self.landings.under_way:
             self._landing = self._pool.room.reserve(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
 
     def expect_together(self, nbytes: int) -> None:
@@ -268,6 +273,7 @@ class Gradients:
     def drop(self) -> None:
         """Forgets all gradients (`zero_grad`)."""
         with INTERRUPTS:
+            self.landings.give_up()
             for grad in self._by_param.values():
                 grad.forget()
 
@@ -276,18 +282,40 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for grad in self._by_param.values():
+            grad.slot.unpacked = None
         self.drop()
         self.norms.release()
-        if self._landing is not None:
-            self._landing.release()
-            self._landing = None
+        self._let_go_of_landing()
 
     def _watch(self, slots: list[ParamSlot]) -> None:
         self._hooks += lend_to_hooks(slots)
         for slot in slots:
             # The latter is called when what has arrived has been added to `p.grad`, the former before that.
-            self._hooks.append(slot.param.register_hook(self._replacer(self.of(slot))))
+            grad = self.of(slot)
+            slot.unpacked = partial(self.landings.expect, grad)
+            self._hooks.append(slot.param.register_hook(self._replacer(grad)))
             self._hooks.append(slot.param.register_post_accumulate_grad_hook(self._taker()))
+
+    def _make_way(self, grad: GradSlot) -> None:
+        """One is about to be computed on pages, while its parameter is in use."""
+        # To have that leave gives nothing now.
+        beside = 2 if grad.value is None else 3
+        if not self._has_room(beside * grad.slot.value.slot_bytes):
+            self._let_go_of_landing()
+
+    def _end_backward(self) -> None:
+        self.landings.give_up()
+        self.hold_landing()
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether there is room beside what is held for the next gradient to arrive."""
+        return self._pool.budget.free_bytes >= nbytes or self._pool.room.available_bytes() >= nbytes
+
+    def _let_go_of_landing(self) -> None:
+        if self._landing is not None:
+            self._landing.release()
+            self._landing = None
 
     def _replacer(self, grad: GradSlot) -> Callable[[torch.Tensor], None]:
         def meet(arriving: torch.Tensor) -> None:
@@ -344,19 +372,22 @@ class Gradients:
         self.arrivals += 1
         # Without what autograd has left in the parameter, which is somebody's if it was there before.
         gradient = gradient.data
-        held = is_held(gradient)
+        landed = self.landings.claim(grad, gradient)
+        held = is_held(gradient) if landed is None else landed.viewed_besides
         if held:
             self._tell_of_held(grad)
-        pool = self._pool
-        apart = (held or pool.copies_in) and (
-            pool.budget.free_bytes >= gradient.nbytes or pool.room.available_bytes() >= gradient.nbytes
-        )
-        if grad.value is None and self._landing is not None and not apart:
-            # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
-            self._landing.release()
-            self._landing = None
-        with torch.no_grad():
-            grad.add(gradient, held=held)
+            self.landings.keep_off()
+        if landed is not None and grad.value is None and not held:
+            grad.land(landed)
+            self.landings.end()
+        else:
+            if grad.value is None and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes)):
+                # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
+                self._let_go_of_landing()
+            with torch.no_grad():
+                grad.add(gradient, held=held)
+            if landed is not None:
+                self.landings.give_up()
         del gradient
         self.hold_landing()
         if self.taken is not None:

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ptm_accel.errors import StaleGraphError
+from ptm_accel.model.landing import set_aside
 from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot
 
 Hook = Callable[[Any], Any]
@@ -108,7 +109,10 @@ class SavedView:
         whole = slot.fetch().detach() if isinstance(source, ParamSlot) else source.make()
         if whole.dtype != self.dtype:
             whole = whole.view(-1).view(self.dtype)
-        return whole.as_strided(self.shape, self.strides, self.offset)
+        view = whole.as_strided(self.shape, self.strides, self.offset)
+        if slot is source and slot.unpacked is not None:
+            slot.unpacked(view)
+        return view
 
 
 class _Pack:
@@ -139,7 +143,7 @@ class _Unpack:
             return packed.make()
         if isinstance(packed, SavedTensor):
             return packed.look()
-        unpacked: torch.Tensor = packed if self._other is None else self._other(packed)
+        unpacked: torch.Tensor = packed if self._other is None else set_aside(self._other, packed)
         return unpacked
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -110,6 +110,7 @@ class ParamSlot:
         value: its values on pages.
         generation: counts updates, so that a backward through an older forward is noticed.
         veiled: whether the parameter shows its placeholder although its values are there: an update is owed to them.
+        unpacked: called with each view of the values that backward is about to compute with.
     """
 
     __slots__ = (
@@ -124,6 +125,7 @@ class ParamSlot:
         "generation",
         "name",
         "param",
+        "unpacked",
         "value",
         "veiled",
     )
@@ -134,6 +136,7 @@ class ParamSlot:
         self.value = value
         self.generation = 0
         self.veiled = False
+        self.unpacked: Callable[[torch.Tensor], None] | None = None
         self._writes = 0
         self._version = param._version
         self._pool = pool
