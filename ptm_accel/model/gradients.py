@@ -300,8 +300,7 @@ class Gradients:
     def _make_way(self, grad: GradSlot) -> None:
         """One is about to be computed on pages, while its parameter is in use."""
         # To have that leave gives nothing now.
-        beside = 2 if grad.value is None else 3
-        if not self._has_room(beside * grad.slot.value.slot_bytes):
+        if not self._has_room(2 * grad.slot.value.slot_bytes):
             self._let_go_of_landing()
 
     def _end_backward(self) -> None:
@@ -376,8 +375,7 @@ class Gradients:
         held = is_held(gradient) if landed is None else landed.viewed_besides
         if held:
             self._tell_of_held(grad)
-            self.landings.keep_off()
-        if landed is not None and grad.value is None and not held:
+        if landed is not None and not held:
             grad.land(landed)
             self.landings.end()
         else:

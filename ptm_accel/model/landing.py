@@ -8,19 +8,21 @@ Who unpacks a saved weight is the very node that is about to compute its gradien
 unpack hook sees what this node calls, and ends with it, since autograd gives each node the state that the thread had
 when backward was called. So nothing of the model's own code is seen, and no other node pays for it.
 
-Only what is taken as it is can be computed in its place: what is added to something else on its way (tied weights), or
-copied, or kept by a hook of somebody's, is not. So the first gradient of each parameter is only watched.
+Only what is taken as it is can be computed in its place: what is added to something else on its way (a weight that is
+used several times), or copied, cannot. So the first gradient of each parameter is only watched. Where one has been kept
+by somebody, as a hook of theirs may, none is computed on pages any more: what they keep should cost no budget. Nor is
+one that will only be added to a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptm_accel.errors import BudgetError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
@@ -39,15 +41,23 @@ _LEAST_BYTES = 1 << 20
 
 
 class _Landing(TorchDispatchMode):
-    """Sees what one node calls."""
+    """Sees what one node calls, until the gradient has been computed: hooks of somebody's on that node come after it.
 
-    def __init__(self, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    Args:
+        multiply: computes a product if it is the gradient, or else returns None.
+    """
+
+    def __init__(self, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._product = product
+        self._multiply = multiply
+        self._done = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _MM and not kwargs:
-            return self._product(*args)
+        if func is _MM and not kwargs and not self._done:
+            product = self._multiply(*args)
+            if product is not None:
+                self._done = True
+                return product
         return func(*args, **(kwargs or {}))
 
 
@@ -105,49 +115,51 @@ class Landings:
             return
         if value.nbytes < _LEAST_BYTES or not value.movable or not pool.copies(value) or torch.is_grad_enabled():
             return
-        if grad.spent or grad.look is not Look.NONE or grad.slot.param.grad is not None:
+        if grad.value is not None or grad.spent or grad.look is not Look.NONE or grad.slot.param.grad is not None:
             return
         node = _C._current_autograd_node()
         # Another mode counts products, perhaps, or has them carried out elsewhere.
         if node is None or node.name() not in _NODES or _C._len_torch_dispatch_stack():
             return
         address = weight.untyped_storage().data_ptr()
+        keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
 
-        def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            return self._multiply(grad, address, left, right)
+        def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+            same = (left.shape[0], right.shape[1]) == value.shape and left.dtype == right.dtype == value.dtype
+            # That of the input has the weight in it, and may be of the same shape.
+            if not same or not all(type(t) is torch.Tensor and _address(t) != address for t in (left, right)):
+                return None
+            if not grad.direct:
+                product = _result(_MM(left, right))
+                self._watched = grad, product.data_ptr()
+                return product
+            # As outside of the mode: tensors that are made below autograd are counted in another way.
+            with INTERRUPTS, _C._ForceDispatchKeyGuard(*keys):
+                place = self._make(grad)
+            return None if place is None else _result(_MM_OUT(left, right, out=place))
 
-        _C._push_on_torch_dispatch_stack(_Landing(product))
+        _C._push_on_torch_dispatch_stack(_Landing(multiply))
 
-    def _multiply(self, grad: GradSlot, weight: int, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        value = grad.slot.value
-        same = (left.shape[0], right.shape[1]) == value.shape and left.dtype == right.dtype == value.dtype
-        # That of the input has the weight in it, and may be of the same shape.
-        mine = same and all(type(t) is torch.Tensor and _address(t) != weight for t in (left, right))
-        if not mine:
-            return _result(_MM(left, right))
-        if grad.direct is None:
-            result = _result(_MM(left, right))
-            self._watched = grad, result.data_ptr()
-            return result
-        with INTERRUPTS:
-            place = self._make(grad)
-        return _result(_MM_OUT(left, right, out=place))
-
-    def _make(self, grad: GradSlot) -> torch.Tensor:
-        """Room on pages for a gradient."""
+    def _make(self, grad: GradSlot) -> torch.Tensor | None:
+        """Room on pages for a gradient; None where it is to be computed as ever."""
         pool = self._pool
+        if self._landed is not None and self._landed[1].viewed:
+            # The one before is being added to something else. There is room for one on its way.
+            self._landed[0].direct = False
+            return None
         self.give_up()
         self._make_way(grad)
         value = grad.paged()
-        # One that will only be added to a sum is no part of what a pass is known by.
-        unknown: AbstractContextManager[None] = nullcontext() if grad.value is None else pool.unadvised()
         try:
             # Until it has arrived it is not whole, and nobody says that it is in use.
-            with pool.lock, unknown:
+            with pool.lock:
                 made = pool.make(value)
                 pool.shelf.keep_off(value)
-        except BaseException:
+        except BaseException as error:
             pool.forget(value)
+            if isinstance(error, BudgetError):
+                # What could not be had here may be there when it arrives.
+                return None
             raise
         self._landed = grad, value
         self.made += 1
@@ -176,9 +188,7 @@ class Landings:
         if alike and gradient.data_ptr() == value.extent.tensor.data_ptr():
             return value
         grad.direct = False
-        if value.viewed:
-            # What has arrived is a copy, since somebody has that.
-            self.keep_off()
+        # If somebody has it, what has arrived is a copy for that reason.
         self.give_up()
         return None
 
@@ -194,9 +204,11 @@ class Landings:
             self._pool.shelf.admit(landed[1])
 
     def give_up(self) -> None:
-        """What has not been claimed, or is not wanted any more, has its memory back once nobody sees it."""
+        """What has not been claimed, or is not wanted any more, gives its memory back once nobody sees it."""
         landed, self._landed = self._landed, None
         if landed is not None:
+            if landed[1].viewed:
+                self.keep_off()
             with INTERRUPTS:
                 self._pool.forget(landed[1])
 
