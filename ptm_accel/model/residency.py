@@ -265,6 +265,7 @@ class Residency:
         stack = self._frames.stack
         if stack:
             self._meet_autocast(self._frames, stack[-1])
+            self.saved.cover_others()
         if value.movable and self.pool.owed is not None:
             # A pin may be that of the update which is still owed to it.
             self.pool.owed.before_use(value)

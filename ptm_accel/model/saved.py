@@ -173,3 +173,17 @@ class SavedTensors:
         if isinstance(pack, _Pack) and pack.table is self._table:
             return None
         return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
+
+    def cover_others(self) -> None:
+        """Within a forward: covers hooks that it has put on itself since, before it reads a parameter by name.
+
+        They would be handed the parameter, and find in backward what stands in for it then. Ours take their place among
+        the hooks that are on, so that they come off as those would have.
+        """
+        autograd: Any = torch._C._autograd
+        others = autograd._top_saved_tensors_default_hooks(True)
+        if others is None or (isinstance(others[0], _Pack) and others[0].table is self._table):
+            return
+        pack, unpack = others
+        autograd._pop_saved_tensors_default_hooks()
+        autograd._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))

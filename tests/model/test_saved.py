@@ -99,6 +99,39 @@ def test_activations_that_are_saved_on_the_cpu(tmp_path: Path) -> None:
         expect_grads(engine, plain)
 
 
+class OwnHooks(nn.Module):
+    """Puts hooks on saved tensors in its forward, around a parameter of its own."""
+
+    def __init__(self, hooks: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in range(2))
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.hooks = hooks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.hooks():
+            x = torch.tanh(x @ self.own)
+            for weight in self.weights:
+                x = torch.tanh(x @ weight)
+        return x
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t, lambda t: t)])
+def test_hooks_that_a_forward_puts_on_itself(hooks: Any, tmp_path: Path) -> None:
+    """The weights they would be handed are away when backward comes."""
+    model, plain = (nn.Sequential(*(OwnHooks(hooks) for _ in range(3))) for _ in range(2))
+    backward(plain)
+    with at_floor(model, tmp_path) as engine:
+        out = model(inputs())
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        for slot in engine.slots:
+            if slot.value in engine.pool.shelf:
+                engine.pool.evict(slot.value)
+        backward(model, out)
+        expect_grads(engine, plain)
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_checkpoint_holds_no_parameters_of_the_layer_it_recomputes(early_stop: bool, tmp_path: Path) -> None:
     """All of a layer's weights would not fit: the floor has room for little more than one."""
