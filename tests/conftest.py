@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 
 # Before torch is imported: spinning OpenMP threads beside a busy neighbour are tens of times slower, silently.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -45,9 +46,12 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _small_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_gradients_too() -> Iterator[None]:
     """Tiny models stand for large ones: their gradients are computed on pages, too."""
-    monkeypatch.setattr(landing, "_LEAST_BYTES", 1)
+    # Not by `monkeypatch`, whose end would come after that of fixtures which a test names before it.
+    least, landing._LEAST_BYTES = landing._LEAST_BYTES, 1
+    yield
+    landing._LEAST_BYTES = least
 
 
 @pytest.fixture(autouse=True)

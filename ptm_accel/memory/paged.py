@@ -68,7 +68,8 @@ class Occupant(Protocol):
 
 
 _OF_AN_EXTENT = 3
-"""Who refers to the storage of an extent: its two tensors and whoever asks; besides, its block and `Parameter.data`."""
+"""Who refers to the storage of an extent: its two tensors and whoever asks; besides, where it is a block, what autograd
+keeps as the base of its typed tensor, and `Parameter.data`."""
 
 
 class Extent:

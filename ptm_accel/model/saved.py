@@ -115,13 +115,16 @@ class SavedView:
         return view
 
 
+def _is_checkpointing(hook: Hook | None) -> bool:
+    return getattr(hook, "__module__", None) == _CHECKPOINTING
+
+
 class _Pack:
     """Replaces a saved parameter by its recipe, and hands everything else on."""
 
     def __init__(self, table: ExtentTable, other: Hook | None) -> None:
         self.table = table
-        theirs = other.recomputed if isinstance(other, _Pack) else getattr(other, "__module__", None) == _CHECKPOINTING
-        self.recomputed: bool = theirs
+        self.recomputed: bool = other.recomputed if isinstance(other, _Pack) else _is_checkpointing(other)
         self._other = other
 
     def __call__(self, tensor: torch.Tensor) -> Any:
@@ -178,12 +181,15 @@ class SavedTensors:
         """Within a forward: covers hooks that it has put on itself since, before it reads a parameter by name.
 
         They would be handed the parameter, and find in backward what stands in for it then. Ours take their place among
-        the hooks that are on, so that they come off as those would have.
+        the hooks that are on, so that they come off as those would have. Those of checkpointing keep nothing, and read
+        it anew.
         """
         autograd: Any = torch._C._autograd
         others = autograd._top_saved_tensors_default_hooks(True)
-        if others is None or (isinstance(others[0], _Pack) and others[0].table is self._table):
+        if others is None:
             return
         pack, unpack = others
+        if (isinstance(pack, _Pack) and pack.table is self._table) or _is_checkpointing(pack):
+            return
         autograd._pop_saved_tensors_default_hooks()
         autograd._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
