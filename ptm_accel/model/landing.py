@@ -192,10 +192,6 @@ class Landings:
         self.give_up()
         return None
 
-    def keep_off(self) -> None:
-        """Somebody keeps gradients: they have to be memory of theirs."""
-        self._kept = True
-
     def end(self) -> None:
         """What was claimed is the parameter's gradient now."""
         landed, self._landed = self._landed, None
@@ -207,8 +203,8 @@ class Landings:
         """What has not been claimed, or is not wanted any more, gives its memory back once nobody sees it."""
         landed, self._landed = self._landed, None
         if landed is not None:
-            if landed[1].viewed:
-                self.keep_off()
+            # Whoever keeps one may keep all, which should cost no budget.
+            self._kept |= landed[1].viewed
             with INTERRUPTS:
                 self._pool.forget(landed[1])
 
