@@ -6,20 +6,16 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import BudgetError
-from ptm_accel.hardware.profile import in_a_row, side_by_side
-from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
-from ptm_accel.memory.device import CudaTier, DeviceTier
+from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.glibc import Glibc
 from ptm_accel.memory.heap import HeapTide
@@ -39,9 +35,9 @@ from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
-from ptm_accel.schedule.watch import LinkUse
 from ptm_accel.sharing import Claim, claim_of, party_of, share
 from ptm_accel.sizing import hint_about_masters, idle_fits_below, refuse_below, refuse_homeless
+from ptm_accel.ways import know_way
 
 _RETURN_EVERY_BYTES = 64 << 20
 """How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
@@ -404,36 +400,10 @@ class PagedModel:
 
     def _decide_to_plan(self) -> None:
         self.run_ahead.enabled = self.planned and self._runs_short()
-        if not self.run_ahead.enabled or self.run_ahead.rates is not None:
-            return
-        if self.memory.device is not None:
-            self._know_link(self.memory.device)
-        elif isinstance(self.pool.home, DiskTier):
-            self.run_ahead.rates = self.metrics.rates = side_by_side(disk_rates(self.config.disk_paths))
-            self.run_ahead.link_use = partial(_use_of, self.pool.home)
-
-    def _know_link(self, device: DeviceTier) -> None:
-        """Makes known what the way between a device and its home is worth, and updates on the device."""
-        disk = self.memory.disk
-        if disk is not None and self.floor.whole_bytes <= self.memory.capacity_bytes(Tier.HOST):
-            disk = None
-        self.run_ahead.link_use = partial(_use_of_way, device, disk)
-        rates = device_rates(device.device)
-        if rates is None:
-            return
-        # Host frames are pinned where that is possible at all, which is when it was measured.
-        link = rates.pinned or rates.pageable
-        self.run_ahead.rates = self.metrics.rates = link
-        if disk is not None:
-            # Most of what is moved comes from the disk and goes there; how much of it is seen later.
-            self.metrics.disk_rates = side_by_side(disk_rates(self.config.disk_paths))
-            self.run_ahead.rates = in_a_row([link, self.metrics.disk_rates])
-        trained = [slot.value for slot in self.slots if slot.param.requires_grad]
-        params_a_byte = sum(value.numel for value in trained) / max(sum(value.nbytes for value in trained), 1)
-        self.run_ahead.rated_update_s = params_a_byte / rates.update_params_s
-        if disk is None:
-            # With a disk below, both kinds of updates wait for that, and there is nothing to be gained by dealing out.
-            self.run_ahead.host_s = params_a_byte / cpu_update_rate(torch.get_num_threads())
+        if self.run_ahead.enabled and self.run_ahead.rates is None:
+            trained = [slot.value for slot in self.slots if slot.param.requires_grad]
+            paths = self.config.disk_paths
+            know_way(self.run_ahead, self.metrics, self.memory, paths, trained, self.floor.whole_bytes)
 
     def _sums(self) -> Sums:
         return Sums.NONE if self.gradients is None else self.gradients.sums()
@@ -461,13 +431,3 @@ def _resizing(model: PagedModel) -> Callable[[Mapping[Tier, int]], None]:
         (memory if alive is None else alive).resize(capacities)
 
     return resize
-
-
-def _use_of(disk: DiskTier) -> LinkUse:
-    return LinkUse(disk.bytes_read, disk.bytes_written, disk.busy_s)
-
-
-def _use_of_way(device: DeviceTier, disk: DiskTier | None) -> LinkUse:
-    """What came to a device and left it; busy is what is busiest on the way."""
-    moved = device.moved()
-    return LinkUse(moved.in_bytes, moved.out_bytes, max(moved.busy_s, 0.0 if disk is None else disk.busy_s))

@@ -194,8 +194,8 @@ def test_on_a_device_the_link_is_the_bound(
         return DeviceRates(pinned, SLOW, 5e8)
 
     floor, need = needs(Net(), tmp_path, "mock+host")
-    monkeypatch.setattr("ptm_accel.paged_model.device_rates", rates_of)
-    monkeypatch.setattr("ptm_accel.paged_model.cpu_update_rate", lambda threads: 1e9)
+    monkeypatch.setattr("ptm_accel.ways.device_rates", rates_of)
+    monkeypatch.setattr("ptm_accel.ways.cpu_update_rate", lambda threads: 1e9)
     model = Net()
     with on_pages(model, "mock+host", floor + (need - floor) // 2, tmp_path) as engine:
         assert asked == [torch.device("cpu")]
@@ -230,8 +230,8 @@ def test_below_a_device_the_disk_counts_where_host_memory_overflows(
     # So slow that its time is the bound, however long compute takes on a busy machine.
     disk = LinkRates(1e4, 4e6, 2e4)
     floor, need = needs(Net(), tmp_path, "mock+host+disk")
-    monkeypatch.setattr("ptm_accel.paged_model.device_rates", lambda device: DeviceRates(FAST, SLOW, 5e8))
-    monkeypatch.setattr("ptm_accel.paged_model.disk_rates", lambda paths: [disk])
+    monkeypatch.setattr("ptm_accel.ways.device_rates", lambda device: DeviceRates(FAST, SLOW, 5e8))
+    monkeypatch.setattr("ptm_accel.ways.disk_rates", lambda paths: [disk])
     with on_pages(Net(), "mock+host+disk", floor, tmp_path, host_bytes=AMPLE) as engine:
         assert engine.run_ahead.rates == engine.metrics.rates == FAST
         assert engine.metrics.disk_rates is None
