@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
-from ptm_accel.checkpoint.directory import added, remove_incomplete, staged
+from ptm_accel.checkpoint.directory import added, remove, remove_incomplete, staged
 from ptm_accel.checkpoint.plain_state import load_either_state
 from ptm_accel.checkpoint.training_state import INDEX_NAME, OUTDATED, save_optimizer_state, saved_last
 from ptm_accel.errors import CheckpointError, ConfigError
@@ -109,7 +108,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         if self.is_main_process:
             older = [path for path in _numbered(self._checkpoints) if path != newest]
             for path in older[: max(len(older) + 1 - limit, 0)]:
-                shutil.rmtree(path)
+                remove(path)
         # No process may take one for the newest that is about to go.
         self.wait_for_everyone()
 
@@ -143,6 +142,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         if source is not None and source.is_dir():
             self._check_states(source)
         with self._without_optimizers() as optimizers:
+            # Where each process has a card, accelerate would read all weights onto it, beside the pages.
+            kwargs.setdefault("map_location", "cpu")
             # accelerate says what is wrong with a directory that is not there.
             super().load_state(None if source is None else str(source), *args, **kwargs)
         assert source is not None

@@ -20,12 +20,18 @@ import transformers
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import reissue_pt_warnings
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ptm_accel.checkpoint.directory import is_complete, remove_incomplete, staged
+from ptm_accel.checkpoint.directory import is_complete, remove, remove_incomplete, staged
 from ptm_accel.checkpoint.plain_state import load_either_state
-from ptm_accel.checkpoint.training_state import INDEX_NAME, read_index, save_optimizer_state, saved_last
+from ptm_accel.checkpoint.training_state import (
+    INDEX_NAME,
+    OUTDATED,
+    read_index,
+    save_optimizer_state,
+    saved_last,
+)
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 
@@ -40,6 +46,12 @@ else:
 logger = logging.getLogger(__name__)
 
 _PLAIN_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+_WRITTEN = re.compile(
+    r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|"
+    r"scheduler\.pt|scaler\.pt|rng_state(_\d+)?\.pth|"
+    rf"{re.escape(TRAINER_STATE_NAME)}|{re.escape(INDEX_NAME)}|{OUTDATED.pattern}"
+)
+"""What a save writes for itself: what is there of these from before is out of date. All else may be somebody's."""
 _NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
@@ -174,18 +186,30 @@ class StockOnPages(_StockHost):
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
             # The Trainer has done this as well, in the staging directory, where there was nothing to remove.
-            rotate_checkpoints(
-                output_dir=str(run_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            self._remove_surplus(run_dir)
+
+    def _remove_surplus(self, run_dir: Path) -> None:
+        """Removes what `rotate_checkpoints` would, the same ones; none is ever there in part under its name."""
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        if limit is None or limit <= 0:
+            return
+        found = sort_checkpoints(str(run_dir), use_mtime=True)
+        kept = {found[-1]} if found else set()
+        if best is not None:
+            kept.add(str(Path(best)))
+        surplus = len(found) - max(limit, len(kept))
+        for path in [path for path in found if path not in kept][: max(surplus, 0)]:
+            try:
+                remove(Path(path))
+            except OSError as error:
+                # Training has no need of it to be gone.
+                logger.warning("%s is one more than save_total_limit, and cannot be removed: %s", path, error)
 
     @contextmanager
     def _staged(self, final: Path) -> Iterator[Path]:
         """The directory that all processes write a checkpoint into; one of them makes and publishes it."""
         with ExitStack() as stack:
-            mine = stack.enter_context(staged(final)) if self.args.should_save else None
+            mine = stack.enter_context(staged(final, outdated=_WRITTEN)) if self.args.should_save else None
             if self.args.world_size > 1:
                 told = [str(mine)]
                 torch.distributed.broadcast_object_list(told, 0)

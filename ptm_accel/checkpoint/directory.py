@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,10 @@ import psutil
 from ptm_accel.errors import DiskError
 from ptm_accel.units import format_bytes
 
-_STAGING = ".incomplete"
-_ASIDE = ".replaced"
-_LEFTOVER = re.compile(r"^\.(?P<kind>incomplete|replaced)-(?P<name>.+)-(?P<pid>\d+)$")
+# With an underscore the Trainer leaves them out where it uploads the run's directory.
+_STAGING = "_incomplete"
+_ASIDE = "_replaced"
+_LEFTOVER = re.compile(r"^[._](?P<kind>incomplete|replaced)-(?P<name>.+)-(?P<pid>\d+)$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXT = re.compile(
     r"no space left on device|disk quota exceeded|os error (28|122)|PytorchStreamWriter failed", re.IGNORECASE
@@ -30,14 +32,15 @@ _FULL_TEXT = re.compile(
 
 
 @contextmanager
-def staged(final: Path) -> Iterator[Path]:
+def staged(final: Path, *, outdated: re.Pattern[str] | None = None) -> Iterator[Path]:
     """Writes a directory so that it appears complete under its name, or not at all.
 
-    An existing `final` is replaced as a whole. If the save fails or is killed, it is still there (after a kill between
-    two renames, once `remove_incomplete` has put it back).
+    An existing `final` is replaced as a whole, or but for what others have put there. If the save fails or is killed, it
+    is still there (after a kill between two renames, once `remove_incomplete` has put it back).
 
     Args:
         final: where the directory is to be.
+        outdated: names of what is not taken over from an existing `final`, beside what was written anew; None for all.
 
     Yields:
         an empty directory on the same file system to write into.
@@ -48,8 +51,30 @@ def staged(final: Path) -> Iterator[Path]:
     final = Path(final)
     with _cleared(final.parent / f"{_STAGING}-{final.name}-{os.getpid()}", final) as staging:
         yield staging
+        if outdated is not None and final.is_dir():
+            _take_over(final, staging, outdated)
         _sync_tree(staging)
         _publish(staging, final)
+
+
+def _take_over(before: Path, staging: Path, outdated: re.Pattern[str]) -> None:
+    """Has what lies in `before`, and was not written anew, in `staging` as well; files are linked where possible."""
+    for path in before.iterdir():
+        place = staging / path.name
+        if outdated.fullmatch(path.name) or os.path.lexists(place):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, place, symlinks=True, copy_function=_link)
+        else:
+            _link(path, place)
+
+
+def _link(source: str | Path, place: str | Path) -> None:
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except OSError:
+        # Not every file system has links.
+        shutil.copy2(source, place, follow_symlinks=False)
 
 
 @contextmanager
@@ -177,6 +202,18 @@ def remove_incomplete(run_dir: Path, name: str | None = None) -> list[Path]:
     return gone
 
 
+def remove(path: Path) -> None:
+    """Removes a directory so that it is never seen in part under its name.
+
+    Raises:
+        OSError: it cannot be removed; if that shows only after it was renamed, what is left is tidied up later.
+    """
+    path = Path(path)
+    aside = path.parent / f"{_STAGING}-{path.name}-{os.getpid()}"
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
 def _publish(staging: Path, final: Path) -> None:
     """Renames `staging` to `final`, moving what was there aside for as long as that takes."""
     aside = final.parent / f"{_ASIDE}-{final.name}-{os.getpid()}"
@@ -212,7 +249,11 @@ def _sync_tree(top: Path) -> None:
     """Brings every file and directory under `top` to the disk."""
     for folder, _, files in os.walk(top):
         for name in files:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            path = os.path.join(folder, name)
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                # A link is part of its directory; to open anything else of somebody's may block.
+                continue
+            descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:

@@ -32,7 +32,7 @@ from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.dict_hooks import after_loading, before_saving, warn_of_unread, warn_of_unsaved
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.state_dicts import Groups, completed, converted
-from ptm_accel.optim.states import MASTER_KEY, placed
+from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
 
 INDEX_NAME = "optimizer.json"
@@ -102,6 +102,11 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
         for slot in slots:
             index["parameters"][slot.name] = _description(slot)
     for name, key, value in optimizer.states.named_entries():
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"the optimizer's state of {name} has the key {key!r}, a {type(key).__name__}, which cannot be saved: "
+                "it would come back as text. Use an optimizer whose state has names for keys."
+            )
         index["state"].setdefault(name, {})[key] = writer.encode(value, f"{name}/{key}")
     index["weight_map"] = _write_shards(optimizer, writer.tensors, directory, max_shard_bytes)
     try:
@@ -249,8 +254,7 @@ def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None
                 if _is_paged(value):
                     states.put(state, key, saved.tensor(value["paged"]), cast)
                 else:
-                    small = placed(key, saved.decode(value), slot, group)
-                    states.put(state, key, small if same else converted(small, slot, cast, group, key))
+                    states.put(state, key, converted(saved.decode(value), slot, cast, group, key))
 
 
 def _is_paged(value: Any) -> bool:

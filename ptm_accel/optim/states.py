@@ -332,22 +332,6 @@ def is_full(slot: ParamSlot, value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
 
 
-def placed(key: str, value: Any, slot: ParamSlot, group: Mapping[str, Any]) -> Any:
-    """A small state tensor on the device where the optimizer looks for it, as torch's `load_state_dict` puts it.
-
-    Args:
-        key: the optimizer's own key of it.
-        value: it, or what is no tensor and stays as it is.
-        slot: of the parameter.
-        group: the hyperparameters of its group.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value
-    return value.to(slot.param.device)
-
-
 def slot_of(slots: SlotTable, param: nn.Parameter) -> ParamSlot:
     """Where a parameter of an optimizer lives.
 

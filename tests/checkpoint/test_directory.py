@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
-from ptm_accel.checkpoint.directory import added, is_complete, remove_incomplete, staged
+from ptm_accel.checkpoint.directory import added, is_complete, remove, remove_incomplete, staged
 from ptm_accel.errors import DiskError
 
 
@@ -37,7 +38,7 @@ def test_a_directory_appears_as_a_whole(tmp_path: Path) -> None:
     final = tmp_path / "run" / "checkpoint-1"
     with staged(final) as staging:
         assert staging.parent == final.parent
-        assert staging.name == f".incomplete-checkpoint-1-{os.getpid()}"
+        assert staging.name == f"_incomplete-checkpoint-1-{os.getpid()}"
         write(staging, "one")
         assert not final.exists()
         assert not is_complete(staging)
@@ -94,7 +95,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyte
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
-        if self.name.startswith(".incomplete"):
+        if self.name.startswith("_incomplete"):
             raise OSError(errno.EIO, "broken")
         return rename(self, target)
 
@@ -133,7 +134,7 @@ def test_is_complete(tmp_path: Path) -> None:
     assert not is_complete(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
     assert not is_complete(tmp_path / "empty")
-    aside = tmp_path / ".replaced-c-12"
+    aside = tmp_path / "_replaced-c-12"
     aside.mkdir()
     (aside / "a").touch()
     assert not is_complete(aside)
@@ -148,7 +149,7 @@ def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "renaming":
     rename = Path.rename
-    Path.rename = lambda self, target: kill() if self.name.startswith(".incomplete") else rename(self, target)
+    Path.rename = lambda self, target: kill() if self.name.startswith("_incomplete") else rename(self, target)
 with directory.staged(final) as staging:
     (staging / "a").write_text("two")
     if sys.argv[2] == "writing":
@@ -165,7 +166,7 @@ def test_a_killed_save_is_tidied_up(tmp_path: Path, moment: str, older: bool) ->
             (staging / "a").write_text("one")
     done = subprocess.run([sys.executable, "-c", KILLED, str(final), moment], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert any(name.startswith(".incomplete-c-") for name in names(tmp_path))
+    assert any(name.startswith("_incomplete-c-") for name in names(tmp_path))
     gone = remove_incomplete(tmp_path)
     assert len(gone) == 1 + (older and moment == "renaming")
     assert names(tmp_path) == (["c"] if older else [])
@@ -175,7 +176,7 @@ def test_a_killed_save_is_tidied_up(tmp_path: Path, moment: str, older: bool) ->
 
 def test_a_finished_replacement_is_removed(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
-    aside = tmp_path / f".replaced-c-{os.getpid()}"
+    aside = tmp_path / f"_replaced-c-{os.getpid()}"
     aside.mkdir()
     assert remove_incomplete(tmp_path) == [aside]
     assert names(tmp_path) == ["c"]
@@ -196,7 +197,7 @@ def test_a_number_that_was_given_to_a_younger_process_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent = os.getppid()
-    stale = tmp_path / f".incomplete-c-{parent}"
+    stale = tmp_path / f"_incomplete-c-{parent}"
     stale.mkdir()
     assert remove_incomplete(tmp_path) == []
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: time.time() + 60)
@@ -206,8 +207,8 @@ def test_a_number_that_was_given_to_a_younger_process_does_not_count(
 
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / ".incomplete-notes").mkdir()
-    (tmp_path / f".incomplete-c-{os.getpid()}").write_text("a file")
+    (tmp_path / "_incomplete-notes").mkdir()
+    (tmp_path / f"_incomplete-c-{os.getpid()}").write_text("a file")
     before = names(tmp_path)
     assert remove_incomplete(tmp_path) == []
     assert names(tmp_path) == before
@@ -215,14 +216,14 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_leftover_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leftover = tmp_path / f".incomplete-c-{os.getpid()}"
+    leftover = tmp_path / f"_incomplete-c-{os.getpid()}"
     leftover.mkdir()
 
     def fail(path: Path) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("ptm_accel.checkpoint.directory.shutil.rmtree", fail)
-    with pytest.raises(DiskError, match="cannot tidy up .incomplete-c-.*: Permission denied. Remove it by hand"):
+    with pytest.raises(DiskError, match="cannot tidy up _incomplete-c-.*: Permission denied. Remove it by hand"):
         remove_incomplete(tmp_path)
 
 
@@ -266,7 +267,7 @@ def test_a_seal_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pytest.Mo
 
     def note_sync(descriptor: int) -> None:
         where = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if ".incomplete" not in str(where):
+        if "_incomplete" not in str(where):
             events.append(f"sync {where.relative_to(tmp_path)}")
         fsync(descriptor)
 
@@ -295,11 +296,68 @@ def test_the_next_save_of_a_name_removes_what_a_killed_one_has_left(tmp_path: Pa
     # No process has this number: it is above what the kernel gives out.
     number = 2**22 + 1
     for folder, name in ((tmp_path, "c"), (tmp_path, "d"), (tmp_path / "c", "c")):
-        (folder / f".incomplete-{name}-{number}").mkdir(parents=True)
+        (folder / f"_incomplete-{name}-{number}").mkdir(parents=True)
     with added(tmp_path / "c") as staging:
         put(staging, a="one")
     assert names(tmp_path / "c") == ["a"]
-    assert names(tmp_path) == [f".incomplete-c-{number}", f".incomplete-d-{number}", "c"]
+    assert names(tmp_path) == [f"_incomplete-c-{number}", f"_incomplete-d-{number}", "c"]
     with staged(tmp_path / "c") as staging:
         put(staging, a="two")
-    assert names(tmp_path) == [f".incomplete-d-{number}", "c"]
+    assert names(tmp_path) == [f"_incomplete-d-{number}", "c"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_others_have_put_there_stays(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EPERM, "no links here")))
+    final = tmp_path / "c"
+    (final / "theirs" / "deep").mkdir(parents=True)
+    (final / "theirs" / "deep" / "a").write_text("a")
+    (final / "notes").write_text("notes")
+    (final / "nowhere").symlink_to("missing")
+    (final / "state-1").write_text("old")
+    (final / "both").write_text("old")
+    with staged(final, outdated=re.compile(r"state-\d")) as staging:
+        (staging / "both").write_text("new")
+        (staging / "state-2").write_text("new")
+    assert names(final) == ["both", "notes", "nowhere", "state-2", "theirs"]
+    assert [(final / name).read_text() for name in ("both", "notes", "state-2")] == ["new", "notes", "new"]
+    assert (final / "theirs" / "deep" / "a").read_text() == "a"
+    assert os.readlink(final / "nowhere") == "missing"
+    assert names(tmp_path) == ["c"]
+
+
+def test_what_is_removed_is_never_there_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "c"
+    with staged(final) as staging:
+        write(staging, "one")
+    remove(final)
+    assert names(tmp_path) == []
+    with staged(final) as staging:
+        write(staging, "two")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            remove(final)
+    assert not final.exists()
+    assert [path.name for path in remove_incomplete(tmp_path)] == [f"_incomplete-c-{os.getpid()}"]
+    assert names(tmp_path) == []
+    with pytest.raises(FileNotFoundError):
+        remove(final)
+
+
+def test_leftovers_under_their_former_names_are_tidied_up(tmp_path: Path) -> None:
+    (tmp_path / f".incomplete-c-{os.getpid()}").mkdir()
+    aside = tmp_path / f".replaced-d-{os.getpid()}"
+    aside.mkdir()
+    (aside / "a").write_text("a")
+    assert len(remove_incomplete(tmp_path)) == 2
+    assert names(tmp_path) == ["d"]
+
+
+def test_what_is_under_way_is_not_uploaded(tmp_path: Path) -> None:
+    """The Trainer uploads the folder of a run but for what these patterns leave out."""
+    with staged(tmp_path / "checkpoint-1") as staging:
+        names = [f"{staging.name}/model.safetensors", "README.md"]
+        assert list(filter_repo_objects(names, ignore_patterns=["_*", "checkpoint-*"])) == ["README.md"]
+        write(staging, "one")

@@ -238,6 +238,15 @@ def test_hyperparameters_may_be_tensors(tmp_path: Path) -> None:
     assert_equal(second.optimizer.state_dict()["param_groups"], first.optimizer.state_dict()["param_groups"])
 
 
+def test_keys_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(0, 1)
+    run.optimizer.state[next(iter(run.model.parameters()))][0] = 3
+    message = r"state of \S+ has the key 0, a int, which cannot be saved: it would come back as text\. Use an optimizer"
+    with pytest.raises(CheckpointError, match=message):
+        save_optimizer_state(run.optimizer, tmp_path)
+
+
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.optimizer.param_groups[0]["schedule"] = adamw

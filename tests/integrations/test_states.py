@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
@@ -78,7 +79,7 @@ def test_resuming_goes_on_exactly(
     resumed.accelerator.load_state(str(tmp_path / "state"))
     assert resumed.run(3, 6) == losses[3:]
     assert tiny.same(resumed.end(), expected)
-    assert not list(tmp_path.glob(".incomplete*"))
+    assert not list(tmp_path.glob("_incomplete*"))
 
 
 def test_weights_are_those_of_the_plain_run(tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]) -> None:
@@ -119,7 +120,7 @@ def test_what_a_killed_save_left_is_never_loaded_and_goes(
     folder = tmp_path / "run" / "checkpoints"
     loop = Loop(tiny, tmp_path / "run", tiny.budget("tight", tmp_path), automatic_checkpoint_naming=True)
     # No process has this number: it is above what the kernel gives out.
-    leftover = folder / f".incomplete-checkpoint_1-{2**22 + 1}"
+    leftover = folder / f"_incomplete-checkpoint_1-{2**22 + 1}"
     leftover.mkdir(parents=True)
     (folder / "copy_of_7").mkdir()
     with pytest.raises(CheckpointError, match="has 0 directories checkpoint_<number>. Set project_dir"):
@@ -254,11 +255,11 @@ def test_a_save_killed_while_files_move_leaves_no_state_that_is_loaded(
     with pytest.raises(Killed):
         loop.accelerator.save_state(str(state))
     monkeypatch.undo()
-    assert [path.name for path in state.glob(".incomplete*")] == [f".incomplete-state-{os.getpid()}"]
+    assert [path.name for path in state.glob("_incomplete*")] == [f"_incomplete-state-{os.getpid()}"]
     with pytest.raises(CheckpointError, match="has no state of optimizer 0"):
         loop.accelerator.load_state(str(state))
     loop.accelerator.save_state(str(state))
-    assert not list(state.glob(".incomplete*"))
+    assert not list(state.glob("_incomplete*"))
     before = loop.end()
     loop.run(1, 2)
     loop.accelerator.load_state(str(state))
@@ -357,3 +358,27 @@ def test_two_models_with_an_optimizer_each(tiny: ModuleType, tmp_path: Path) -> 
     accelerator.load_state(str(tmp_path / "state"))
     step()
     assert all(tiny.same(tiny.weights(model), value) for model, value in zip(models, expected, strict=True))
+
+
+def test_weights_are_never_read_onto_a_card_as_a_whole(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As accelerate does it where each of several processes has a card."""
+    loop = Loop(tiny, tmp_path, tiny.budget("roomy", tmp_path))
+    loop.run(0, 1)
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    seen: list[Any] = []
+    load = accelerate.accelerator.load_accelerator_state
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[7])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr("accelerate.accelerator.load_accelerator_state", note)
+    with monkeypatch.context() as patch:
+        patch.setattr(PTMAccelerator, "multi_device", property(lambda self: True), raising=False)
+        patch.setattr(PTMAccelerator, "num_processes", property(lambda self: 2))
+        loop.accelerator.load_state(str(tmp_path / "state"))
+    assert seen == ["cpu"]
+    loop.accelerator.load_state(str(tmp_path / "state"), map_location="on_device")
+    assert seen == ["cpu", "on_device"]

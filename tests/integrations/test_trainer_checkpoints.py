@@ -19,7 +19,7 @@ import torch
 import transformers
 from ptm_accel.integrations.transformers import Trainer
 from transformers import MixtralConfig, MixtralForCausalLM
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ptm_accel.checkpoint.plain_state import write_plain_state
 from ptm_accel.engine import engine_of
@@ -113,7 +113,7 @@ def test_killed_in_the_middle_of_a_save(
     assert code == -signal.SIGKILL
     left = [path.name for path in run.iterdir() if path.name != "checkpoint-4"]
     assert len(left) == 1
-    assert left[0].startswith(".incomplete-checkpoint-8-")
+    assert left[0].startswith("_incomplete-checkpoint-8-")
     assert get_last_checkpoint(str(run)) == str(run / "checkpoint-4")
     trainer = _build(tiny, Trainer, run, tight, max_steps=10)
     trainer.train(resume_from_checkpoint=True)
@@ -455,3 +455,66 @@ def test_a_model_that_loads_its_state_in_its_own_way(tiny: ModuleType, tight: di
     resumed.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert torch.equal(resumed.model.seen, whole.model.seen)
     assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight)
+
+
+class _Notes(transformers.TrainerCallback):
+    """Puts files where the checkpoint will be, before it is saved."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        (folder / "predictions").mkdir(parents=True)
+        (folder / "predictions" / "all.json").write_text("{}")
+        (folder / "model.safetensors").write_text("of another time")
+
+
+def test_files_that_others_put_into_a_checkpoint_stay(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    found = {}
+    for name, cls, dials in (("plain", transformers.Trainer, None), ("paged", Trainer, tight)):
+        trainer = _build(tiny, cls, tmp_path / name, dials, {"callbacks": [_Notes()]}, **changes)
+        trainer.train()
+        saved = tmp_path / name / "checkpoint-2"
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["checkpoint-2"]
+        assert (saved / "predictions" / "all.json").read_text() == "{}"
+        assert (saved / "model.safetensors").stat().st_size > 1000
+        found[name] = {path.name for path in saved.iterdir() if not path.name.startswith("optimizer")}
+    assert found["paged"] == found["plain"]
+
+
+@pytest.mark.parametrize("limit", [None, 0, 1, 2, 3, 9])
+@pytest.mark.parametrize("best", [None, 2, 4, 8])
+def test_the_same_checkpoints_are_removed_as_by_the_stock_trainer(
+    limit: int | None, best: int | None, tiny: ModuleType, tmp_path: Path
+) -> None:
+    left = []
+    for name in ("stock", "ours"):
+        # The highest number is not the newest after a rollback.
+        for age, step in enumerate((2, 8, 4, 6)):
+            folder = tmp_path / name / f"checkpoint-{step}"
+            folder.mkdir(parents=True)
+            os.utime(folder, (1000 + age, 1000 + age))
+        chosen = None if best is None else str(tmp_path / name / f"checkpoint-{best}")
+        if name == "stock":
+            rotate_checkpoints(str(tmp_path / name), limit, chosen, use_mtime=True)
+        else:
+            trainer = _build(tiny, Trainer, tmp_path / name, tiny.budget("roomy", tmp_path), save_total_limit=limit)
+            trainer.state.best_model_checkpoint = chosen
+            trainer._remove_surplus(tmp_path / name)
+        left.append(sorted(path.name for path in (tmp_path / name).iterdir()))
+    assert left[0] == left[1]
+
+
+def test_a_checkpoint_that_cannot_be_removed_ends_no_training(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (2, 4):
+        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+    trainer = _build(tiny, Trainer, tmp_path / "run", tiny.budget("roomy", tmp_path), save_total_limit=1)
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "busy")
+
+    monkeypatch.setattr("shutil.rmtree", busy)
+    trainer._remove_surplus(tmp_path / "run")
+    assert "is one more than save_total_limit, and cannot be removed: [Errno 16] busy" in caplog.text
+    assert len([path for path in (tmp_path / "run").iterdir() if path.name.startswith("checkpoint")]) == 1

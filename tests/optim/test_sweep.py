@@ -16,7 +16,6 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, CheckpointError, DiskError, UnsupportedError
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.state_dicts import converted
-from ptm_accel.optim.states import placed
 from ptm_accel.optim.sweep import Sweep
 from tests.plain_loop import Recipe, adamw, assert_same, same_bits, train
 from tests.tiers import at_floor, needs, on_pages
@@ -172,8 +171,8 @@ def test_state_dictionaries_go_from_one_engine_to_another(masters: bool, tmp_pat
 def test_small_state_goes_where_the_optimizer_looks_for_it(key: str, group: dict[str, Any], moves: bool) -> None:
     """As torch's own `load_state_dict` has it; a device without memory stands in for a card."""
     slot: Any = SimpleNamespace(param=torch.empty(4, device="meta"), value=SimpleNamespace(shape=torch.Size([4])))
-    assert placed(key, torch.ones(1), slot, group).device.type == ("meta" if moves else "cpu")
-    assert placed(key, 3, slot, group) == 3
+    assert converted(torch.ones(1), slot, None, group, key).device.type == ("meta" if moves else "cpu")
+    assert converted(3, slot, None, group, key) == 3
     made = converted({key: torch.ones(1), "other": [torch.ones(1), 3, "text"]}, slot, torch.bfloat16, group)
     assert made[key].device.type == ("meta" if moves else "cpu")
     assert made[key].dtype == (torch.float32 if key == "step" else torch.bfloat16)
