@@ -35,8 +35,8 @@ _FULL_TEXT = re.compile(
 def staged(final: Path, *, outdated: re.Pattern[str] | None = None) -> Iterator[Path]:
     """Writes a directory so that it appears complete under its name, or not at all.
 
-    An existing `final` is replaced as a whole, or but for what others have put there. If the save fails or is killed, it
-    is still there (after a kill between two renames, once `remove_incomplete` has put it back).
+    An existing `final` is replaced as a whole, or but for what others have put there. If the save fails or is killed,
+    it is still there (after a kill between two renames, once `remove_incomplete` has put it back).
 
     Args:
         final: where the directory is to be.

@@ -183,7 +183,9 @@ class Lanes:
         with self.lock:
             self._closing = True
             self._wake()
-            while self._channels is not None and self._channels.under_way:
+            # What ends in a thread may have something behind it that is moved in the background, and is looked at here.
+            mine = threading.current_thread() in self._threads
+            while self._is_under_way() or (not mine and self._is_staffed() and self._is_busy()):
                 self._wait_a_moment()
         # The collector may close a forgotten tier from one of its own threads; the last to leave closes the files then.
         if threading.current_thread() not in self._threads:
@@ -195,11 +197,15 @@ class Lanes:
         """Takes the lock once no thread is in a transfer; until `go_on` none begins one."""
         self.lock.acquire()
         self._holds += 1
-        if self._channels is not None:
-            # What has not begun is left to threads, which hold still.
-            self._channels.cancel()
-        while self._is_moving() and self._is_staffed():
-            self._wait_a_moment()
+        try:
+            if self._channels is not None:
+                # What has not begun is left to threads, which hold still.
+                self._channels.cancel()
+            while self._is_moving() and self._is_staffed():
+                self._wait_a_moment()
+        except BaseException:
+            self.go_on()
+            raise
 
     def go_on(self) -> None:
         """Ends `hold_still`, in the parent as in the child of a fork."""
@@ -212,7 +218,11 @@ class Lanes:
         return self._is_moving() or any(lane.queue for lane in self._lanes)
 
     def _is_moving(self) -> bool:
-        return self._moving > 0 or (self._channels is not None and self._channels.under_way)
+        return self._moving > 0 or self._is_under_way()
+
+    def _is_under_way(self) -> bool:
+        """Whether something is moved in the background."""
+        return self._channels is not None and self._channels.under_way
 
     def _is_staffed(self) -> bool:
         return os.getpid() == self._process and any(thread.is_alive() for thread in self._threads)
@@ -381,9 +391,10 @@ class ForkGate:
     def close(self) -> None:
         """Before a fork."""
         self._lock.acquire()
-        self._held = list(self.lanes)
-        for lanes in self._held:
+        for lanes in list(self.lanes):
             lanes.hold_still()
+            # One that an interrupt let go again is not let go twice.
+            self._held.append(lanes)
 
     def open(self) -> None:
         """After it, in both processes."""

@@ -184,6 +184,7 @@ class Landings:
             return None
         value = landed[1]
         alike = gradient.shape == value.shape and gradient.dtype == value.dtype and gradient.is_contiguous()
+        alike = alike and not (gradient.is_conj() or gradient.is_neg())
         assert value.extent is not None
         if alike and gradient.data_ptr() == value.extent.tensor.data_ptr():
             return value

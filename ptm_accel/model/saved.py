@@ -68,7 +68,7 @@ class SavedView:
         checked: whether a change in place to it is an error.
     """
 
-    __slots__ = ("_counter", "_version", "dtype", "generation", "offset", "shape", "source", "strides")
+    __slots__ = ("_counter", "_lazy", "_version", "dtype", "generation", "offset", "shape", "source", "strides")
 
     def __init__(self, source: ParamSlot | CastSource, view: torch.Tensor, *, checked: bool) -> None:
         slot = source if isinstance(source, ParamSlot) else source.slot
@@ -78,6 +78,8 @@ class SavedView:
         self.dtype = view.dtype
         self.offset = view.storage_offset()
         self.generation = slot.generation
+        # What torch has yet to conjugate or to negate has the same bytes.
+        self._lazy = view.is_conj(), view.is_neg()
         self._counter: torch.Tensor | None = None
         if checked and isinstance(source, CastSource):
             # The copy is made anew from what the parameter is by then.
@@ -95,11 +97,6 @@ class SavedView:
         """
         source = self.source
         slot = source if isinstance(source, ParamSlot) else source.slot
-        if slot.generation != self.generation:
-            raise StaleGraphError(
-                f"parameter {slot.name} was updated {slot.generation - self.generation} time(s) between a forward and "
-                "its backward, so the gradient would be wrong. Call backward before optimizer.step()."
-            )
         if self._counter is not None and self._counter._version != self._version:
             raise StaleGraphError(
                 f"parameter {slot.name} of shape {tuple(slot.value.shape)} has been modified by an inplace operation "
@@ -107,9 +104,20 @@ class SavedView:
                 f"was at version {self._version} when it was saved. Change it before the forward or after backward."
             )
         whole = slot.fetch().detach() if isinstance(source, ParamSlot) else source.make()
+        # Not before: an update that was owed has been carried out only now.
+        if slot.generation != self.generation:
+            raise StaleGraphError(
+                f"parameter {slot.name} was updated {slot.generation - self.generation} time(s) between a forward and "
+                "its backward, so the gradient would be wrong. Call backward before optimizer.step()."
+            )
         if whole.dtype != self.dtype:
             whole = whole.view(-1).view(self.dtype)
         view = whole.as_strided(self.shape, self.strides, self.offset)
+        conjugated, negated = self._lazy
+        if conjugated:
+            view = view.conj()
+        if negated:
+            view = torch._neg_view(view)
         if slot is source and slot.unpacked is not None:
             slot.unpacked(view)
         return view

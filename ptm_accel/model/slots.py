@@ -45,6 +45,9 @@ class ExtentTable:
 
     def find(self, tensor: torch.Tensor) -> ParamSlot | CastSource | None:
         """The source whose values lie in `tensor`'s storage, if any."""
+        if tensor.layout is not torch.strided:
+            # A sparse one has no storage.
+            return None
         address = self.address(tensor)
         known = self._by_address.get(address)
         if known is None:

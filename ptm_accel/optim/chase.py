@@ -242,11 +242,12 @@ class Chase:
         if not self.whole and self._sweep.pool.owed is not self:
             raise UnsupportedError(
                 f"optimizer.step() was called after an update of that step had failed: of {len(self.work)} that had "
-                f"begun during backward {self._count_done()} were carried out, so the weights are between two steps. "
+                f"begun during backward {self.count_done()} were carried out, so the weights are between two steps. "
                 "Resume from the last checkpoint; with update='blocking' no update begins before optimizer.step()."
             )
 
-    def _count_done(self) -> int:
+    def count_done(self) -> int:
+        """How many parameters have been updated."""
         host = self._on_host
         return self._done + (0 if host is None else len(host.entries) - len(host.unfinished))
 
@@ -280,7 +281,7 @@ class Chase:
             "lost. Resume from the last checkpoint.",
             type(error).__name__,
             error,
-            self._count_done(),
+            self.count_done(),
             len(self.work),
         )
         self.give_up()

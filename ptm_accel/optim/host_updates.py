@@ -221,7 +221,13 @@ class HostUpdates:
                 self._waiting.appendleft((entry, unit.stop))
             job = Job(unit, self._wait, self._update)
             self._open.append(job)
-            self._owner.worker.submit(job)
+            try:
+                self._owner.worker.submit(job)
+            except BaseException:
+                # Nobody will end it, so nobody may wait for it.
+                self._open.remove(job)
+                self._close(job)
+                raise
 
     def _refuse(self, entry: Entry) -> None:
         self._waiting.popleft()

@@ -195,9 +195,13 @@ class Overlap:
 
         def ended() -> None:
             self.chase = None
-            # Of a step that was not asked for yet, and of which nothing was done, nothing is missed.
-            if chase.lost and (chase.whole or chase.touched):
-                self._lost(chase.lost, number)
+            missed = chase.lost
+            if not chase.whole:
+                # A step that is not asked for any more: if anything was done of it, all else is missed.
+                trained = sum(len(group["params"]) for group in self._sweep.inner.param_groups)
+                missed = trained - chase.count_done() if chase.touched else 0
+            if missed:
+                self._lost(missed, number)
             self._run_ahead.updates_ended(chase.updated)
 
         chase = Chase(

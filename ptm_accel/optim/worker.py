@@ -23,12 +23,17 @@ class Worker:
         self._stop = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, job: Job) -> None:
-        """Has a job carried out after those before it."""
+        """Has a job carried out after those before it.
+
+        Raises:
+            RuntimeError: the system lets no more threads start; the job is nobody's then.
+        """
         assert self._stop.alive, f"{self._name}: a job after the end"
         if self._thread is None:
             # It knows the queue alone: its owner is free to go.
-            self._thread = OwnThread(_work, (self._queue,), self._name)
-            self._thread.start()
+            thread = OwnThread(_work, (self._queue,), self._name)
+            thread.start()
+            self._thread = thread
         self._queue.put(job)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -359,3 +360,65 @@ def test_what_was_never_started_is_an_error_and_no_hang(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=text):
         tier.pieces(slot)
     tier.close()
+
+
+def test_closing_waits_for_what_follows_a_transfer_of_a_thread(tmp_path: Path) -> None:
+    """The load begins in the background as the store ends, when whoever closes has found nothing there."""
+    begun = threading.Event()
+
+    def slow(fd: int, views: list[memoryview], offset: int) -> int:
+        begun.set()
+        time.sleep(0.3)
+        return os.pwritev(fd, views, offset)
+
+    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=MIB, io=Io(pwritev=slow, background=CLibrary))
+    slot = tier.new(MIB, Tag.PARAM, "w")
+    # Memory that is not aligned is stored by a thread.
+    unaligned = bytes_of(7, MIB + 4096)[64 : 64 + MIB]
+    into = bytes_of(0, MIB)
+    store, load = tier.store(slot, 0, unaligned), tier.load(slot, 0, into)
+    assert begun.wait(30)
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert not store.unfinished
+    assert not load.unfinished
+    assert (into == 7).all()
+
+
+# Python prints what a function that it calls before a fork has raised, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_a_fork_waits_holds_no_transfers_for_ever(tmp_path: Path) -> None:
+    def slow(fd: int, views: list[memoryview], offset: int) -> int:
+        time.sleep(0.6)
+        return os.pwritev(fd, views, offset)
+
+    tiers = [DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=MIB, io=Io(pwritev=slow)) for _ in range(2)]
+    slots = [tier.new(MIB, Tag.PARAM, "w") for tier in tiers]
+    for tier, slot in zip(tiers, slots, strict=True):
+        tier.store(slot, 0, torch.ones(MIB, dtype=torch.uint8))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        timer.join()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    def store() -> None:
+        for tier, slot in zip(tiers, slots, strict=True):
+            tier.store(slot, 0, torch.ones(MIB, dtype=torch.uint8)).wait()
+
+    storing = threading.Thread(target=store, daemon=True)
+    storing.start()
+    storing.join(30)
+    assert not storing.is_alive()
+    for tier in tiers:
+        tier.close()

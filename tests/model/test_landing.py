@@ -522,3 +522,33 @@ def test_at_the_floor_nothing_more_is_charged(tmp_path: Path) -> None:
             backward(model, seed)
         # Where there is no room for one it is computed as ever, and not counted.
         assert made(engine) == 10
+
+
+class Conjugated(nn.Module):
+    """The gradient of the last is the conjugate of a product of matrices, which torch has yet to conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (WIDTH, WIDTH)
+        self.first = nn.Parameter(torch.randn(sizes, dtype=torch.complex64) / 8)
+        self.last = nn.Parameter(torch.randn(sizes, dtype=torch.complex64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(x.to(torch.complex64) @ self.first @ self.last.conj())
+
+
+def test_a_product_that_is_yet_to_be_conjugated_is_no_gradient(tmp_path: Path) -> None:
+    model, plain = Conjugated(), Conjugated()
+    with at_floor(model, tmp_path) as engine:
+        for seed in range(3):
+            backward(plain, seed)
+            backward(model, seed)
+            assert plain.last.grad is not None
+            assert plain.last.grad.is_conj()
+            for param in plain.parameters():
+                param.grad = param.grad.resolve_conj()  # type: ignore[union-attr]
+            expect(engine, plain)
+            forget(engine, plain)
+        assert made(engine), "that of the first is computed on pages"
+        settled(engine)

@@ -257,3 +257,53 @@ def test_a_forward_without_a_backward_leaves_nothing(part: str, tmp_path: Path) 
         del out
         assert all(storage.expired() for storage in kept)
         assert len(kept) == len(model)
+
+
+class Conjugated(nn.Module):
+    """Weights that torch has yet to conjugate, or to negate, as backward needs them."""
+
+    def __init__(self, *, imaginary: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 8)
+        self.second = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 8)
+        self.imaginary = imaginary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.to(torch.complex64) @ self.first
+        if self.imaginary:
+            return torch.view_as_real(hidden).sum(-1) @ self.second.conj().imag
+        return torch.view_as_real(hidden @ self.second.conj())
+
+
+@pytest.mark.parametrize("imaginary", [False, True])
+def test_what_is_yet_to_be_conjugated_is_so_in_backward(imaginary: bool, tmp_path: Path) -> None:
+    model, plain = Conjugated(imaginary=imaginary), Conjugated(imaginary=imaginary)
+    backward(plain)
+    for param in plain.parameters():
+        param.grad = param.grad.resolve_conj().resolve_neg()  # type: ignore[union-attr]
+    with at_floor(model, tmp_path) as engine:
+        backward(model)
+        expect_grads(engine, plain)
+
+
+class Graph(nn.Module):
+    """Its neighbours are a sparse matrix, which backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.neighbours = (torch.rand(4, 4) > 0.5).float().to_sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.second(torch.sparse.mm(self.neighbours, self.first(x).relu()))
+        return mixed
+
+
+def test_what_has_no_storage_is_saved_as_it_is(tmp_path: Path) -> None:
+    model, plain = Graph(), Graph()
+    backward(plain)
+    with at_floor(model, tmp_path) as engine:
+        backward(model)
+        expect_grads(engine, plain)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ptm_accel.engine import Engine
-from ptm_accel.errors import BudgetError, DiskError, PlaceholderError
+from ptm_accel.errors import BudgetError, DiskError, PlaceholderError, StaleGraphError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place
@@ -502,3 +502,24 @@ def test_ctrl_c_in_the_middle_of_a_chase_loses_nothing(tmp_path: Path, monkeypat
         engine.zero_grad()
         step(model, optimizer, 3)
         assert_same_weights(model, expected)
+
+
+def test_a_graph_of_values_before_an_owed_update_is_refused(tmp_path: Path) -> None:
+    """Whoever unpacks the first weight carries its update out, and would be given the new values."""
+
+    def head(model: nn.Sequential) -> torch.Tensor:
+        # In backward it needs one weight, that of the last layer.
+        last = [module for module in model if isinstance(module, nn.Linear)][-2:]
+        loss: torch.Tensor = last[1](last[0](torch.ones(4, WIDTH)).tanh()).square().mean()
+        return loss
+
+    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+        backward(model, 3)
+        second = head(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.pool.owed is not None
+        with pytest.raises(StaleGraphError, match=r"was updated 1 time\(s\) between a forward and its backward"):
+            second.backward()
+        engine.abort()
+        engine.zero_grad()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.engine import Engine
-from ptm_accel.errors import BudgetError, DiskError, StaleGraphError, UnsupportedError
+from ptm_accel.errors import BudgetError, DiskError, LostStepError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.chase import Chase
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -569,3 +569,31 @@ def test_while_updates_are_forbidden_none_begins(tmp_path: Path) -> None:
             with engine.no_updates():
                 assert step(model, engine, optimizer, number)[0] == 0
         assert_same_weights(model, plain()[0])
+
+
+def test_what_is_broken_off_is_lost_even_if_all_that_had_begun_was_done(tmp_path: Path) -> None:
+    """Half of the parameters are of the next step then: that is not to be saved as if it were whole."""
+    with paged(tmp_path) as (model, engine, optimizer):
+        for number in range(4):
+            step(model, engine, optimizer, number)
+        engine.settle()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def broken(gradient: torch.Tensor) -> None:
+            chase = optimizer.in_backward.chase
+            assert chase is not None
+            chase.catch_up(0)
+            raise RuntimeError("of somebody's own")
+
+        hook = model.layers[1].weight.register_hook(broken)
+        with pytest.raises(RuntimeError, match="of somebody's own"):
+            backward(model, engine, 4)
+        hook.remove()
+        engine.abort()
+        engine.zero_grad()
+        values = model.state_dict()
+        same = sum(same_bits(values[name].clone(), value) for name, value in before.items())
+        assert 0 < same < len(before)
+        with pytest.raises(LostStepError, match=rf"of step 5 failed, and {same} parameters were not updated"):
+            optimizer.state_dict()
+        del values

@@ -21,6 +21,7 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.frame_home import FrameHome, HeldRun
 from ptm_accel.memory.mock_device import MockCopy, MockDevice
+from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.model.floor import FUSED_ADAMW
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim import arithmetic
@@ -678,3 +679,21 @@ def test_a_step_count_is_kept_where_its_optimizer_wants_it() -> None:
         there = Arithmetic(optimizer, FUSED_ADAMW, torch.device("meta"), lambda window: count)
         assert (there._beside(count, optimizer.param_groups[0]).device.type == "meta") is moves
         assert there._beside("not a tensor", optimizer.param_groups[0]) == "not a tensor"
+
+
+def test_a_thread_that_cannot_be_started_is_waited_for_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = OwnThread.start
+
+    def refused(self: OwnThread) -> None:
+        if self.name == "ptm_accel updates":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with on_host(tmp_path) as (model, engine, paged):
+        monkeypatch.setattr(OwnThread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            train(model, paged, range(4), engine.clip_grad_norm_, 1)
+        engine.abort()
+        engine.zero_grad()
