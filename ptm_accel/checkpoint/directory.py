@@ -206,9 +206,13 @@ def remove(path: Path) -> None:
     """Removes a directory so that it is never seen in part under its name.
 
     Raises:
-        OSError: it cannot be removed; if that shows only after it was renamed, what is left is tidied up later.
+        OSError: it is a link, or cannot be removed; if that shows only after it was renamed, what is left is tidied up
+            later.
     """
     path = Path(path)
+    if path.is_symlink():
+        # Renamed, it would be a leftover that cannot be tidied up.
+        raise OSError(errno.ENOTDIR, "it is a link to a directory", str(path))
     aside = path.parent / f"{_STAGING}-{path.name}-{os.getpid()}"
     path.rename(aside)
     shutil.rmtree(aside)

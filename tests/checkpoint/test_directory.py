@@ -346,6 +346,14 @@ def test_what_is_removed_is_never_there_in_part(tmp_path: Path, monkeypatch: pyt
         remove(final)
 
 
+def test_a_link_is_left_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "c").symlink_to("elsewhere")
+    with pytest.raises(OSError, match="it is a link to a directory"):
+        remove(tmp_path / "c")
+    assert names(tmp_path) == ["c", "elsewhere"]
+
+
 def test_leftovers_under_their_former_names_are_tidied_up(tmp_path: Path) -> None:
     (tmp_path / f".incomplete-c-{os.getpid()}").mkdir()
     aside = tmp_path / f".replaced-d-{os.getpid()}"

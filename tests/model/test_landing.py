@@ -20,6 +20,7 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model import landing
 from ptm_accel.outside import gathered
+from tests.model.test_saved import Conjugated
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, needs, on_pages
 
@@ -524,28 +525,15 @@ def test_at_the_floor_nothing_more_is_charged(tmp_path: Path) -> None:
         assert made(engine) == 10
 
 
-class Conjugated(nn.Module):
-    """The gradient of the last is the conjugate of a product of matrices, which torch has yet to conjugate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = (WIDTH, WIDTH)
-        self.first = nn.Parameter(torch.randn(sizes, dtype=torch.complex64) / 8)
-        self.last = nn.Parameter(torch.randn(sizes, dtype=torch.complex64) / 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.view_as_real(x.to(torch.complex64) @ self.first @ self.last.conj())
-
-
 def test_a_product_that_is_yet_to_be_conjugated_is_no_gradient(tmp_path: Path) -> None:
-    model, plain = Conjugated(), Conjugated()
+    """The gradient of the second is the conjugate of a product of matrices, which torch has yet to conjugate."""
+    model, plain = Conjugated(imaginary=False), Conjugated(imaginary=False)
     with at_floor(model, tmp_path) as engine:
         for seed in range(3):
             backward(plain, seed)
             backward(model, seed)
-            assert plain.last.grad is not None
-            assert plain.last.grad.is_conj()
+            assert plain.second.grad is not None
+            assert plain.second.grad.is_conj()
             for param in plain.parameters():
                 param.grad = param.grad.resolve_conj()  # type: ignore[union-attr]
             expect(engine, plain)

@@ -177,6 +177,7 @@ def test_small_state_goes_where_the_optimizer_looks_for_it(key: str, group: dict
     assert made[key].device.type == ("meta" if moves else "cpu")
     assert made[key].dtype == (torch.float32 if key == "step" else torch.bfloat16)
     assert made["other"][0].dtype == torch.bfloat16
+    assert made["other"][0].device.type == "meta"
     assert made["other"][1:] == [3, "text"]
 
 
