@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError
 from ptm_accel.memory.device import CudaTier
-from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
@@ -44,6 +44,7 @@ class Engine(TrainedModel):
     # ---- beginning and end -----------------------------------------------------------------------------------
 
     @classmethod
+    @in_section
     def attach(
         cls,
         model: nn.Module,
@@ -93,6 +94,7 @@ class Engine(TrainedModel):
         return engine
 
     @classmethod
+    @in_section
     def take_over(
         cls,
         model: nn.Module,
@@ -136,6 +138,7 @@ class Engine(TrainedModel):
             for slot in engine.slots:
                 memory.pool.forget(slot.value)
 
+    @in_section
     def follow(self, model: nn.Module | None = None) -> None:
         """Follows what has become of the model: wrapped, given adapters or another head, resized, merged.
 
@@ -205,6 +208,7 @@ class Engine(TrainedModel):
                 self.optimizer.close()
                 self.optimizer = None
 
+    @in_section
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
 
@@ -271,6 +275,7 @@ class Engine(TrainedModel):
             grad.drop()
         return sums
 
+    @in_section
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
         _engines.pop(self.model, None)
@@ -287,6 +292,7 @@ class Engine(TrainedModel):
             assert heir.claim is not None
             share(heir, heir.claim)
 
+    @in_section
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
         self.residency.abort()
@@ -317,6 +323,7 @@ class Engine(TrainedModel):
 def _close_unasked(memory: Memory) -> None:
     """Closes the memory of a model that was collected, which may be while something is traced on fake tensors."""
 
+    @in_section
     def close() -> None:
         with _disable_current_modes():
             memory.close()

@@ -16,7 +16,7 @@ from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tier
-from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
@@ -71,6 +71,7 @@ class TrainedModel(PagedModel):
 
     # ---- its optimizer ----------------------------------------------------------------------------------------
 
+    @in_section
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
         """Puts an optimizer's state on pages; another one that was bound before loses its state.
 

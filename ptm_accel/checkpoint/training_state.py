@@ -429,7 +429,7 @@ class SavedState:
         remedy = remedy or "It is of another model, or its parameters were grouped in another way."
         return CheckpointError(
             f"cannot load the optimizer state in {self.directory}: {what} differs: the checkpoint has {there}, this "
-            f"run has {here}. Nothing was changed. {remedy}"
+            f"run has {here}. The optimizer is as it was. {remedy}"
         )
 
 

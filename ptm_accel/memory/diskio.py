@@ -21,6 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ptm_accel.errors import DiskError
@@ -389,24 +390,32 @@ class ForkGate:
         self._held: list[Lanes] = []
 
     def close(self) -> None:
-        """Before a fork."""
+        """Before a fork; Python loses what is raised here, so that Ctrl-C is put off until something is done again."""
+        INTERRUPTS.__enter__()
         self._lock.acquire()
         for lanes in list(self.lanes):
             lanes.hold_still()
             # One that an interrupt let go again is not let go twice.
             self._held.append(lanes)
 
-    def open(self) -> None:
-        """After it, in both processes."""
+    def open(self, *, here: bool = True) -> None:
+        """After it.
+
+        Args:
+            here: in the process that has forked, and not in the new one.
+        """
         for lanes in reversed(self._held):
             lanes.go_on()
         self._held = []
         self._lock.release()
+        INTERRUPTS.leave_quietly(here=here)
 
 
 # Python has no way to take this back, so it is done once and not for each tier.
 _FORK_GATE = ForkGate()
-os.register_at_fork(before=_FORK_GATE.close, after_in_parent=_FORK_GATE.open, after_in_child=_FORK_GATE.open)
+os.register_at_fork(
+    before=_FORK_GATE.close, after_in_parent=_FORK_GATE.open, after_in_child=partial(_FORK_GATE.open, here=False)
+)
 
 
 def _unstarted(wanted: int, started: int, folder: Path, error: RuntimeError) -> DiskError:

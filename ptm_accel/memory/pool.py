@@ -27,7 +27,7 @@ from ptm_accel.memory.compaction import Compaction
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.handouts import Handouts
-from ptm_accel.memory.interrupts import BookLock
+from ptm_accel.memory.interrupts import INTERRUPTS, BookLock
 from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.origin import Origin
@@ -398,6 +398,7 @@ class Pool:
         the home, as a private mapping. Valid until the next step. An alias that is kept keeps its extent from being
         moved away, so once many are, the others come from the home as well.
         """
+        INTERRUPTS.refuse_looks()
         with self.lock:
             return self.snapshots.take(tensor)
 

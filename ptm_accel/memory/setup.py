@@ -17,6 +17,7 @@ from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.pinned import host_pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ComputeTier, Home
@@ -69,6 +70,10 @@ class Memory:
     device: DeviceTier | None = None
     _owner: int = field(default_factory=os.getpid, init=False)
 
+    def __post_init__(self) -> None:
+        INTERRUPTS.begin()
+
+    @in_section
     def close(self) -> None:
         """Gives everything back. Idempotent; does nothing in a fork of the process that has made it.
 
@@ -78,6 +83,7 @@ class Memory:
         if self.closed:
             return
         self.closed = True
+        INTERRUPTS.end()
         if os.getpid() != self._owner:
             # A fork shares the memory under a device with the process that trains, and has none of its threads.
             return

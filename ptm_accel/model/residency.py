@@ -215,14 +215,15 @@ class Residency:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():
                 refuse(module)
-            if self._frames.stack:
-                self._end_torn_down(module)
-            if not self._frames.stack and torch._C._current_graph_task_id() == -1:
-                grad = torch.is_grad_enabled()
-                kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
-                self.pool.room.begin_pass(kind[-1], evaluates=not grad)
-                self.run_ahead.begin(kind, evaluates=evaluates)
-            self.enter(module)
+            with INTERRUPTS:
+                if self._frames.stack:
+                    self._end_torn_down(module)
+                if not self._frames.stack and torch._C._current_graph_task_id() == -1:
+                    grad = torch.is_grad_enabled()
+                    kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
+                    self.pool.room.begin_pass(kind[-1], evaluates=not grad)
+                    self.run_ahead.begin(kind, evaluates=evaluates)
+                self._enter(module, None)
 
         return Hook(enter)
 
@@ -259,6 +260,7 @@ class Residency:
         slot = self.slots.of(param)
         if slot is None:
             return
+        INTERRUPTS.refuse_looks()
         slot.meet()
         self.pool.room.glance()
         value = slot.value
@@ -324,6 +326,7 @@ class Residency:
             self._borrowed.clear()
             self.pool.shelf.end_loans()
             if module is self.root:
+                INTERRUPTS.meet_handlers()
                 self.regions.scan()
             if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self.beginning()

@@ -69,8 +69,7 @@ class Batches:
     def wait(self) -> None:
         """Waits for what the first one reads. Ctrl-C is not put off any longer here, since nothing is half done."""
         batch = self._batches[0]
-        with self._sweep.pool.traffic.stalled():
-            # A handler of signals may look at parameters, and so carry the batch out.
+        with INTERRUPTS, self._sweep.pool.traffic.stalled():
             INTERRUPTS.look()
             for transfer in [transfer for unit in batch for transfer in unit.awaited()]:
                 # An error is raised again by the update itself.

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ptm_accel.errors import PlaceholderError, StaleGraphError, UnsupportedError
+from ptm_accel.errors import BudgetError, PlaceholderError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
@@ -36,6 +36,13 @@ from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Cursor, Entry, Work, ordered
 
 logger = logging.getLogger(__name__)
+
+_STILL_OWED = (
+    "{} What is left of the last optimizer step is still owed, and nothing of it is lost: the model can be saved once "
+    "this forward has ended. Where a forward holds so much (parameters that a parent reads by name stay until it "
+    "returns), set update='blocking'."
+)
+"""What is said where there is no room for an update beside a forward."""
 
 BeginOnHost = Callable[[torch.Tensor | None, list[dict[str, Any]]], HostUpdates]
 """Makes what updates on the CPU, of what gradients are multiplied by and of the hyperparameters of each group."""
@@ -331,7 +338,7 @@ class Chase:
         """Carries out updates until that of parameter `index` is done. Ctrl-C ends it between two batches."""
         while self._owed and self._done <= index:
             if not self._batches:
-                with self._at_work():
+                with self._at_work(loses=not self.whole):
                     self._batches.open(insist=True)
             # A handler of signals may look at parameters, and so carry out what this is about.
             if self._batches:
@@ -346,7 +353,7 @@ class Chase:
         assert self._on_host is not None
         job = self._on_host.next_job
         if job is not None:
-            with self._sweep.pool.traffic.stalled():
+            with INTERRUPTS, self._sweep.pool.traffic.stalled():
                 INTERRUPTS.look()
                 job.wait()
         with self._at_work():
@@ -390,7 +397,12 @@ class Chase:
         self._ended()
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, *, loses: bool = True) -> Iterator[None]:
+        """Around work on updates.
+
+        Args:
+            loses: the step is lost if there is no room for it; otherwise nothing is done yet, and all is still owed.
+        """
         pool = self._sweep.pool
         begin = time.perf_counter() - pool.stats.stall_s
         self._working = True
@@ -404,8 +416,10 @@ class Chase:
                     # Somebody's write is lost; the update has been done, and the others are still owed.
                     raise
                 except BaseException as error:
-                    self._lose(error)
-                    raise
+                    if loses or not isinstance(error, BudgetError):
+                        self._lose(error)
+                        raise
+                    raise BudgetError(_STILL_OWED.format(error)) from error
         finally:
             self._working = False
             self._spent(time.perf_counter() - pool.stats.stall_s - begin)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.interrupts import INTERRUPTS
+from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
@@ -109,6 +109,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     # ---- the step --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_section
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient; the gradients are used up.
 

@@ -1,14 +1,18 @@
-"""Ctrl-C inside sections: passed on at their end, or in a wait, and never lost."""
+"""Ctrl-C and other signals inside sections: passed on at their end, or in a wait, and never lost."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.copies import Chained
+from ptm_accel.memory.diskio import _FORK_GATE
 from ptm_accel.memory.interrupts import INTERRUPTS, BookLock
 
 
@@ -104,7 +108,7 @@ def test_a_handler_of_the_users_own_is_called_once() -> None:
             # Whoever sets another meanwhile keeps it.
             mine = signal.getsignal(signal.SIGINT)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert mine == INTERRUPTS._note
+        assert getattr(mine, "interrupts", None) is INTERRUPTS
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -179,3 +183,151 @@ def test_a_chained_copy_that_a_handler_asks_for_while_it_is_waited_for_starts_on
     chained.wait()
     assert started == [True]
     assert chained.done()
+
+
+# ---- handlers of other signals ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[str]]:
+    """What a handler of SIGALRM has been called for, `signal.SIGALRM` being put off like any other."""
+    called: list[str] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: called.append(frame.f_code.co_name if frame else ""))
+    yield called
+    signal.signal(signal.SIGALRM, before)
+
+
+def ring(times: int = 1) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGALRM)
+
+
+def test_all_signals_are_put_off_and_each_is_handled_once_with_its_own_frame(alarms: list[str]) -> None:
+    order: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: order.append(f"SIGUSR1 after {len(alarms)}"))
+    try:
+        with INTERRUPTS.watched():
+            with INTERRUPTS:
+                ring(3)
+                signal.raise_signal(signal.SIGUSR1)
+                with BookLock():
+                    pass
+                assert alarms == []
+            assert alarms == ["ring"]
+            assert order == ["SIGUSR1 after 1"]
+            ring()
+            assert alarms == ["ring", "ring"], "outside of sections it is called at once"
+        assert signal.getsignal(signal.SIGALRM).__name__ == "<lambda>"  # type: ignore[union-attr]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_raises_does_not_lose_the_others(alarms: list[str]) -> None:
+    def both() -> None:
+        with INTERRUPTS:
+            press()
+            ring()
+
+    with INTERRUPTS.watched():
+        with pytest.raises(KeyboardInterrupt):
+            both()
+        assert alarms == []
+        with INTERRUPTS:
+            pass
+        assert alarms == ["ring"]
+
+
+def test_handlers_that_are_set_while_it_lasts_are_met_and_may_go_on_to_those_before(alarms: list[str]) -> None:
+    with INTERRUPTS.watched():
+        inner = signal.getsignal(signal.SIGALRM)
+        assert callable(inner)
+
+        def theirs(number: int, frame: Any) -> None:
+            """As data loaders do: on to whoever was there before."""
+            alarms.append("theirs")
+            inner(number, frame)
+
+        signal.signal(signal.SIGALRM, theirs)
+        INTERRUPTS.meet_handlers()
+        with INTERRUPTS:
+            ring()
+            assert alarms == []
+        assert alarms == ["theirs", "ring"]
+    assert signal.getsignal(signal.SIGALRM) is theirs
+    ring()
+    assert alarms[2:] == ["theirs", "ring"]
+
+
+def test_it_lasts_until_the_last_has_ended_in_whatever_thread(alarms: list[str]) -> None:
+    INTERRUPTS.begin()
+    INTERRUPTS.begin()
+    INTERRUPTS.end()
+    with INTERRUPTS:
+        ring()
+        assert alarms == []
+    ending = threading.Thread(target=INTERRUPTS.end)
+    ending.start()
+    ending.join()
+    with INTERRUPTS.watched():
+        pass
+    assert signal.getsignal(signal.SIGALRM).__name__ == "<lambda>"  # type: ignore[union-attr]
+
+
+def test_a_wait_without_end_calls_what_may_end_it(alarms: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def look(number: int, frame: Any) -> None:
+        try:
+            INTERRUPTS.refuse_looks()
+        except PagedModelError as error:
+            refused.append(str(error))
+
+    signal.signal(signal.SIGALRM, look)
+    with INTERRUPTS.watched(), INTERRUPTS.uninterrupted(), INTERRUPTS.waiting():
+        ring()
+        INTERRUPTS.look()
+        assert refused == []
+        monkeypatch.setattr("ptm_accel.memory.interrupts.PATIENCE_S", -1.0)
+        INTERRUPTS.look()
+        assert [text[:34] for text in refused] == ["a handler of a signal looks at a m"]
+        INTERRUPTS.refuse_looks()
+        INTERRUPTS.look()
+    assert len(refused) == 1
+
+
+def test_somebody_elses_ctrl_c_that_may_go_on_does_not_break_off_a_wait() -> None:
+    pressed: list[str] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append("seen"))
+    try:
+        with INTERRUPTS.watched():
+            with INTERRUPTS, INTERRUPTS.waiting():
+                press()
+                INTERRUPTS.look()
+                assert pressed == []
+            assert pressed == ["seen"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_a_process_forks_comes_after_it_and_in_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python loses what is raised before a fork."""
+    monkeypatch.setattr(_FORK_GATE, "lanes", [_Pressing()])
+    with INTERRUPTS.watched():
+        child = os.fork()
+        if child == 0:
+            # Neither raises nor returns into pytest.
+            os._exit(1 if INTERRUPTS._pressed or INTERRUPTS._sections else 0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert INTERRUPTS._sections == 0
+        with pytest.raises(KeyboardInterrupt), INTERRUPTS:
+            pass
+
+
+class _Pressing:
+    """Lanes in which somebody presses Ctrl-C while they are held still."""
+
+    def hold_still(self) -> None:
+        press()
+
+    def go_on(self) -> None:
+        pass

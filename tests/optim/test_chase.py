@@ -392,6 +392,54 @@ def test_no_overlap_without_room_for_it(tmp_path: Path) -> None:
         assert_same_weights(model, plain(3)[0])
 
 
+class Parent(nn.Module):
+    """Reads its children's weights by name, which stay until it returns."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [layer.weight for layer in self.layers]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + sum(weight.sum() for weight in weights) * 1e-3
+
+
+def test_without_room_beside_a_forward_the_step_is_still_owed(tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(4):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected = Parent()
+    run(expected, adamw(expected))
+    floor, _ = needs(Parent(), tmp_path, "host+disk", optimizer=adamw)
+    budget = floor + 80_000
+    model = Parent()
+    with on_pages(model, "host+disk", budget, tmp_path, update="blocking") as engine:
+        run(model, engine.bind_optimizer(adamw(model)))
+        assert_same_weights(model, expected)
+    model = Parent()
+    with on_pages(model, "host+disk", budget, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+        with pytest.raises(BudgetError, match="nothing of it is lost: .* set update='blocking'"):
+            run(model, optimizer)
+        assert engine.pool.owed is not None
+        engine.abort()
+        assert optimizer._overlap.lost is None
+        done = optimizer._overlap.steps
+        once = Parent()
+        inner = adamw(once)
+        for _ in range(done):
+            once(torch.ones(2, WIDTH)).sum().backward()
+            inner.step()
+            inner.zero_grad()
+        assert_same_weights(model, once)
+
+
 def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
     with chasing(tmp_path) as (_, engine, optimizer):
         assert engine.pool.owed is not None
@@ -471,7 +519,8 @@ def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
     assert done == ["update"], "a second one is not put off"
     with INTERRUPTS.uninterrupted():
         done.append("quiet")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
     other = threading.Thread(target=_in_a_thread, args=(done,))
     other.start()
     other.join()

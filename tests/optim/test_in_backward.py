@@ -330,7 +330,7 @@ def test_ctrl_c_in_backward_waits_for_the_end_of_the_step(
 
         with INTERRUPTS.watched(), pytest.raises(KeyboardInterrupt):
             interrupted_step()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not INTERRUPTS._sections, "the next Ctrl-C would be put off"
         engine.abort()
         engine.zero_grad()
         assert optimizer.in_backward.chase is None
@@ -558,9 +558,11 @@ def test_closing_in_the_middle_of_a_step_lets_ctrl_c_through_again(tmp_path: Pat
     for number in range(4):
         step(model, engine, optimizer, number)
     backward(model, engine, 4)
-    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert INTERRUPTS._sections
     engine.close()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not INTERRUPTS._sections
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_while_updates_are_forbidden_none_begins(tmp_path: Path) -> None:
