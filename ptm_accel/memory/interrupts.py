@@ -10,6 +10,7 @@ waits for a transfer as well, where errors of the disk come out, too.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,16 +42,20 @@ class _PutOff:
         self.handle, self.interrupts = handle, interrupts
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts._arrived(_Put(self.handle, number, frame))
+        self.interrupts._arrived(_Put(self.handle, number))
 
 
 class _Put:
-    """One signal that has come, and is still to be handled."""
+    """One signal that has come, and is still to be handled.
 
-    __slots__ = ("_frame", "_handle", "number", "since")
+    It does not keep the frame that it came in, which would keep tensors there. A handler is given the one where it is
+    called, as Python does itself.
+    """
 
-    def __init__(self, handle: Handler, number: int, frame: FrameType | None) -> None:
-        self._handle, self._frame, self.number = handle, frame, number
+    __slots__ = ("_handle", "number", "since")
+
+    def __init__(self, handle: Handler, number: int) -> None:
+        self._handle, self.number = handle, number
         self.since = time.perf_counter()
 
     @property
@@ -59,7 +64,7 @@ class _Put:
         return self._handle is signal.default_int_handler
 
     def handle(self) -> None:
-        self._handle(self.number, self._frame)
+        self._handle(self.number, sys._getframe(1))
 
 
 class Interrupts:

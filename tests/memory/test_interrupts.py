@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -192,7 +194,13 @@ def test_a_chained_copy_that_a_handler_asks_for_while_it_is_waited_for_starts_on
 def alarms() -> Iterator[list[str]]:
     """What a handler of SIGALRM has been called for, `signal.SIGALRM` being put off like any other."""
     called: list[str] = []
-    before = signal.signal(signal.SIGALRM, lambda number, frame: called.append(frame.f_code.co_name if frame else ""))
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename != __file__:
+            frame = frame.f_back
+        called.append("" if frame is None else frame.f_code.co_name)
+
+    before = signal.signal(signal.SIGALRM, handler)
     yield called
     signal.signal(signal.SIGALRM, before)
 
@@ -202,7 +210,7 @@ def ring(times: int = 1) -> None:
         signal.raise_signal(signal.SIGALRM)
 
 
-def test_all_signals_are_put_off_and_each_is_handled_once_with_its_own_frame(alarms: list[str]) -> None:
+def test_all_signals_are_put_off_and_each_is_handled_once_where_it_can_be(alarms: list[str]) -> None:
     order: list[str] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: order.append(f"SIGUSR1 after {len(alarms)}"))
     try:
@@ -213,11 +221,11 @@ def test_all_signals_are_put_off_and_each_is_handled_once_with_its_own_frame(ala
                 with BookLock():
                     pass
                 assert alarms == []
-            assert alarms == ["ring"]
+            assert alarms == ["test_all_signals_are_put_off_and_each_is_handled_once_where_it_can_be"]
             assert order == ["SIGUSR1 after 1"]
             ring()
-            assert alarms == ["ring", "ring"], "outside of sections it is called at once"
-        assert signal.getsignal(signal.SIGALRM).__name__ == "<lambda>"  # type: ignore[union-attr]
+            assert alarms[1:] == ["ring"], "outside of sections it is called at once"
+        assert signal.getsignal(signal.SIGALRM).__name__ == "handler"  # type: ignore[union-attr]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -234,7 +242,7 @@ def test_a_handler_that_raises_does_not_lose_the_others(alarms: list[str]) -> No
         assert alarms == []
         with INTERRUPTS:
             pass
-        assert alarms == ["ring"]
+        assert len(alarms) == 1
 
 
 def test_handlers_that_are_set_while_it_lasts_are_met_and_may_go_on_to_those_before(alarms: list[str]) -> None:
@@ -252,10 +260,11 @@ def test_handlers_that_are_set_while_it_lasts_are_met_and_may_go_on_to_those_bef
         with INTERRUPTS:
             ring()
             assert alarms == []
-        assert alarms == ["theirs", "ring"]
+        assert len(alarms) == 2
+        assert alarms[0] == "theirs"
     assert signal.getsignal(signal.SIGALRM) is theirs
     ring()
-    assert alarms[2:] == ["theirs", "ring"]
+    assert len(alarms) == 4, "theirs, and the one before"
 
 
 def test_it_lasts_until_the_last_has_ended_in_whatever_thread(alarms: list[str]) -> None:
@@ -270,7 +279,7 @@ def test_it_lasts_until_the_last_has_ended_in_whatever_thread(alarms: list[str])
     ending.join()
     with INTERRUPTS.watched():
         pass
-    assert signal.getsignal(signal.SIGALRM).__name__ == "<lambda>"  # type: ignore[union-attr]
+    assert signal.getsignal(signal.SIGALRM).__name__ == "handler"  # type: ignore[union-attr]
 
 
 def test_a_wait_without_end_calls_what_may_end_it(alarms: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,3 +340,18 @@ class _Pressing:
 
     def go_on(self) -> None:
         pass
+
+
+def test_what_waits_keeps_no_frame_and_none_of_its_tensors(alarms: list[str]) -> None:
+    class Held:
+        pass
+
+    def inner() -> weakref.ref[Held]:
+        held = Held()
+        ring()
+        return weakref.ref(held)
+
+    with INTERRUPTS.watched(), INTERRUPTS:
+        held = inner()
+        assert held() is None
+        assert alarms == []
