@@ -124,13 +124,15 @@ def clip_grad_value(
     Raises:
         UnsupportedError: some parameters are not the model's.
     """
+    from ptm_accel.memory.interrupts import INTERRUPTS
+
     assert engine.gradients is not None
     given = _own(engine, parameters, "clip_grad_value_")
-    engine.synchronise()
-    if engine.optimizer is not None:
-        engine.optimizer.in_backward.refuse("gradients were clipped by value")
-        engine.optimizer.apply_scale()
-    with torch.no_grad():
+    with torch.no_grad(), INTERRUPTS:
+        engine.synchronise()
+        if engine.optimizer is not None:
+            engine.optimizer.in_backward.refuse("gradients were clipped by value")
+            engine.optimizer.apply_scale()
         for grad in engine.gradients.present():
             if id(grad.slot.param) in given and grad.value is not None:
                 with engine.pool.pin(grad.value, write=True) as total:

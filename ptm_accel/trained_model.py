@@ -349,6 +349,17 @@ class TrainedModel(PagedModel):
             BudgetError: all of it does not fit the compute tier at once.
             UnsupportedError: gradients are asked for between a backward with updates in it and its step.
         """
+        stack = ExitStack()
+        try:
+            # No pin that nobody holds, should somebody press Ctrl-C.
+            with INTERRUPTS:
+                self._gather(stack, grads, write, part)
+            yield self.model
+        finally:
+            with INTERRUPTS:
+                stack.close()
+
+    def _gather(self, stack: ExitStack, grads: bool, write: bool, part: nn.Module | None) -> None:
         # Pins leave little room to work in.
         self.settle()
         params = (self.model if part is None else part).parameters()
@@ -360,17 +371,15 @@ class TrainedModel(PagedModel):
                 self.optimizer.apply_scale()
         sums = self.gradients.sums_of(slots) if grads and self.gradients is not None else []
         refuse_gathering(self.memory, [*(slot.value for slot in slots), *sums])
-        with ExitStack() as stack:
-            for slot in slots:
-                slot.meet()
-                stack.callback(self.pool.pin(slot.value, write=write).release)
-            if write:
-                # What was written before an exception is written, as without pages.
-                stack.callback(self._weights_touched)
-            if grads:
-                assert self.gradients is not None
-                stack.enter_context(self.gradients.shown(slots, write=write))
-            yield self.model
+        for slot in slots:
+            slot.meet()
+            stack.callback(self.pool.pin(slot.value, write=write).release)
+        if write:
+            # What was written before an exception is written, as without pages.
+            stack.callback(self._weights_touched)
+        if grads:
+            assert self.gradients is not None
+            stack.enter_context(self.gradients.shown(slots, write=write))
 
     def _weights_touched(self) -> None:
         if self.optimizer is not None:

@@ -1,10 +1,10 @@
-"""Handlers of signals that look at the model at any moment see a step's weights, and change nothing."""
+"""Handlers of signals that look at the model see a step's weights and change nothing; Ctrl-C leaves no pin."""
 
 from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,28 @@ import pytest
 import torch
 from torch import nn
 
+from ptm_accel.clipping import clip_grad_value
+from ptm_accel.engine import Engine, engine_of
+from ptm_accel.memory.pool import Pool
+from ptm_accel.outside import gathered
 from tests.plain_loop import same_bits
-from tests.tiers import MEMORIES, needs, on_pages
+from tests.tiers import MEMORIES, needs, on_pages, open_memory
 
 STEPS = 12
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(module for _ in range(6) for module in (nn.Linear(48, 48), nn.GELU())))
+class Net(nn.Module):
+    """Half of its weights are read by their modules, half by name, which is outside of all sections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(nn.functional.linear(x, layer.weight, layer.bias) if number % 2 else layer(x))
+        return x
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -44,7 +57,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def plain() -> list[list[torch.Tensor]]:
     """The weights before each step of a plain run, and after the last."""
-    model = net()
+    model = Net()
     optimizer = adamw(model)
     seen = [look(model)]
     for batch in batches():
@@ -84,8 +97,8 @@ def test_handlers_that_look_at_the_model(
     seed: int, kind: str, in_backward: bool, plain: list[list[torch.Tensor]], tmp_path: Path
 ) -> None:
     looks: list[list[torch.Tensor]] = []
-    floor, need = needs(net(), tmp_path, kind, optimizer=adamw)
-    model = net()
+    floor, need = needs(Net(), tmp_path, kind, optimizer=adamw)
+    model = Net()
     with on_pages(model, kind, floor + (need - floor) // 4, tmp_path) as engine:
         optimizer = engine.bind_optimizer(adamw(model))
         engine.updates_in_backward = lambda: in_backward
@@ -99,3 +112,69 @@ def test_handlers_that_look_at_the_model(
         assert same(look(model), plain[-1])
     assert looks
     assert all(any(same(seen, weights) for weights in plain) for seen in looks)
+
+
+def press_after(patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C as the next pin has been taken, and nobody holds it yet."""
+    pin, armed = Pool.pin, [True]
+
+    def pinned(pool: Pool, tensor: Any, **kwargs: Any) -> Any:
+        with pool.lock:
+            taken = pin(pool, tensor, **kwargs)
+            if armed:
+                armed.clear()
+                signal.raise_signal(signal.SIGINT)
+        return taken
+
+    patch.setattr(Pool, "pin", pinned)
+
+
+def gather(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    with gathered(model, grads=True):
+        pytest.fail("it was not passed on")
+
+
+def paged(model: nn.Module) -> Engine:
+    engine = engine_of(model)
+    assert engine is not None
+    return engine
+
+
+PINNING: dict[str, Callable[[nn.Module, dict[str, torch.Tensor]], object]] = {
+    "gathered": gather,
+    "clip_grad_value_": lambda model, weights: clip_grad_value(paged(model), list(model.parameters()), 1e-4),
+    "load_state_dict": lambda model, weights: model.load_state_dict(weights),
+}
+
+
+@pytest.mark.parametrize("what", PINNING)
+def test_ctrl_c_as_a_pin_is_taken_leaves_none(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, need = needs(Net(), tmp_path, "host+disk", optimizer=adamw)
+    model = Net()
+    weights = model.state_dict()
+    with on_pages(model, "host+disk", need, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+        model(batches()[0]).square().mean().backward()
+        with monkeypatch.context() as patch:
+            press_after(patch)
+            with pytest.raises(KeyboardInterrupt):
+                PINNING[what](model, weights)
+        engine.abort()
+        engine.check_integrity()
+        optimizer.step()
+
+
+def test_ctrl_c_while_a_model_comes_off_its_pages_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = open_memory("host+disk", 1 << 20, tmp_path)
+    closed: list[str] = []
+    real = Pool.close
+
+    def closing(pool: Pool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(pool)
+        closed.append("whole")
+
+    monkeypatch.setattr(Pool, "close", closing)
+    with pytest.raises(KeyboardInterrupt):
+        memory.close()
+    assert closed == ["whole"]

@@ -26,6 +26,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.glibc import Trimmer
+from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory
@@ -401,7 +402,7 @@ class _BringIn(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__" and func != _DATA:
             return func(*args, **kwargs)
-        with ExitStack() as stack:
+        with INTERRUPTS, ExitStack() as stack:
             for value in (*args, *kwargs.values()):
                 slot = self._slots.of(value) if isinstance(value, torch.Tensor) else None
                 if slot is not None:

@@ -143,6 +143,7 @@ class Lanes:
         Raises:
             DiskError: nobody is left who could make it so.
         """
+        began = time.perf_counter()
         with INTERRUPTS, self.lock:
             self._look()
             while not ended():
@@ -151,7 +152,7 @@ class Lanes:
                 self._wait_a_moment()
                 # Whoever was to wake a thread may have been interrupted.
                 self._wake()
-                INTERRUPTS.look()
+                INTERRUPTS.look(time.perf_counter() - began)
 
     def look(self) -> None:
         """Notes what has ended in the background; never blocks for long."""
@@ -181,6 +182,7 @@ class Lanes:
         if os.getpid() != self._process:
             self._close_files()
             return
+        began = time.perf_counter()
         with self.lock:
             self._closing = True
             self._wake()
@@ -188,6 +190,7 @@ class Lanes:
             mine = threading.current_thread() in self._threads
             while self._is_under_way() or (not mine and self._is_staffed() and self._is_busy()):
                 self._wait_a_moment()
+                INTERRUPTS.look(time.perf_counter() - began)
         # The collector may close a forgotten tier from one of its own threads; the last to leave closes the files then.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
@@ -388,11 +391,13 @@ class ForkGate:
         self.lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._held: list[Lanes] = []
+        self._closed = False
 
     def close(self) -> None:
         """Before a fork; Python loses what is raised here, so that Ctrl-C is put off until something is done again."""
         INTERRUPTS.__enter__()
         self._lock.acquire()
+        self._closed = True
         for lanes in list(self.lanes):
             lanes.hold_still()
             # One that an interrupt let go again is not let go twice.
@@ -404,11 +409,16 @@ class ForkGate:
         Args:
             here: in the process that has forked, and not in the new one.
         """
-        for lanes in reversed(self._held):
-            lanes.go_on()
-        self._held = []
-        self._lock.release()
-        INTERRUPTS.leave_quietly(here=here)
+        try:
+            # A second Ctrl-C may have come before it was taken.
+            if self._closed:
+                for lanes in reversed(self._held):
+                    lanes.go_on()
+                self._held = []
+                self._closed = False
+                self._lock.release()
+        finally:
+            INTERRUPTS.leave_quietly(here=here)
 
 
 # Python has no way to take this back, so it is done once and not for each tier.

@@ -72,7 +72,6 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._pressed: dict[int, _Put] = {}
-        self._in_place: dict[int, _PutOff] = {}
         self._sections = self._waits = self._wholes = self._watchers = 0
         self._in_a_wait = False
         self._lock = threading.RLock()
@@ -101,14 +100,18 @@ class Interrupts:
         """See `begin`; in a thread other than the main one handlers are put off until the next one has ended."""
         with self._lock:
             self._watchers -= 1
-            if self._watchers or get_ident() != _MAIN:
-                return
-        for number, mine in self._in_place.items():
-            # Whoever has put a handler in our place meanwhile has taken it over.
-            now = signal.getsignal(number)
-            if isinstance(now, _PutOff) and now is mine:
-                signal.signal(number, now.handle)
-        self._in_place.clear()
+            last = not self._watchers
+        if last and get_ident() == _MAIN:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for number in _SIGNALS:
+            # Whoever has put a handler in our place meanwhile has taken it over; or put back an older one of ours.
+            now = theirs = signal.getsignal(number)
+            while isinstance(theirs, _PutOff):
+                theirs = theirs.handle
+            if theirs is not now:
+                signal.signal(number, theirs)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -128,8 +131,7 @@ class Interrupts:
             now = signal.getsignal(number)
             if callable(now) and not isinstance(now, (_PutOff, signal.Handlers)):
                 # A new one each time: theirs may go on to the one of ours that they have replaced.
-                self._in_place[number] = mine = _PutOff(now, self)
-                signal.signal(number, mine)
+                signal.signal(number, _PutOff(now, self))
 
     # ---- sections ----------------------------------------------------------------------------------------------
 
@@ -142,21 +144,35 @@ class Interrupts:
         if get_ident() == _MAIN:
             self._sections -= 1
         if not here:
-            self._pressed.clear()
+            self._begin_fork()
+
+    def _begin_fork(self) -> None:
+        """A fork has none of the transfers, and its main thread is the one that has forked."""
+        global _MAIN  # noqa: PLW0603 (an attribute would cost thousands of look-ups a step)
+        if get_ident() != _MAIN:
+            # The sections are those of a thread that is not there.
+            self._sections = self._waits = self._wholes = 0
+            _MAIN = get_ident()
+        self._in_a_wait = False
+        self._pressed.clear()
+        self._put_back()
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
         """A watched section in which waits are not broken off either, so that an update is done or not done."""
+        # It may be ended in another thread.
+        main = get_ident() == _MAIN
         self.begin()
+        self._sections += main
+        self._wholes += main
         try:
-            with self:
-                self._wholes += 1
-                try:
-                    yield
-                finally:
-                    self._wholes -= 1
+            yield
         finally:
+            self._wholes -= main
+            self._sections -= main
             self.end()
+            if self._pressed and not self._sections and get_ident() == _MAIN:
+                self._pass_on()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -168,16 +184,20 @@ class Interrupts:
         finally:
             self._waits -= main
 
-    def look(self) -> None:
-        """In the middle of a wait: passes on a Ctrl-C that was pressed meanwhile, and what has waited for very long.
+    def look(self, waited_s: float = 0.0) -> None:
+        """In the middle of a wait: passes on a Ctrl-C that may break it off, and what has waited in it for very long.
 
         Where somebody handles Ctrl-C otherwise than Python does, that is put off like all else: it may go on.
+
+        Args:
+            waited_s: how long this wait has lasted.
         """
-        if not self._pressed or not self._waits or get_ident() != _MAIN:
+        if not self._pressed or get_ident() != _MAIN:
             return
         late = time.perf_counter() - PATIENCE_S
         for put in list(self._pressed.values()):
-            if put.since < late or (put.raises and not self._wholes):
+            stuck = waited_s > PATIENCE_S and put.since < late
+            if stuck or (put.raises and self._waits and not self._wholes):
                 del self._pressed[put.number]
                 self._handle_in_a_wait(put)
 
@@ -225,6 +245,7 @@ def in_section(function: Callable[_Given, _Back]) -> Callable[_Given, _Back]:
 
     @wraps(function)
     def inside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Back:
+        INTERRUPTS.meet_handlers()
         with INTERRUPTS:
             return function(*args, **kwargs)
 
@@ -232,7 +253,7 @@ def in_section(function: Callable[_Given, _Back]) -> Callable[_Given, _Back]:
 
 
 class BookLock:
-    """A re-entrant lock; whoever holds it is in a section.
+    """A re-entrant lock; whoever holds it is in a section, at whose end nothing is called (`leave_quietly`).
 
     It is taken thousands of times a step. So what `INTERRUPTS` does at a section's ends stands here once more.
     """
@@ -244,13 +265,19 @@ class BookLock:
         self._acquire, self._release = lock.acquire, lock.release
 
     def __enter__(self) -> None:
-        if get_ident() == _MAIN:
-            INTERRUPTS._sections += 1
-        self._acquire()
+        if get_ident() != _MAIN:
+            self._acquire()
+            return
+        INTERRUPTS._sections += 1
+        try:
+            self._acquire()
+        except BaseException:
+            # A second Ctrl-C, while another thread had it.
+            INTERRUPTS._sections -= 1
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self._release()
         if get_ident() == _MAIN:
+            # What was put off is called at the end of a section around: nobody holds yet what was taken here.
             INTERRUPTS._sections -= 1
-            if INTERRUPTS._pressed and not INTERRUPTS._sections:
-                INTERRUPTS._pass_on()

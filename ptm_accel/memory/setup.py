@@ -83,7 +83,12 @@ class Memory:
         if self.closed:
             return
         self.closed = True
-        INTERRUPTS.end()
+        try:
+            self._close()
+        finally:
+            INTERRUPTS.end()
+
+    def _close(self) -> None:
         if os.getpid() != self._owner:
             # A fork shares the memory under a device with the process that trains, and has none of its threads.
             return

@@ -405,10 +405,10 @@ class Chase:
         """
         pool = self._sweep.pool
         begin = time.perf_counter() - pool.stats.stall_s
-        self._working = True
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
             with INTERRUPTS.uninterrupted(), pool.unadvised(), _plainly(pool.compute.device.type), torch.no_grad():
+                self._working = True
                 try:
                     with torch._C.DisableTorchFunction():
                         yield
@@ -419,9 +419,12 @@ class Chase:
                     if loses or not isinstance(error, BudgetError):
                         self._lose(error)
                         raise
-                    raise BudgetError(_STILL_OWED.format(error)) from error
+                    # Of a device's it is another, which callers who try smaller batches know.
+                    raise type(error)(_STILL_OWED.format(error)) from error
+                finally:
+                    # Before the section ends, where a handler may look at the model.
+                    self._working = False
         finally:
-            self._working = False
             self._spent(time.perf_counter() - pool.stats.stall_s - begin)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import FrameType
@@ -292,15 +293,18 @@ def test_a_wait_without_end_calls_what_may_end_it(alarms: list[str], monkeypatch
             refused.append(str(error))
 
     signal.signal(signal.SIGALRM, look)
-    with INTERRUPTS.watched(), INTERRUPTS.uninterrupted(), INTERRUPTS.waiting():
+    monkeypatch.setattr("ptm_accel.memory.interrupts.PATIENCE_S", 0.05)
+    with INTERRUPTS.watched(), INTERRUPTS.uninterrupted():
         ring()
-        INTERRUPTS.look()
-        assert refused == []
-        monkeypatch.setattr("ptm_accel.memory.interrupts.PATIENCE_S", -1.0)
-        INTERRUPTS.look()
+        INTERRUPTS.look(waited_s=0.1)
+        assert refused == [], "it has just come"
+        time.sleep(0.06)
+        INTERRUPTS.look(waited_s=0.01)
+        assert refused == [], "one of many short waits"
+        INTERRUPTS.look(waited_s=0.1)
         assert [text[:34] for text in refused] == ["a handler of a signal looks at a m"]
         INTERRUPTS.refuse_looks()
-        INTERRUPTS.look()
+        INTERRUPTS.look(waited_s=0.1)
     assert len(refused) == 1
 
 
@@ -335,8 +339,12 @@ def test_ctrl_c_while_a_process_forks_comes_after_it_and_in_the_parent(monkeypat
 class _Pressing:
     """Lanes in which somebody presses Ctrl-C while they are held still."""
 
+    def __init__(self, presses: int = 1) -> None:
+        self._presses = presses
+
     def hold_still(self) -> None:
-        press()
+        for _ in range(self._presses):
+            press()
 
     def go_on(self) -> None:
         pass
@@ -355,3 +363,111 @@ def test_what_waits_keeps_no_frame_and_none_of_its_tensors(alarms: list[str]) ->
         held = inner()
         assert held() is None
         assert alarms == []
+
+
+def test_what_a_lock_of_the_books_ends_with_is_called_by_a_section_around(alarms: list[str]) -> None:
+    """Where it ends, a pin may be taken that nobody holds yet."""
+    with INTERRUPTS.watched():
+        with BookLock():
+            ring()
+        assert alarms == []
+        with INTERRUPTS:
+            pass
+        assert len(alarms) == 1
+
+
+def test_a_second_ctrl_c_while_another_thread_has_the_lock(alarms: list[str]) -> None:
+    lock, held, done = BookLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            assert done.wait(60)
+
+    def wait() -> None:
+        with lock:
+            pass
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    presses = [threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)) for delay in (0.1, 0.2)]
+    try:
+        with INTERRUPTS.watched():
+            for timer in presses:
+                timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            assert INTERRUPTS._sections == 0
+            ring()
+            assert len(alarms) == 1
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_second_ctrl_c_while_a_process_forks_leaves_no_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost, as Python loses what is raised before a fork."""
+    monkeypatch.setattr(_FORK_GATE, "lanes", [_Pressing(2)])
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)
+    with INTERRUPTS.watched():
+        child = os.fork()
+        if child == 0:
+            os._exit(1 if INTERRUPTS._sections else 0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert INTERRUPTS._sections == 0
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(_FORK_GATE._lock.acquire(timeout=30))
+        _FORK_GATE._lock.release()
+
+    other = threading.Thread(target=take)
+    other.start()
+    other.join()
+    assert taken == [True]
+
+
+@pytest.mark.parametrize("by_main", [True, False])
+def test_a_fork_has_the_handlers_that_were_there(by_main: bool, alarms: list[str]) -> None:
+    """Also one that another thread makes while the main one is in a section, of which nobody is left to end it."""
+    before = signal.getsignal(signal.SIGALRM)
+    codes: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            ring()
+            at_once = len(alarms) == 1 and signal.getsignal(signal.SIGALRM) is before
+            left = INTERRUPTS._sections - by_main or INTERRUPTS._waits or INTERRUPTS._pressed
+            os._exit(0 if at_once and not left else 1)
+        codes.append(os.waitpid(child, 0)[1])
+
+    with INTERRUPTS.watched(), INTERRUPTS:
+        if by_main:
+            fork()
+        else:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+    assert codes == [0]
+    assert alarms == []
+
+
+def test_a_whole_section_that_another_thread_ends() -> None:
+    with INTERRUPTS.watched():
+        whole = INTERRUPTS.uninterrupted()
+        whole.__enter__()
+        ending = threading.Thread(target=whole.__exit__, args=(None, None, None))
+        ending.start()
+        ending.join()
+    assert (INTERRUPTS._sections, INTERRUPTS._wholes) == (0, 0)
+
+
+def test_who_puts_back_an_older_handler_of_ours_gets_theirs_back(alarms: list[str]) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with INTERRUPTS.watched():
+        ours = signal.signal(signal.SIGALRM, lambda number, frame: None)
+        INTERRUPTS.meet_handlers()
+        signal.signal(signal.SIGALRM, ours)
+    assert signal.getsignal(signal.SIGALRM) is before
