@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,8 +166,9 @@ class Windows:
     def _load_again(self, window: Window) -> None:
         pool, tensor = self._pool, window.source
         with pool.lock:
-            # The load was behind a store, perhaps, that has failed; its bytes are still here.
-            pool.salvage.mend(tensor)
+            # The load was behind a store, perhaps, that has failed; its bytes are still here, and it has failed itself
+            # not even once.
+            behind = pool.salvage.mend(tensor)
             block, reservation = window.block, window.reservation
             assert block is not None and reservation is not None
             assert block.buffer is not None and window.tensor is not None
@@ -175,10 +177,14 @@ class Windows:
                 window.tensor = window.block = window.reservation = None
                 pool.room.leave(block.buffer, block, reservation)
                 return
-            offset = window.start * tensor.dtype.itemsize
-            load = pool.traffic.start_load(tensor, offset, block.buffer, window.tensor)
-            if load is not None:
-                pool.traffic.order(load)
+            load = partial(self._load_whole, tensor, window.start, block.buffer, window.tensor)
+            pool.traffic.retries.twice(load) if behind else load()
+
+    def _load_whole(self, tensor: PagedTensor, start: int, into: torch.Tensor, typed: torch.Tensor) -> None:
+        traffic = self._pool.traffic
+        load = traffic.start_load(tensor, start * tensor.dtype.itemsize, into, typed)
+        if load is not None:
+            traffic.order(load)
 
     def close(self, window: Window, *, wrote: bool) -> None:
         """Ends a window; what was written is on its way home (or in the extent) afterwards.

@@ -308,11 +308,11 @@ def fewer(model: nn.Module) -> torch.optim.Optimizer:
     [
         (
             {"make": MAKES["sgd"]},
-            r"the optimizer differs: the checkpoint has torch.AdamW, this run has torch.SGD. Nothing",
+            r"the optimizer differs: the checkpoint has torch.AdamW, this run has torch.SGD. The optimizer is",
         ),
         (
             {"make": other_groups},
-            r"the number of parameter groups differs: the checkpoint has 2, this run has 1. Nothing",
+            r"the number of parameter groups differs: the checkpoint has 2, this run has 1. The optimizer is as it was",
         ),
         (
             {"make": other_order},

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ptm_accel.errors import BudgetError, DiskError
@@ -390,6 +390,8 @@ def test_a_part_that_could_not_be_stored_ends_with_its_tensor(faults: Faults, tm
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(steps=STEPS, pages=st.integers(10, 40), failing=st.sets(st.integers(0, 60)))
+# A load that is behind a store that fails has not failed itself.
+@example(steps=[("window", 1, 1), ("window", 1, 0)], pages=10, failing={2, 3})
 def test_any_order_of_accesses_with_a_failure_now_and_then(
     kind: str, steps: list[Step], pages: int, failing: set[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
