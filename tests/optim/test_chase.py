@@ -535,6 +535,39 @@ def _in_a_thread(done: list[str]) -> None:
         done.append("thread")
 
 
+@pytest.mark.parametrize("looks", ["at a parameter", "at all"])
+def test_a_handler_that_comes_in_the_middle_of_a_batch_sees_the_whole_step(
+    looks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = plain(3)
+    seen: list[dict[str, torch.Tensor]] = []
+    rung: list[bool] = []
+    with chasing(tmp_path) as (model, engine, optimizer):
+        sweep = optimizer._sweep
+        carry_out = sweep.carry_out
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            if not rung:
+                rung.append(True)
+                signal.raise_signal(signal.SIGUSR1)
+            carry_out(*args, **kwargs)
+
+        def handler(number: int, frame: Any) -> None:
+            seen.append({name: value.clone() for name, value in model.state_dict().items()})
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        INTERRUPTS.meet_handlers()
+        monkeypatch.setattr(sweep, "carry_out", interrupted)
+        try:
+            # Neither is within a section of another's.
+            model[1].weight.detach() if looks == "at a parameter" else engine.settle()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert len(seen) == 1
+        for name, value in expected.state_dict().items():
+            assert same_bits(seen[0][name], value), name
+
+
 def test_ctrl_c_in_the_middle_of_a_chase_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = plain(4)
     with chasing(tmp_path) as (model, engine, optimizer):
