@@ -391,13 +391,13 @@ class ForkGate:
         self.lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._held: list[Lanes] = []
-        self._closed = False
+        self._closed_by: int | None = None
 
     def close(self) -> None:
         """Before a fork; Python loses what is raised here, so that Ctrl-C is put off until something is done again."""
         INTERRUPTS.__enter__()
         self._lock.acquire()
-        self._closed = True
+        self._closed_by = threading.get_ident()
         for lanes in list(self.lanes):
             lanes.hold_still()
             # One that an interrupt let go again is not let go twice.
@@ -411,11 +411,11 @@ class ForkGate:
         """
         try:
             # A second Ctrl-C may have come before it was taken.
-            if self._closed:
+            if self._closed_by == threading.get_ident():
                 for lanes in reversed(self._held):
                     lanes.go_on()
                 self._held = []
-                self._closed = False
+                self._closed_by = None
                 self._lock.release()
         finally:
             INTERRUPTS.leave_quietly(here=here)

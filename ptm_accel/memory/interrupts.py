@@ -245,7 +245,6 @@ def in_section(function: Callable[_Given, _Back]) -> Callable[_Given, _Back]:
 
     @wraps(function)
     def inside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Back:
-        INTERRUPTS.meet_handlers()
         with INTERRUPTS:
             return function(*args, **kwargs)
 

@@ -307,9 +307,8 @@ class HostUpdates:
         self._waiting.clear()
         self._owed.clear()
         while self._open:
-            job = self._open.popleft()
-            job.wait()
-            self._close(job)
+            self._open[0].wait()
+            self._close(self._open.popleft())
         self.close()
 
     def close(self) -> None:

@@ -127,6 +127,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "the same model, or the model was taken off its pages. A model on pages has one optimizer at a time; "
                 "where you need several, give one optimizer a parameter group for each."
             )
+        INTERRUPTS.meet_handlers()
         refuse_shown(self._gradients.slots(), "optimizer.step() was called")
         self._run_ahead.end_step()
         self._states.meet_given()
