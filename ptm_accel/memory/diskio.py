@@ -7,9 +7,8 @@ threads that take from it. A transfer has ended when none of its pieces is queue
 then it holds its tensor, afterwards it does not. Transfers that touch the same bytes of a slot, one of them writing,
 run one after the other, in the order in which they were started.
 
-**Forks.** A child made by `fork` shares memory pages with its parent until one of them writes, and a direct transfer
-into such a page can land in the wrong one of the two copies (see open(2)). Data loaders fork while training runs, so
-everything holds still during a fork. In the child there are no threads; whatever is asked there raises.
+Everything holds still during a fork (`ptm_accel.memory.fork_gate`). In the child there are no threads; whatever is
+asked there raises.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import errno
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.channels import Channels
 from ptm_accel.memory.disk_transfer import DiskTransfer, Failure, Piece
+from ptm_accel.memory.fork_gate import FORK_GATE
 from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
 from ptm_accel.memory.own_threads import OwnThread
@@ -96,7 +94,7 @@ class Lanes:
         ]
         self._threads: list[threading.Thread] = []
         self._present = len(work)
-        _FORK_GATE.lanes.add(self)
+        FORK_GATE.holders.add(self)
         for index, args in enumerate(work):
             thread = OwnThread(self._work, args, f"ptm-disk-{index}", len(work))
             try:
@@ -382,50 +380,6 @@ class Lanes:
             reason = f"all {len(self._threads)} threads of the disk tier in {folder} have ended"
             remedy = "start the run again"
         return DiskError(errno.EIO, f"cannot finish {what}: {reason}; {remedy}.", folder)
-
-
-class ForkGate:
-    """Holds all lanes of the process still while it forks; see the top of this module."""
-
-    def __init__(self) -> None:
-        self.lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()
-        self._lock = threading.RLock()
-        self._held: list[Lanes] = []
-        self._closed_by: int | None = None
-
-    def close(self) -> None:
-        """Before a fork; Python loses what is raised here, so that Ctrl-C is put off until something is done again."""
-        INTERRUPTS.__enter__()
-        self._lock.acquire()
-        self._closed_by = threading.get_ident()
-        for lanes in list(self.lanes):
-            lanes.hold_still()
-            # One that an interrupt let go again is not let go twice.
-            self._held.append(lanes)
-
-    def open(self, *, here: bool = True) -> None:
-        """After it.
-
-        Args:
-            here: in the process that has forked, and not in the new one.
-        """
-        try:
-            # A second Ctrl-C may have come before it was taken.
-            if self._closed_by == threading.get_ident():
-                for lanes in reversed(self._held):
-                    lanes.go_on()
-                self._held = []
-                self._closed_by = None
-                self._lock.release()
-        finally:
-            INTERRUPTS.leave_quietly(here=here)
-
-
-# Python has no way to take this back, so it is done once and not for each tier.
-_FORK_GATE = ForkGate()
-os.register_at_fork(
-    before=_FORK_GATE.close, after_in_parent=_FORK_GATE.open, after_in_child=partial(_FORK_GATE.open, here=False)
-)
 
 
 def _unstarted(wanted: int, started: int, folder: Path, error: RuntimeError) -> DiskError:

@@ -17,7 +17,7 @@ import pytest
 
 from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.copies import Chained
-from ptm_accel.memory.diskio import _FORK_GATE
+from ptm_accel.memory.fork_gate import FORK_GATE
 from ptm_accel.memory.interrupts import INTERRUPTS, BookLock
 
 
@@ -326,7 +326,7 @@ def test_somebody_elses_ctrl_c_that_may_go_on_does_not_break_off_a_wait() -> Non
 
 def test_ctrl_c_while_a_process_forks_comes_after_it_and_in_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python loses what is raised before a fork."""
-    monkeypatch.setattr(_FORK_GATE, "lanes", [_Pressing()])
+    monkeypatch.setattr(FORK_GATE, "holders", [_Pressing()])
     with INTERRUPTS.watched():
         child = os.fork()
         if child == 0:
@@ -410,7 +410,7 @@ def test_a_second_ctrl_c_while_another_thread_has_the_lock(alarms: list[str]) ->
 
 def test_a_second_ctrl_c_while_a_process_forks_leaves_no_section(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is lost, as Python loses what is raised before a fork."""
-    monkeypatch.setattr(_FORK_GATE, "lanes", [_Pressing(2)])
+    monkeypatch.setattr(FORK_GATE, "holders", [_Pressing(2)])
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)
     with INTERRUPTS.watched():
         child = os.fork()
@@ -421,8 +421,8 @@ def test_a_second_ctrl_c_while_a_process_forks_leaves_no_section(monkeypatch: py
     taken: list[bool] = []
 
     def take() -> None:
-        taken.append(_FORK_GATE._lock.acquire(timeout=30))
-        _FORK_GATE._lock.release()
+        taken.append(FORK_GATE._lock.acquire(timeout=30))
+        FORK_GATE._lock.release()
 
     other = threading.Thread(target=take)
     other.start()
