@@ -16,15 +16,6 @@ logger = logging.getLogger(__name__)
 class PTMCallback(TrainerCallback):
     """Added by the Trainer on pages by itself; does nothing for a model that is not on pages."""
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Drops what is left of the gradients.
-
-        Torch's own `model.zero_grad()`, which the Trainer has just called, looks at `p.grad`, and that is empty.
-        """
-        engine = _engine(kwargs.get("model"))
-        if engine is not None:
-            engine.zero_grad()
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -42,13 +33,9 @@ class PTMCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ends the last step and logs the summary.
-
-        Gradients that were not used up are dropped; optimizer state stays, for a next train().
-        """
+        """Ends the last step and logs the summary; optimizer state stays, for a next train()."""
         engine = _engine(kwargs.get("model"))
         if engine is not None:
-            engine.zero_grad()
             engine.settle()
             logger.info("%s", engine.metrics.summary())
 

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 
 from .loading import load_weights
+from .loop import comes_with
 from .own_loading import own_loading
 
 if TYPE_CHECKING:
@@ -254,12 +255,20 @@ class StockOnPages(_StockHost):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         engine, directory = self._attach(), Path(resume_from_checkpoint)
         # Of a checkpoint that training cannot go on from, nothing is taken.
-        trained = {slot.name for slot in engine.slots if slot.param.requires_grad}
         saved = _saved_last(directory)
         ours = saved is not None and saved.name == INDEX_NAME
-        other = ours and read_index(directory).get("parameters", {}).keys() != trained
+        other = ours and not self._may_update(read_index(directory).get("parameters", {}).keys(), engine)
         if not self._load_weights(directory, strict=other):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _may_update(self, names: Set[str], engine: Engine) -> bool:
+        """Whether an optimizer over just these parameters may be the one that there is, or will be."""
+        trained = {slot.name for slot in engine.slots if slot.param.requires_grad}
+        if self.optimizer is not None:
+            held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+            return names == {slot.name for slot in engine.slots if id(slot.param) in held}
+        # Whoever makes the optimizer in a way of his own may leave some parameters out.
+        return names == trained or (names <= trained and not comes_with(self, "create_optimizer"))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

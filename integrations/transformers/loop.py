@@ -1,21 +1,49 @@
-"""Whether the loop is the Trainer's own, so that it is known what comes between a gradient and its update."""
+"""Whether a backward is that of the Trainer's loop, so that it is known what comes between a gradient and its update.
+
+Of the backwards that somebody begins with the same Trainer, in a callback or after training, nothing is known: there a
+gradient may be looked at, added to, or dropped.
+"""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 import transformers.trainer
 from transformers import TrainerCallback
 
+if TYPE_CHECKING:
+    _Host = transformers.Trainer
+else:
+    _Host = object
+
+_HERE = os.path.dirname(__file__)
 _STOCK = ("_inner_training_loop", "_run_epoch", "training_step", "_get_grad_norm", "_clip_grad_norm")
 """The methods of the Trainer between the forward of a step and its update. Whoever replaces one may do anything there.
 (`compute_loss` may be replaced: it comes before backward.)"""
 
 
+class KnownLoop(_Host):
+    """The part of the Trainer's mixin that knows which backward is that of a step."""
+
+    _steps = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in the Trainer; updates may begin in its backward, and in no other."""
+        self._steps += 1
+        try:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        finally:
+            self._steps -= 1
+        return loss
+
+
 def step_follows(trainer: transformers.Trainer) -> Callable[[], bool]:
-    """Tells, before a step, whether its update comes right after its backward, on the gradients as they are then.
+    """Tells, in a step, whether its update comes right after its backward, on the gradients as they are then.
 
     Args:
         trainer: whose loop it is; it is not kept alive.
@@ -24,12 +52,17 @@ def step_follows(trainer: transformers.Trainer) -> Callable[[], bool]:
 
     def follows() -> bool:
         alive = known()
-        return alive is not None and _follows(alive)
+        return isinstance(alive, KnownLoop) and alive._steps == 1 and known_loop(alive)
 
     return follows
 
 
-def _follows(trainer: transformers.Trainer) -> bool:
+def known_loop(trainer: transformers.Trainer) -> bool:
+    """Whether in the Trainer's loop nothing comes between the backward of a step and its update.
+
+    Args:
+        trainer: whose loop it is.
+    """
     args, accelerator = trainer.args, trainer.accelerator
     once = args.gradient_accumulation_steps == 1 and accelerator.gradient_accumulation_steps == 1
     # With auto_find_batch_size an exception in the middle of a step is no end of the training.
@@ -42,20 +75,25 @@ def _is_stock(trainer: transformers.Trainer) -> bool:
     # A scheduler made over an optimizer counts its steps by such a replacement.
     step = getattr(trainer.optimizer, "__dict__", {}).get("step")
     replaced_step = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    return not replaced and not replaced_step and all(map(_comes_with, _found(trainer)))
-
-
-def _found(trainer: transformers.Trainer) -> list[tuple[str, object]]:
     known = [name for name in _STOCK if hasattr(transformers.Trainer, name)]
-    return [(name, getattr(trainer, name, None)) for name in known]
+    return not replaced and not replaced_step and all(comes_with(trainer, name) for name in known)
 
 
-def _comes_with(found: tuple[str, object]) -> bool:
-    """Whether a method is the one that the library came with; the class itself may have been changed as well."""
-    name, method = found
-    function = getattr(method, "__func__", None)
-    written = getattr(getattr(function, "__code__", None), "co_filename", None)
-    return function is getattr(transformers.Trainer, name) and written == transformers.trainer.__file__
+def comes_with(trainer: transformers.Trainer, name: str) -> bool:
+    """Whether a method is the one that the library came with, but for what is added here.
+
+    Args:
+        trainer: whose method; the class itself may have been changed as well.
+        name: of the method.
+    """
+    if name in vars(trainer):
+        return False
+    written = (_file_of(vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls))
+    return next((file for file in written if os.path.dirname(file) != _HERE), "") == transformers.trainer.__file__
+
+
+def _file_of(method: object) -> str:
+    return str(getattr(getattr(method, "__code__", None), "co_filename", ""))
 
 
 def _callbacks(trainer: transformers.Trainer) -> list[TrainerCallback]:

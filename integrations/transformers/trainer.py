@@ -28,13 +28,13 @@ from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .cards import add_section
 from .checkpoints import PagedCheckpoints
-from .loop import step_follows
+from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
 
 logger = logging.getLogger(__name__)
 
 
-class PTMTrainerMixin(PagedCheckpoints):
+class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
     """Puts the model of any Trainer on pages: `class MyTrainer(PTMTrainerMixin, Seq2SeqTrainer): ...`.
 
     The model goes on its pages when it is first trained or evaluated, so that it can be changed until then (frozen,
