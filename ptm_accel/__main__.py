@@ -15,6 +15,7 @@ from ptm_accel import autoload
 from ptm_accel.config import PTMConfig
 from ptm_accel.environment import CONFIG_FILE, TEXT_DIALS, from_environment, overridden, to_environment
 from ptm_accel.errors import PTMError
+from ptm_accel.flags import is_flag, misplaced_flag, unknown_flag
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -29,8 +30,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(f"--ptm_{CONFIG_FILE}", help="YAML file with the dials")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
-    parser.add_argument("args", nargs=argparse.REMAINDER)
-    given = parser.parse_args(argv)
+    parser.add_argument("args", nargs=argparse.REMAINDER).required = False
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(unknown_flag(unknown[0]))
+    if (misplaced := next(filter(is_flag, given.args), None)) is not None:
+        parser.error(misplaced_flag(misplaced, given.script))
     texts = {name: value for name in TEXT_DIALS if (value := getattr(given, f"ptm_{name}")) is not None}
     file = getattr(given, f"ptm_{CONFIG_FILE}")
     try:
@@ -38,6 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         os.environ.update(to_environment(overridden(asked or PTMConfig.load(file), texts)))
     except PTMError as error:
         parser.error(str(error))
+    if not given.module and not os.path.exists(given.script):
+        parser.error(f"there is no script {given.script}; name one, or a module after -m.")
     _run(given.script, given.args, given.module)
 
 

@@ -147,11 +147,23 @@ def estimate(
     autocast = torch.bfloat16 if bf16 else None
     given: Any = {"master_weights": dials.master_weights is not None, "page_size": dials.page_size}
     batch: Any = host.text_batch(meta, batch_size, length)
-    try:
-        found = work_out(meta, batch, autocast_dtype=autocast, **given)
-        unknown = None
-    except UnsupportedError as error:
-        found, unknown = work_out(meta, **given), str(error)
+    found, unknown = work_out(meta, **given), None
+    if batch is None:
+        unknown = (
+            f"What a batch holds is worked out for text only, and {type(meta).__name__} takes {meta.main_input_name}: "
+            "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
+        )
+    else:
+        try:
+            found = work_out(meta, batch, autocast_dtype=autocast, **given)
+        except UnsupportedError as error:
+            unknown = str(error)
+        except Exception as error:  # whatever a model raises that wants another batch
+            unknown = (
+                f"{type(meta).__name__} does not take the batch of text that this was to be worked out with "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is said'}): call "
+                "ptm_accel.estimate.estimate(model, batch) with a batch of your own."
+            )
     if as_json:
         typer.echo(json.dumps({**asdict(found), "unknown": unknown}, indent=1))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -55,8 +56,10 @@ def refuse_too_much(dial: str, asked_bytes: int, limit_name: str, limit_bytes: i
         BudgetError: always.
     """
     limit = format_bytes(limit_bytes)
+    # What is shown may have been rounded up.
+    most = limit if parse_bytes(limit) <= limit_bytes else str(limit_bytes)
     raise BudgetError(
-        f"{dial}: asked {format_bytes(asked_bytes)}, {limit_name} is {limit}; set {dial} to at most {limit}."
+        f"{dial}: asked {format_bytes(asked_bytes)}, {limit_name} is {limit}; set {dial} to at most {most}."
     )
 
 
@@ -75,6 +78,18 @@ def check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{dial}: {value!r} is unknown; set it to {' or '.join(repr(name) for name in choices)}.")
 
 
+_MEANT = {
+    "gpu": "device_memory",
+    "cuda": "device_memory",
+    "vram": "device_memory",
+    "cpu": "host_memory",
+    "ram": "host_memory",
+    "nvme": "disk",
+    "ssd": "disk",
+}
+"""What others call it, and the dial that it is here."""
+
+
 def check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
     """Says that a mapping has a key that there is not, and which one may be meant.
 
@@ -83,7 +98,9 @@ def check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
     """
     for key in value:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
+            words = re.split("[^a-z]+", str(key).lower())
+            meant = [dial for word, dial in _MEANT.items() if word in words and dial in known]
+            close = meant or difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}The keys are: {', '.join(known)}.")
 

@@ -23,6 +23,7 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
 from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
 from ptm_accel.model.faults import same_place
+from ptm_accel.model.saved import uncover_outside
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
 from ptm_accel.sharing import share
@@ -279,6 +280,7 @@ class Engine(TrainedModel):
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
         _engines.pop(self.model, None)
+        uncover_outside()
         if self.optimizer is not None:
             self.optimizer.in_backward.end()
         self._finaliser.detach()
@@ -325,6 +327,7 @@ def _close_unasked(memory: Memory) -> None:
 
     @in_section
     def close() -> None:
+        uncover_outside()
         with _disable_current_modes():
             memory.close()
 

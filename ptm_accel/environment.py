@@ -88,7 +88,10 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
         disk = DiskConfig.load(config.disk)
         commas = [path for path in disk.paths if "," in path]
         if commas:
-            raise ConfigError(f"disk: {commas[0]!r} has a comma, which separates folders; use another folder.")
+            raise ConfigError(
+                f"disk: {commas[0]!r} has a comma, which only separates folders in flags and variables; write several "
+                "as a list, `disk: [/mnt/a, /mnt/b]`, or use another folder."
+            )
         found |= {"disk": ",".join(disk.paths), "disk_limit": disk.limit}
     return {SWITCH: "true", **{variable_of(name): str(value) for name, value in found.items() if value is not None}}
 

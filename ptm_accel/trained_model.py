@@ -371,6 +371,10 @@ class TrainedModel(PagedModel):
                 self.optimizer.apply_scale()
         sums = self.gradients.sums_of(slots) if grads and self.gradients is not None else []
         refuse_gathering(self.memory, [*(slot.value for slot in slots), *sums])
+        saved = self.residency.saved.cover()
+        if saved is not None:
+            # What is computed with parameters meanwhile may have its backward after it.
+            stack.enter_context(saved)
         for slot in slots:
             slot.meet()
             stack.callback(self.pool.pin(slot.value, write=write).release)

@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import BertConfig, ViTConfig
 from typer.testing import CliRunner
 
 import ptm_accel
@@ -198,12 +200,14 @@ def test_the_status_is_the_one_that_a_shell_would_tell(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "ptm-accel launch: the script was ended by SIGTERM.\n"
 
 
-def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_go_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
     for name, value in {"ACCELERATE_USE_PTM": "1", "PTM_HOST_MEMORY": "1GB", "PTM_UPDATE": "blocking"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PTM_PAGE_SIZE", "")
     monkeypatch.setattr(__main__, "_run", lambda *given: None)
-    __main__.main(["--ptm_host_memory", "2GB", "script.py"])
+    __main__.main(["--ptm_host_memory", "2GB", str(script)])
     assert from_environment(os.environ) == PTMConfig(host_memory="2GB", update="blocking")
 
 
@@ -213,3 +217,54 @@ def test_dials_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ended.value.code == 2
     assert "host_memory: " in capsys.readouterr().err
     assert from_environment({}) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--ptm_host_memry", "1GB", "script.py"],
+            "unknown flag --ptm_host_memry; did you mean --ptm_host_memory? The",
+        ),
+        (["--use_ptm", "script.py"], "--use_ptm is a flag of accelerate launch; here pages are switched on without"),
+        (
+            ["script.py", "--ptm_host_memory", "1GB"],
+            "--ptm_host_memory stands behind the script script.py, to which it",
+        ),
+        (["no-such-script.py"], "there is no script no-such-script.py; name one, or a module after -m."),
+        ([], "the following arguments are required: script\n"),
+    ],
+)
+def test_mistakes_at_the_entry_point(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    monkeypatch.setattr(__main__, "_run", lambda *given: pytest.fail(f"started: {given}"))
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
+            "What a batch holds is worked out for text only, and ViTForImageClassification takes pixel_values: call",
+        ),
+        (
+            BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
+            "BertForMultipleChoice does not take the batch of text that this was to be worked out with (",
+        ),
+    ],
+    ids=["images", "text of another shape"],
+)
+def test_the_estimate_of_a_model_that_takes_something_else(config: Any, said: str, tmp_path: Path) -> None:
+    config.architectures = [said.split(" takes ")[0].split()[-1] if "takes" in said else said.split()[0]]
+    config.save_pretrained(tmp_path)
+    found = RUNNER.invoke(cli.app, ["estimate", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    assert "not known beforehand" in found.output
+    assert said in found.output

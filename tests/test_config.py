@@ -196,6 +196,16 @@ class TestLoad:
         with pytest.raises(ConfigError, match=re.escape(message)):
             PTMConfig.load({"host_mem": "1GiB"})
 
+    @pytest.mark.parametrize(
+        ("key", "dial"),
+        [("gpu_memory", "device_memory"), ("max-ram", "host_memory"), ("nvme_path", "disk"), ("params", None)],
+    )
+    def test_what_others_call_a_dial(self, key: str, dial: str | None) -> None:
+        hint = f"did you mean '{dial}'? " if dial else ""
+        message = f"configuration: unknown key '{key}'; {hint}The keys are: {DIALS}."
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            PTMConfig.load({key: "1GiB"})
+
     def test_an_unknown_key_like_no_other(self) -> None:
         with pytest.raises(ConfigError, match=f"^configuration: unknown key 7; The keys are: {DIALS}."):
             PTMConfig.load({7: 1})  # type: ignore[dict-item]
@@ -277,6 +287,14 @@ class TestResolve:
         message = "host_memory: asked 8.01 GiB, the cgroup v1 limit is 8.00 GiB; set host_memory to at most 8.00 GiB."
         with pytest.raises(BudgetError, match=re.escape(message)):
             resolve(PTMConfig(host_memory="8.01GiB"), device_total_bytes=None)
+
+    def test_what_is_to_be_set_is_not_refused(self) -> None:
+        total = 25_286_000_000
+        with pytest.raises(BudgetError) as caught:
+            resolve(PTMConfig(device_memory="30GB"), device_total_bytes=total)
+        text = str(caught.value)
+        assert "the card's memory is 23.55 GiB; set device_memory to at most 25286000000." in text
+        assert resolve(PTMConfig(device_memory="25286000000"), device_total_bytes=total).device_bytes == total
 
     def test_more_device_memory_than_the_card(self) -> None:
         message = "device_memory: asked 2.00 GiB, the card's memory is 1.00 GiB; set device_memory to at most 1.00 GiB."

@@ -81,7 +81,9 @@ def test_a_disk_given_as_text_keeps_the_limit_and_a_limit_the_disk() -> None:
 
 
 def test_a_path_with_a_comma() -> None:
-    with pytest.raises(ConfigError, match="disk: '/a,b' has a comma, which separates folders; use another folder"):
+    with pytest.raises(
+        ConfigError, match="disk: '/a,b' has a comma, which only separates folders in flags and variables; write"
+    ):
         to_environment(PTMConfig(disk="/a,b"))
 
 

@@ -7,7 +7,6 @@ are imported). What was asked is checked before any process is started, and told
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable
@@ -21,9 +20,8 @@ from ptm_accel.autoload import LAUNCHER
 from ptm_accel.config import YAML_SECTION, PTMConfig
 from ptm_accel.environment import CONFIG_FILE, TEXT_DIALS, overridden, to_environment
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
+from ptm_accel.flags import PREFIX, SWITCH_FLAG, is_flag, misplaced_flag, unknown_flag
 
-FLAG = "use_ptm"
-_PREFIX = "ptm_"
 _GROUP = "PTM Arguments"
 _OTHERS = {
     "use_deepspeed": "DeepSpeed",
@@ -84,7 +82,7 @@ def extend_launch(module: ModuleType) -> None:
 
     module.launch_command_parser = launch_command_parser  # type: ignore[attr-defined]
     module._validate_launch_command = _validate_launch_command  # type: ignore[attr-defined]
-    module.options_to_group[FLAG] = _GROUP
+    module.options_to_group[SWITCH_FLAG] = _GROUP
 
 
 def _end(error: PTMError) -> NoReturn:
@@ -96,42 +94,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--use_ptm` and the dials to a parser of accelerate's; an unknown dial gets a suggestion."""
     paradigms = (group for group in parser._action_groups if group.title == "Training Paradigm Arguments")
     next(paradigms, parser).add_argument(
-        f"--{FLAG}", default=False, action="store_true", help="Whether to train on pages over GPU, CPU and SSD."
+        f"--{SWITCH_FLAG}", default=False, action="store_true", help="Whether to train on pages over GPU, CPU and SSD."
     )
     group = parser.add_argument_group(_GROUP, "The dials of ptm_accel; each has a default derived on the machine.")
     for dial, text in TEXT_DIALS.items():
-        group.add_argument(f"--{_PREFIX}{dial}", default=None, help=f"{text[0].upper()}{text[1:]}.")
+        group.add_argument(f"--{PREFIX}{dial}", default=None, help=f"{text[0].upper()}{text[1:]}.")
     group.add_argument(
-        f"--{_PREFIX}{CONFIG_FILE}", default=None, help="YAML file with the dials; those given as flags go before it."
+        f"--{PREFIX}{CONFIG_FILE}", default=None, help="YAML file with the dials; those given as flags go before it."
     )
     stock = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = stock(args, namespace)
-        for flag in (text.split("=")[0] for text in unknown if _is_ours(text)):
-            parser.error(_suggestion(flag))
+        for flag in (text.split("=")[0] for text in unknown if is_flag(text)):
+            parser.error(unknown_flag(flag, f"--{SWITCH_FLAG}"))
         return found, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
-def _is_ours(text: str) -> bool:
-    return text.replace("-", "_").startswith(("__use_ptm", "__ptm_"))
-
-
-def _suggestion(flag: str) -> str:
-    known = [f"--{FLAG}", *(f"--{_PREFIX}{dial}" for dial in (*TEXT_DIALS, CONFIG_FILE))]
-    close = difflib.get_close_matches("--" + flag[2:].replace("-", "_"), known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"unknown flag {flag}; {hint}The flags are: {', '.join(known)}."
-
-
 def _refuse_misplaced(args: argparse.Namespace) -> None:
     for text in args.training_script_args:
-        if _is_ours(text):
-            raise ConfigError(
-                f"{text} stands behind the script {args.training_script}, to which it would be given; put it before."
-            )
+        if is_flag(text):
+            raise ConfigError(misplaced_flag(text, args.training_script))
 
 
 def switch_on(args: argparse.Namespace, defaults: Any) -> None:
@@ -147,17 +132,19 @@ def switch_on(args: argparse.Namespace, defaults: Any) -> None:
     """
     typed: set[str] = getattr(args, "nondefault", set())
     names = (*TEXT_DIALS, CONFIG_FILE)
-    flags = {name: getattr(args, _PREFIX + name) for name in names if _PREFIX + name in typed}
+    flags = {name: getattr(args, PREFIX + name) for name in names if PREFIX + name in typed}
     section = getattr(defaults, YAML_SECTION, None)
     if not args.use_ptm and section is None:
         if flags:
-            raise ConfigError(f"--{_PREFIX}{next(iter(flags))} does nothing without --{FLAG}; add --{FLAG}.")
+            raise ConfigError(
+                f"--{PREFIX}{next(iter(flags))} does nothing without --{SWITCH_FLAG}; add --{SWITCH_FLAG}."
+            )
         return
     for name, title in _OTHERS.items():
         if getattr(args, name, False):
             raise UnsupportedError(
-                f"{title} (--{name}) and ptm_accel (--{FLAG}, or {YAML_SECTION} in accelerate's configuration file) "
-                "both want to place the same parameters; leave one of them out."
+                f"{title} (--{name}) and ptm_accel (--{SWITCH_FLAG}, or {YAML_SECTION} in accelerate's configuration "
+                "file) both want to place the same parameters; leave one of them out."
             )
     file = flags.pop(CONFIG_FILE, None)
     base = PTMConfig.load(file if file is not None else {YAML_SECTION: section or {}})

@@ -48,8 +48,10 @@ def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = Fal
     return model
 
 
-def text_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, ShapeSpec]:
-    """The shapes of a batch of text with labels."""
+def text_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, ShapeSpec] | None:
+    """The shapes of a batch of text with labels; None for a model that takes something else."""
+    if model.main_input_name != "input_ids":
+        return None
     names = ["input_ids", "labels"]
     if getattr(model.config, "is_encoder_decoder", False):
         names.append("decoder_input_ids")

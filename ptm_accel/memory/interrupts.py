@@ -5,10 +5,14 @@ the main thread: with a charge that is taken and not noted, a pin that nobody ho
 queued, for which everybody would then wait. So while there is a model on pages (`watched`), those that come inside a
 section (`with INTERRUPTS:`) are called at the end of the outermost one. Ctrl-C is passed on in the middle of one that
 waits for a transfer as well, where errors of the disk come out, too.
+
+What stands in the place of a handler is not shown to those who ask whose it is (asyncio, unittest) or put an older one
+back: `signal.signal` and `signal.getsignal` know of it meanwhile.
 """
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
@@ -18,7 +22,7 @@ from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ptm_accel.errors import PagedModelError
 
@@ -33,6 +37,10 @@ PATIENCE_S = 10.0
 """A wait in which a handler was put off for so long may not end: what is to put an end to it (an alarm) is called."""
 
 
+_AFTER_S = 0.001
+"""What was put off and has no section to end with comes after so long."""
+
+
 class _PutOff:
     """Stands in the place of somebody's handler."""
 
@@ -42,14 +50,14 @@ class _PutOff:
         self.handle, self.interrupts = handle, interrupts
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts._arrived(_Put(self.handle, number))
+        self.interrupts._arrived(_Put(self.handle, number), frame)
 
 
 class _Put:
     """One signal that has come, and is still to be handled.
 
-    It does not keep the frame that it came in, which would keep tensors there. A handler is given the one where it is
-    called, as Python does itself.
+    It does not keep the frame that it came in, which would keep tensors there. A handler that was put off is given that
+    of the code which has called us.
     """
 
     __slots__ = ("_handle", "number", "since")
@@ -63,8 +71,8 @@ class _Put:
         """Whether it is known to end what it comes into."""
         return self._handle is signal.default_int_handler
 
-    def handle(self) -> None:
-        self._handle(self.number, sys._getframe(1))
+    def handle(self, frame: FrameType | None = None) -> None:
+        self._handle(self.number, frame or _callers_frame())
 
 
 class Interrupts:
@@ -72,6 +80,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._pressed: dict[int, _Put] = {}
+        self._sent: set[int] = set()
         self._sections = self._waits = self._wholes = self._watchers = 0
         self._in_a_wait = False
         self._lock = threading.RLock()
@@ -97,7 +106,7 @@ class Interrupts:
             self.meet_handlers()
 
     def end(self) -> None:
-        """See `begin`; in a thread other than the main one handlers are put off until the next one has ended."""
+        """See `begin`; what is ended in a thread other than the main one is put back when a signal comes next."""
         with self._lock:
             self._watchers -= 1
             last = not self._watchers
@@ -105,33 +114,54 @@ class Interrupts:
             self._put_back()
 
     def _put_back(self) -> None:
+        for name, (ours, stock) in _SHOWN.items():
+            if vars(signal)[name] is ours:
+                vars(signal)[name] = stock
         for number in _SIGNALS:
             # Whoever has put a handler in our place meanwhile has taken it over; or put back an older one of ours.
-            now = theirs = signal.getsignal(number)
-            while isinstance(theirs, _PutOff):
-                theirs = theirs.handle
-            if theirs is not now:
-                signal.signal(number, theirs)
+            now = _get(number)
+            if isinstance(now, _PutOff):
+                _set(number, _theirs(now))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While it lasts sections are kept whole (see `begin`)."""
-        self.begin()
+        main = get_ident() == _MAIN
+        self._sections += main
+        try:
+            self.begin()
+        finally:
+            self._sections -= main
         try:
             self.meet_handlers()
             yield
         finally:
             self.end()
+            if self._pressed and not self._sections and get_ident() == _MAIN:
+                self._pass_on()
 
     def meet_handlers(self) -> None:
-        """Takes the place of handlers that have been set since, as callbacks and data loaders do while they train."""
+        """Takes the place of handlers that have been set since, by those who had `signal.signal` before us."""
         if not self._watchers or get_ident() != _MAIN:
             return
+        for name, (ours, stock) in _SHOWN.items():
+            if vars(signal)[name] is stock:
+                vars(signal)[name] = ours
         for number in _SIGNALS:
-            now = signal.getsignal(number)
-            if callable(now) and not isinstance(now, (_PutOff, signal.Handlers)):
-                # A new one each time: theirs may go on to the one of ours that they have replaced.
-                signal.signal(number, _PutOff(now, self))
+            self._meet(number)
+
+    def _meet(self, number: int) -> None:
+        now = _get(number)
+        if callable(now) and not isinstance(now, (_PutOff, signal.Handlers)):
+            # A new one each time: theirs may go on to the one of ours that they have replaced.
+            _set(number, _PutOff(now, self))
+
+    def met(self, number: int, handler: Any) -> Any:
+        """As `signal.signal`: somebody sets a handler, and is given theirs that was there before."""
+        before = _set(number, handler)
+        if self._watchers:
+            self._meet(number)
+        return _theirs(before)
 
     # ---- sections ----------------------------------------------------------------------------------------------
 
@@ -145,6 +175,8 @@ class Interrupts:
             self._sections -= 1
         if not here:
             self._begin_fork()
+        elif self._pressed and not self._sections:
+            self.send_again()
 
     def _begin_fork(self) -> None:
         """A fork has none of the transfers, and its main thread is the one that has forked."""
@@ -201,10 +233,10 @@ class Interrupts:
                 del self._pressed[put.number]
                 self._handle_in_a_wait(put)
 
-    def _handle_in_a_wait(self, put: _Put) -> None:
+    def _handle_in_a_wait(self, put: _Put, frame: FrameType | None = None) -> None:
         before, self._in_a_wait = self._in_a_wait, True
         try:
-            put.handle()
+            put.handle(frame)
         finally:
             self._in_a_wait = before
 
@@ -220,14 +252,44 @@ class Interrupts:
                 "what it would see is half of a step. Set a flag in the handler, and look at the model after the step."
             )
 
-    def _arrived(self, put: _Put) -> None:
-        if put.number == signal.SIGINT and self._pressed.pop(put.number, None) is not None:
-            self._handle_in_a_wait(put)
-        elif self._sections:
+    def _arrived(self, put: _Put, frame: FrameType | None) -> None:
+        self._sent.discard(put.number)
+        first = self._pressed.get(put.number)
+        at_an_end = _is_at_an_end(frame)
+        if (
+            put.number == signal.SIGINT
+            and first is not None
+            and not (at_an_end and put.since < first.since + PATIENCE_S)
+        ):
+            del self._pressed[put.number]
+            if not first.raises:
+                self._handle_in_a_wait(first, frame)
+            self._handle_in_a_wait(put, frame)
+        elif self._sections or at_an_end:
             # Like the system, which keeps one of a kind until it is taken.
             self._pressed.setdefault(put.number, put)
+            if not self._sections:
+                self.send_again()
         else:
-            put.handle()
+            if not self._watchers:
+                self._put_back()
+            put.handle(frame)
+
+    def send_again(self) -> None:
+        """What was put off comes once more from elsewhere, for want of a section at whose end it could be called."""
+        while self._pressed:
+            number, _ = self._pressed.popitem()
+            self._sent.add(number)
+            _thread.start_new_thread(self._send, (number,))
+
+    def _send(self, number: int) -> None:
+        # By then whoever could not be interrupted has returned. Where nobody handles it any more, nothing comes of it.
+        time.sleep(_AFTER_S)
+        _thread.interrupt_main(number)  # type: ignore[arg-type]
+        time.sleep(_AFTER_S)
+        # Who waits in the system is only woken by the signal itself.
+        if number in self._sent and isinstance(_get(number), _PutOff):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _pass_on(self) -> None:
         """Calls what was put off, as it came; if one raises, the others are called at the end of the next section."""
@@ -235,9 +297,52 @@ class Interrupts:
             self._pressed.pop(next(iter(self._pressed))).handle()
 
 
-_SIGNALS = sorted(signal.valid_signals() & set(signal.Signals))
+_SIGNALS = sorted(signal.valid_signals())
 
 INTERRUPTS = Interrupts()
+
+
+def _theirs(handler: Any) -> Any:
+    """The handler that one of ours stands for."""
+    while isinstance(handler, _PutOff):
+        handler = handler.handle
+    return handler
+
+
+def _callers_frame() -> FrameType | None:
+    """Where the code that has called us stands: a debugger or a profiler wants to know."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ptm_accel."):
+        frame = frame.f_back
+    return frame
+
+
+def _is_at_an_end(frame: FrameType | None) -> bool:
+    """Whether a section begins or ends just now: what is raised there would leave it, or a lock, behind."""
+    if frame is None or frame.f_code not in _ENDS:
+        return False
+    # Where a lock is waited for, nothing has been taken.
+    return frame.f_code is not BookLock.__enter__.__code__ or frame.f_locals["self"].mine
+
+
+_set, _get = signal.signal, signal.getsignal
+
+
+@wraps(_set)
+def _signal(signalnum: Any, handler: Any) -> Any:
+    return INTERRUPTS.met(signalnum, handler)
+
+
+@wraps(_get)
+def _getsignal(signalnum: Any) -> Any:
+    return _theirs(_get(signalnum))
+
+
+_SHOWN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "signal": (_signal, _set),
+    "getsignal": (_getsignal, _get),
+}
+"""What is shown of handlers while there is a model on pages, and what comes with Python."""
 
 
 def in_section(function: Callable[_Given, _Back]) -> Callable[_Given, _Back]:
@@ -257,11 +362,17 @@ class BookLock:
     It is taken thousands of times a step. So what `INTERRUPTS` does at a section's ends stands here once more.
     """
 
-    __slots__ = ("_acquire", "_release")
+    __slots__ = ("_acquire", "_lock", "_release")
 
     def __init__(self) -> None:
-        lock = threading.RLock()
-        self._acquire, self._release = lock.acquire, lock.release
+        self._lock = threading.RLock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has it."""
+        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return owned
 
     def __enter__(self) -> None:
         if get_ident() != _MAIN:
@@ -280,3 +391,23 @@ class BookLock:
         if get_ident() == _MAIN:
             # What was put off is called at the end of a section around: nobody holds yet what was taken here.
             INTERRUPTS._sections -= 1
+            if INTERRUPTS._pressed and not INTERRUPTS._sections:
+                INTERRUPTS.send_again()
+
+
+_ENDS = frozenset(
+    function.__code__
+    for function in (
+        Interrupts.__enter__,
+        Interrupts.__exit__,
+        Interrupts.begin,
+        Interrupts.end,
+        Interrupts.leave_quietly,
+        Interrupts.watched.__wrapped__,  # type: ignore[attr-defined]
+        Interrupts.uninterrupted.__wrapped__,  # type: ignore[attr-defined]
+        Interrupts.waiting.__wrapped__,  # type: ignore[attr-defined]
+        BookLock.__enter__,
+        BookLock.__exit__,
+    )
+)
+"""Where sections begin and end."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
@@ -42,6 +43,7 @@ from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import ComputeTier, Home
 from ptm_accel.memory.windows import Windows
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _ROUNDED_BY = 64
 """What is adopted is copied where that takes less than this part of it more."""
 
@@ -229,6 +231,13 @@ class Pool:
 
     def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
         """`fault`, for those who have the lock."""
+        if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_FAKE) is None:
+            # Somebody counts or keeps what operations give (selective checkpointing), and these are not the model's.
+            with _disable_current_modes():
+                return self._bring(tensor, write)
+        return self._bring(tensor, write)
+
+    def _bring(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
         if self.owed is not None:
             self.owed.before_use(tensor)
         if (adviser := self.listener) is not None:

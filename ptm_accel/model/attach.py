@@ -49,19 +49,26 @@ def check_model(model: nn.Module, paged: Container[nn.Parameter] = ()) -> None:
                 f"{name or 'the model'} is already wrapped by {kind} ({type(module).__name__}). ptm_accel takes its "
                 "place; pass the unwrapped model and leave the other plugin out."
             )
-    seen: dict[int, str] = {}
-    for name, param in model.named_parameters():
-        if param in paged:
-            continue
+    checked = {name: param for name, param in model.named_parameters() if param not in paged}
+    for name, param in checked.items():
         _check_parameter(name, param)
-        if param.device.type == "meta" or not param.numel():
-            continue
-        other = seen.setdefault(param.data_ptr(), name)
-        if other != name:
+    _check_apart({n: p for n, p in checked.items() if p.device.type != "meta" and p.numel()})
+
+
+def _check_apart(params: Mapping[str, nn.Parameter]) -> None:
+    """No two lie in the same memory, or in parts of it."""
+    last: tuple[torch.device | None, int, int, str] = (None, 0, 0, "")
+    for name, param in sorted(params.items(), key=lambda known: (str(known[1].device), known[1].data_ptr())):
+        begin = param.data_ptr()
+        device, first, end, other = last
+        if device == param.device and begin < end:
             raise UnsupportedError(
-                f"parameters {other} and {name} are two Parameter objects over the same memory. Tie them by using one "
-                "Parameter in both places (as tie_weights() does)."
+                f"parameters {other} and {name} are two Parameter objects over the same memory"
+                + (". " if first == begin else " in part. ")
+                + "Tie them by using one Parameter in both places (as tie_weights() does)"
+                + ("." if first == begin else ", or give each memory of its own (`param.data = param.data.clone()`).")
             )
+        last = param.device, begin, begin + param.numel() * param.element_size(), name
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:

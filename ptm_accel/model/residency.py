@@ -37,7 +37,7 @@ from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.newly_registered import watch
 from ptm_accel.model.run_ahead import RunAhead
-from ptm_accel.model.saved import SavedTensors
+from ptm_accel.model.saved import SavedTensors, uncover_outside
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.unseen import checksum, names_data
 
@@ -268,6 +268,8 @@ class Residency:
         if stack:
             self._meet_autocast(self._frames, stack[-1])
             self.saved.cover_others()
+        elif not self.writing:
+            self.saved.cover_outside()
         if value.movable and self.pool.owed is not None:
             # A pin may be that of the update which is still owed to it.
             self.pool.owed.before_use(value)
@@ -321,6 +323,7 @@ class Residency:
     def _enter(self, module: nn.Module, region: Region | None) -> None:
         frames = self._frames
         if not frames.stack:
+            uncover_outside()
             for borrowed in self._borrowed:
                 borrowed.meet()
             self._borrowed.clear()

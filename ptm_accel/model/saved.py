@@ -1,10 +1,11 @@
 """Autograd saves an address, not bytes.
 
-While a forward runs, a saved tensor that lies in a parameter's extent (or in a cast copy of one) is replaced by a
-recipe: which parameter, and which view of it. Unpacking it in backward brings the parameter in again. Everything else
-is saved as it would have been: by the hooks of whoever put some on before us (activation checkpointing, offloading of
-activations to the CPU), or as it is. Autograd calls the innermost pair of hooks only, so ours hand on to theirs. Those
-never see a parameter: a checkpoint would otherwise keep all parameters of a recomputed layer alive at once.
+While a forward runs, and where somebody's own code computes with parameters outside of all forwards, a saved tensor
+that lies in a parameter's extent (or in a cast copy of one) is replaced by a recipe: which parameter, and which view of
+it. Unpacking it in backward brings the parameter in again. Everything else is saved as it would have been: by the hooks
+of whoever put some on before us (activation checkpointing, offloading of activations to the CPU), or as it is. Autograd
+calls the innermost pair of hooks only, so ours hand on to theirs. Those never see a parameter: a checkpoint would
+otherwise keep all parameters of a recomputed layer alive at once.
 
 Where there are hooks, autograd does not look whether what was saved has been changed in place since. Without ours there
 would be none, so that is done here, by the same count. Where there are hooks of others it would not look either. They
@@ -14,6 +15,7 @@ activation checkpointing, which computes with what it finds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -130,14 +132,23 @@ def _is_checkpointing(hook: Hook | None) -> bool:
 class _Pack:
     """Replaces a saved parameter by its recipe, and hands everything else on."""
 
-    def __init__(self, table: ExtentTable, other: Hook | None) -> None:
-        self.table = table
+    def __init__(self, table: ExtentTable, other: Hook | None, *, outside: bool = False) -> None:
+        # It may stay on when the model is gone, which it must not keep.
+        self._known = weakref.ref(table)
         self.recomputed: bool = other.recomputed if isinstance(other, _Pack) else _is_checkpointing(other)
+        # Whether it was put on by no forward, so that none takes it off.
+        self.outside: bool = other.outside if isinstance(other, _Pack) else outside
         self._other = other
 
+    @property
+    def table(self) -> ExtentTable | None:
+        """Where it looks for parameters; None if those are gone."""
+        return self._known()
+
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) in self.table.kinds:
-            source = self.table.find(tensor)
+        table = self._known()
+        if table is not None and type(tensor) in table.kinds:
+            source = table.find(tensor)
             if source is not None:
                 return SavedView(source, tensor, checked=not self.recomputed)
         return SavedTensor(tensor) if self._other is None else self._other(tensor)
@@ -186,7 +197,7 @@ class SavedTensors:
         return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
 
     def cover_others(self) -> None:
-        """Within a forward: covers hooks that it has put on itself since, before it reads a parameter by name.
+        """Covers hooks that somebody has put on since, before a parameter is read by name.
 
         They would be handed the parameter, and find in backward what stands in for it then. Ours take their place among
         the hooks that are on, so that they come off as those would have. Those of checkpointing keep nothing, and read
@@ -201,3 +212,25 @@ class SavedTensors:
             return
         autograd._pop_saved_tensors_default_hooks()
         autograd._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
+
+    def cover_outside(self) -> None:
+        """Before somebody's own code, which no forward of ours is around, reads a parameter and computes with it.
+
+        Nothing tells when it has: the hooks stay on until `uncover_outside`. Autograd would save the parameter itself,
+        and find in backward what stands in for it then.
+        """
+        autograd: Any = torch._C._autograd
+        if not torch.is_grad_enabled() or not autograd._saved_tensors_hooks_is_enabled():
+            return
+        if autograd._top_saved_tensors_default_hooks(True) is None:
+            autograd._push_saved_tensors_default_hooks(_Pack(self._table, None, outside=True), _Unpack(None))
+        else:
+            self.cover_others()
+
+
+def uncover_outside() -> None:
+    """Takes off what `SavedTensors.cover_outside` has put on in this thread, where nobody has put on more since."""
+    autograd: Any = torch._C._autograd
+    others = autograd._top_saved_tensors_default_hooks(True)
+    if others is not None and isinstance(others[0], _Pack) and others[0].outside:
+        autograd._pop_saved_tensors_default_hooks()

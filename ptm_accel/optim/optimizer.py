@@ -18,6 +18,7 @@ from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
+from ptm_accel.model.saved import uncover_outside
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.dict_hooks import after_loading, after_saving, before_loading, before_saving
 from ptm_accel.optim.hands import Hands
@@ -128,6 +129,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "where you need several, give one optimizer a parameter group for each."
             )
         INTERRUPTS.meet_handlers()
+        uncover_outside()
         refuse_shown(self._gradients.slots(), "optimizer.step() was called")
         self._run_ahead.end_step()
         self._states.meet_given()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -113,7 +115,7 @@ def test_a_handler_of_the_users_own_is_called_once() -> None:
             # Whoever sets another meanwhile keeps it.
             mine = signal.getsignal(signal.SIGINT)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert getattr(mine, "interrupts", None) is INTERRUPTS
+        assert callable(mine)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -327,15 +329,29 @@ def test_somebody_elses_ctrl_c_that_may_go_on_does_not_break_off_a_wait() -> Non
 def test_ctrl_c_while_a_process_forks_comes_after_it_and_in_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python loses what is raised before a fork."""
     monkeypatch.setattr(FORK_GATE, "holders", [_Pressing()])
-    with INTERRUPTS.watched():
+    codes: list[int] = []
+
+    def forks() -> None:
         child = os.fork()
         if child == 0:
             # Neither raises nor returns into pytest.
-            os._exit(1 if INTERRUPTS._pressed or INTERRUPTS._sections else 0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert INTERRUPTS._sections == 0
+            os._exit(1 if INTERRUPTS._pressed else 0)
+        codes.append(os.waitpid(child, 0)[1])
+
+    def waits() -> None:
+        if os.fork() == 0:
+            os._exit(0)
+        # Outside of all sections it comes soon.
+        time.sleep(60)
+
+    with INTERRUPTS.watched():
         with pytest.raises(KeyboardInterrupt), INTERRUPTS:
-            pass
+            forks()
+        assert codes == [0]
+        assert INTERRUPTS._sections == 0
+        with pytest.raises(KeyboardInterrupt):
+            waits()
+        os.wait()
 
 
 class _Pressing:
@@ -370,11 +386,10 @@ def test_what_waits_keeps_no_frame_and_none_of_its_tensors(alarms: list[str]) ->
 def test_what_a_lock_of_the_books_ends_with_is_called_by_a_section_around(alarms: list[str]) -> None:
     """Where it ends, a pin may be taken that nobody holds yet."""
     with INTERRUPTS.watched():
-        with BookLock():
-            ring()
-        assert alarms == []
         with INTERRUPTS:
-            pass
+            with BookLock():
+                ring()
+            assert alarms == []
         assert len(alarms) == 1
 
 
@@ -481,10 +496,213 @@ def test_a_whole_section_that_another_thread_ends() -> None:
     assert (INTERRUPTS._sections, INTERRUPTS._wholes) == (0, 0)
 
 
-def test_who_puts_back_an_older_handler_of_ours_gets_theirs_back(alarms: list[str]) -> None:
+def test_what_stands_in_for_a_handler_is_not_shown(alarms: list[str]) -> None:
+    stock = signal.signal, signal.getsignal
     before = signal.getsignal(signal.SIGALRM)
+
+    def another(number: int, frame: FrameType | None) -> None:
+        pass
+
     with INTERRUPTS.watched():
-        ours = signal.signal(signal.SIGALRM, lambda number, frame: None)
-        INTERRUPTS.meet_handlers()
-        signal.signal(signal.SIGALRM, ours)
+        set_early = stock[0]
+        assert signal.getsignal(signal.SIGALRM) is before
+        assert signal.signal(signal.SIGALRM, another) is before
+        assert signal.getsignal(signal.SIGALRM) is another
+        assert stock[1](signal.SIGALRM) is not another, "put off all the same"
+        with pytest.raises(TypeError, match="signal handler must be"):
+            signal.signal(signal.SIGALRM, "nothing")  # type: ignore[arg-type]
+        with INTERRUPTS.watched():
+            pass
+        ours = set_early(signal.SIGALRM, another)
+        assert signal.signal(signal.SIGALRM, ours) is another
+        assert signal.signal(signal.SIGALRM, before) is another
+    assert (signal.signal, signal.getsignal) == stock
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_asyncio_puts_its_own_handler_back() -> None:
+    """It asks whether the handler is still its own."""
+
+    async def begins() -> None:
+        INTERRUPTS.begin()
+
+    try:
+        asyncio.run(begins())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        INTERRUPTS.end()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_see_where_the_users_code_is() -> None:
+    seen: list[str] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        seen.append("" if frame is None else frame.f_code.co_name)
+
+    def computes() -> None:
+        ring()
+
+    def works() -> None:
+        with INTERRUPTS:
+            ring()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with INTERRUPTS.watched():
+            computes()
+            works()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == ["ring", "works"]
+
+
+def test_a_second_ctrl_c_does_not_lose_the_first_of_somebody_who_counts() -> None:
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        with INTERRUPTS.watched(), INTERRUPTS:
+            press()
+            assert pressed == []
+            press()
+            assert len(pressed) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_signals_without_a_name_are_put_off(alarms: list[str]) -> None:
+    number = signal.SIGRTMIN + 3
+    came: list[int] = []
+    before = signal.signal(number, lambda *_: came.append(INTERRUPTS._sections))
+    try:
+        with INTERRUPTS.watched(), INTERRUPTS:
+            signal.raise_signal(number)
+        assert came == [0]
+    finally:
+        signal.signal(number, before)
+
+
+def _comes(found: list[Any]) -> bool:
+    """Whether something is called soon, although no section ends any more."""
+    late = time.monotonic() + 30
+    while not found and time.monotonic() < late:
+        time.sleep(0.001)
+    return bool(found)
+
+
+@pytest.mark.parametrize("how", ["lock", "fork"])
+def test_what_comes_where_nothing_can_be_called_is_called_soon_all_the_same(how: str, alarms: list[str]) -> None:
+    with INTERRUPTS.watched():
+        if how == "lock":
+            with BookLock():
+                ring()
+                assert alarms == []
+        else:
+            FORK_GATE.close()
+            ring()
+            FORK_GATE.open()
+        assert _comes(alarms)
+        assert INTERRUPTS._sections == 0
+
+
+def test_what_was_ended_in_another_thread_is_put_back_with_the_next_signal(alarms: list[str]) -> None:
+    stock = signal.signal
+    INTERRUPTS.begin()
+    assert signal.signal is not stock
+    ending = threading.Thread(target=INTERRUPTS.end)
+    ending.start()
+    ending.join()
+    ring()
+    assert len(alarms) == 1
+    assert signal.signal is stock
+    assert signal.getsignal(signal.SIGALRM).__name__ == "handler"  # type: ignore[union-attr]
+
+
+def _lock_many(lock: BookLock) -> None:
+    with INTERRUPTS:
+        for _ in range(100_000):
+            with lock:
+                pass
+
+
+def _many_sections(lock: BookLock) -> None:
+    with INTERRUPTS:
+        for _ in range(100_000):
+            with INTERRUPTS:
+                pass
+
+
+def _many_whole_sections(lock: BookLock) -> None:
+    for _ in range(500):
+        with INTERRUPTS.uninterrupted():
+            for _ in range(10):
+                with INTERRUPTS:
+                    pass
+
+
+@pytest.fixture(name="quick_turns")
+def _quick_turns() -> Iterator[None]:
+    """The one thread may be anywhere when the other presses."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("work", [_lock_many, _many_sections, _many_whole_sections])
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_leaves_no_section_behind_wherever_it_comes(
+    work: Callable[[BookLock], None], times: int, quick_turns: None
+) -> None:
+    chance = random.Random(0)
+    lock = BookLock()
+    armed = False
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    def presses(waits_s: float, between_s: float) -> None:
+        time.sleep(waits_s)
+        for _ in range(times):
+            signal.pthread_kill(main, signal.SIGINT)
+            until = time.perf_counter() + between_s
+            while time.perf_counter() < until:
+                pass
+
+    def is_free(found: list[bool]) -> None:
+        found.append(lock._acquire(timeout=30))
+        lock._release()
+
+    before = signal.signal(signal.SIGINT, handler)
+    broken_off = 0
+    try:
+        with INTERRUPTS.watched():
+            for _ in range(20):
+                presser = threading.Thread(target=presses, args=(chance.uniform(0, 5e-4), chance.uniform(0, 3e-4)))
+                presser.start()
+                try:
+                    armed = True
+                    work(lock)
+                    armed = False
+                except KeyboardInterrupt:
+                    armed = False
+                    broken_off += 1
+                presser.join()
+                with INTERRUPTS:
+                    pass
+                left = INTERRUPTS._sections, INTERRUPTS._waits, INTERRUPTS._wholes, INTERRUPTS._watchers
+                assert left == (0, 0, 0, 1)
+                found: list[bool] = []
+                asking = threading.Thread(target=is_free, args=(found,))
+                asking.start()
+                asking.join()
+                assert found == [True]
+    finally:
+        armed = False
+        signal.signal(signal.SIGINT, before)
+    assert broken_off > 5

@@ -187,6 +187,23 @@ def test_two_parameters_over_one_memory_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_two_parameters_over_parts_of_one_memory(tmp_path: Path) -> None:
+    """Apart they are allowed."""
+    flat = torch.randn(3 * WIDTH * WIDTH)
+    model = net(2)
+    model[1].weight = nn.Parameter(flat[: WIDTH * WIDTH].view(WIDTH, WIDTH))
+    model[0].weight = nn.Parameter(flat[WIDTH * WIDTH // 2 : WIDTH * WIDTH * 3 // 2].view(WIDTH, WIDTH))
+    with pytest.raises(UnsupportedError) as caught:
+        needs(model, tmp_path)
+    assert str(caught.value) == (
+        "parameters 1.weight and 0.weight are two Parameter objects over the same memory in part. Tie them by using "
+        "one Parameter in both places (as tie_weights() does), or give each memory of its own "
+        "(`param.data = param.data.clone()`)."
+    )
+    model[0].weight = nn.Parameter(flat[WIDTH * WIDTH : 2 * WIDTH * WIDTH].view(WIDTH, WIDTH))
+    assert needs(model, tmp_path)
+
+
 class Quantised(nn.Parameter):
     """As the parameters of quantisation libraries."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ptm_accel import gathered
 from ptm_accel.errors import StaleGraphError
 from ptm_accel.memory.budget import Tag
 from tests.plain_loop import same_bits
@@ -306,4 +308,120 @@ def test_what_has_no_storage_is_saved_as_it_is(tmp_path: Path) -> None:
     backward(plain)
     with at_floor(model, tmp_path) as engine:
         backward(model)
+        expect_grads(engine, plain)
+
+
+def _penalty(model: nn.Module, how: str) -> torch.Tensor:
+    """Made of weights that are read by their names, outside of all forwards."""
+    linear = [layer for layer in model if isinstance(layer, nn.Linear)]
+    if how == "squares":
+        return sum((layer.weight.pow(2).sum() for layer in linear), torch.zeros(()))
+    if how == "absolute values":
+        return sum((layer.weight.abs().sum() for layer in linear), torch.zeros(()))
+    if how == "norms":
+        return torch.stack([layer.weight.norm() for layer in linear]).sum()
+    x = inputs(1)
+    for layer in linear:
+        x = torch.tanh(layer.forward(x) if how == "forwards" else x @ layer.weight.t())
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("how", ["squares", "absolute values", "norms", "products", "forwards"])
+@pytest.mark.parametrize("first", [False, True], ids=["after the forward", "before it"])
+def test_weights_that_are_read_outside_of_all_forwards(how: str, first: bool, tmp_path: Path) -> None:
+    """They are away again when backward needs them."""
+
+    def run(model: nn.Module) -> torch.Tensor:
+        before = _penalty(model, how) if first else None
+        out = model(inputs()).square().mean()
+        total = out + 1e-2 * (_penalty(model, how) if before is None else before)
+        total.backward()
+        return total.detach()
+
+    model, plain = net(12), net(12)
+    with at_floor(model, tmp_path) as engine:
+        assert same_bits(run(model), run(plain))
+        expect_grads(engine, plain)
+        assert same_bits(run(model), run(plain)), "added to"
+        expect_grads(engine, plain)
+
+
+def test_hooks_for_weights_outside_of_forwards_come_off_again(tmp_path: Path) -> None:
+    autograd: Any = torch._C._autograd
+
+    def top() -> Any:
+        return autograd._top_saved_tensors_default_hooks(True)
+
+    first, second = net(2), net(2)
+    (tmp_path / "second").mkdir()
+    with at_floor(first, tmp_path) as engine, at_floor(second, tmp_path / "second"):
+        with torch.no_grad():
+            assert first[0].weight.sum().isfinite()
+        assert top() is None, "nothing is saved"
+        for model in (first, second, first):
+            assert model[0].weight.pow(2).sum().isfinite()
+        assert top() is not None
+        first(inputs())
+        assert top() is None
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            total = first[0].weight.pow(2).sum() + second[0].weight.pow(2).sum()
+        assert top() is None, "theirs are off, and ours with them"
+        total.backward()
+        assert second[0].weight.pow(2).sum().isfinite()
+        assert top() is not None
+        engine.zero_grad()
+        first(inputs())
+        assert top() is None
+
+
+def test_a_gradient_of_gradients_needs_no_memory_for_all_weights(tmp_path: Path) -> None:
+    def run(model: nn.Module) -> torch.Tensor:
+        x = inputs()
+        out = model(x).sum() + 1e-3 * _penalty(model, "squares")
+        (grad,) = torch.autograd.grad(out, [x], create_graph=True)
+        loss = grad.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    model, plain = net(12), net(12)
+    with at_floor(model, tmp_path) as engine:
+        assert same_bits(run(model), run(plain))
+        expect_grads(engine, plain)
+
+
+class Selective(nn.Module):
+    """Keeps products of its layers, and computes all else again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        for first in range(0, 16, 4):
+            x = x + checkpoint(self.layers[first : first + 4], x, use_reentrant=False, context_fn=kept)
+        return x
+
+
+def test_selective_checkpointing_does_not_see_what_pages_do(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, plain = Selective(), Selective()
+    with at_floor(model, tmp_path) as engine:
+        for _ in range(2):
+            backward(plain)
+            backward(model)
+            expect_grads(engine, plain)
+
+
+def test_what_was_computed_where_all_is_gathered_has_its_backward_elsewhere(tmp_path: Path) -> None:
+    def run(model: nn.Module) -> None:
+        part = model[2:4]
+        with gathered(part):
+            loss = sum((p.pow(2).sum() for p in part.parameters()), torch.zeros(()))
+        (loss + model(inputs()).square().mean()).backward()
+
+    model, plain = net(12), net(12)
+    run(plain)
+    with at_floor(model, tmp_path) as engine:
+        run(model)
         expect_grads(engine, plain)
