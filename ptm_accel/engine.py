@@ -325,10 +325,10 @@ class Engine(TrainedModel):
 def _close_unasked(memory: Memory) -> None:
     """Closes the memory of a model that was collected, which may be while something is traced on fake tensors."""
 
-    @in_section
     def close() -> None:
-        uncover_outside()
-        with _disable_current_modes():
+        # Python loses what is raised while something is collected.
+        with INTERRUPTS.quietly(), _disable_current_modes():
+            uncover_outside()
             memory.close()
 
     do_elsewhere_if_own(close)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from ptm_accel.clipping import clip_grad_value
+from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.memory.pool import Pool
 from ptm_accel.outside import gathered
@@ -178,3 +181,23 @@ def test_ctrl_c_while_a_model_comes_off_its_pages_for_good(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         memory.close()
     assert closed == ["whole"]
+
+
+def test_ctrl_c_while_a_forgotten_model_is_closed_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector closes it, where Python loses what is raised."""
+    real = Pool.close
+
+    def closing(pool: Pool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(pool)
+
+    def forgets() -> None:
+        models.clear()
+        gc.collect()
+        time.sleep(60)
+
+    models = [Net()]
+    Engine.attach(models[0], PTMConfig(host_memory="64MiB"))
+    monkeypatch.setattr(Pool, "close", closing)
+    with pytest.raises(KeyboardInterrupt):
+        forgets()

@@ -178,6 +178,15 @@ class Interrupts:
         elif self._pressed and not self._sections:
             self.send_again()
 
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """A section that ends where nothing can be raised (`leave_quietly`)."""
+        self.__enter__()
+        try:
+            yield
+        finally:
+            self.leave_quietly()
+
     def _begin_fork(self) -> None:
         """A fork has none of the transfers, and its main thread is the one that has forked."""
         global _MAIN  # noqa: PLW0603 (an attribute would cost thousands of look-ups a step)

@@ -121,6 +121,8 @@ class Landings:
         # Another mode counts products, perhaps, or has them carried out elsewhere.
         if node is None or node.name() not in _NODES or _C._len_torch_dispatch_stack():
             return
+        if not _is_summed(grad.slot.param):
+            return
         address = weight.untyped_storage().data_ptr()
         keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
 
@@ -208,6 +210,16 @@ class Landings:
             self._kept |= landed[1].viewed
             with INTERRUPTS:
                 self._pool.forget(landed[1])
+
+
+def _is_summed(param: torch.Tensor) -> bool:
+    """Whether the backward that runs leaves a gradient of a parameter in it, and does not hand it out."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(_C._will_engine_execute_node(node))
+    except RuntimeError:
+        # So torch says that it is asked for one (`torch.autograd.grad`): that is its caller's, and no budget's.
+        return False
 
 
 def _address(tensor: torch.Tensor) -> int:
