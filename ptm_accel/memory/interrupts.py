@@ -327,9 +327,14 @@ def _callers_frame() -> FrameType | None:
 
 
 def _is_at_an_end(frame: FrameType | None) -> bool:
-    """Whether a section begins or ends just now: what is raised there would leave it, or a lock, behind."""
-    if frame is None or frame.f_code not in _ENDS:
+    """Whether nothing should be raised: a section begins or ends, which it would leave behind, or a lock.
+
+    Or something is collected of which weak references are told, where Python loses what is raised.
+    """
+    if frame is None:
         return False
+    if frame.f_code not in _ENDS:
+        return frame.f_globals.get("__name__") in ("weakref", "_weakrefset")
     # Where a lock is waited for, nothing has been taken.
     return frame.f_code is not BookLock.__enter__.__code__ or frame.f_locals["self"].mine
 

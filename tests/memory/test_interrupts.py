@@ -605,6 +605,17 @@ def test_what_comes_where_nothing_can_be_called_is_called_soon_all_the_same(how:
         assert INTERRUPTS._sections == 0
 
 
+def test_what_comes_while_weak_references_are_told_comes_after_it(alarms: list[str]) -> None:
+    """Python loses what is raised there, in its own code."""
+    there: Any = weakref.WeakValueDictionary().items()
+    stock = signal.getsignal
+    with INTERRUPTS.watched():
+        stand_in: Any = stock(signal.SIGALRM)
+        stand_in(signal.SIGALRM, there.gi_frame)
+        assert alarms == []
+        assert _comes(alarms)
+
+
 def test_what_was_ended_in_another_thread_is_put_back_with_the_next_signal(alarms: list[str]) -> None:
     stock = signal.signal
     INTERRUPTS.begin()
