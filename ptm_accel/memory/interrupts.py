@@ -50,7 +50,8 @@ class _PutOff:
         self.handle, self.interrupts = handle, interrupts
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts._arrived(_Put(self.handle, number), frame)
+        interrupts = self.interrupts
+        interrupts._arrived(_Put(self.handle, number, interrupts._sent.pop(number, None)), frame)
 
 
 class _Put:
@@ -60,11 +61,13 @@ class _Put:
     of the code which has called us.
     """
 
-    __slots__ = ("_handle", "number", "since")
+    __slots__ = ("_handle", "number", "sent", "since")
 
-    def __init__(self, handle: Handler, number: int) -> None:
+    def __init__(self, handle: Handler, number: int, before: _Put | None = None) -> None:
         self._handle, self.number = handle, number
-        self.since = time.perf_counter()
+        self.since: float = time.perf_counter() if before is None else before.since
+        # How often it was sent again.
+        self.sent: int = 0 if before is None else before.sent + 1
 
     @property
     def raises(self) -> bool:
@@ -80,7 +83,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._pressed: dict[int, _Put] = {}
-        self._sent: set[int] = set()
+        self._sent: dict[int, _Put] = {}
         self._sections = self._waits = self._wholes = self._watchers = 0
         self._in_a_wait = False
         self._lock = threading.RLock()
@@ -195,7 +198,9 @@ class Interrupts:
             self._sections = self._waits = self._wholes = 0
             _MAIN = get_ident()
         self._in_a_wait = False
+        self._lock = threading.RLock()
         self._pressed.clear()
+        self._sent.clear()
         self._put_back()
 
     @contextmanager
@@ -262,13 +267,13 @@ class Interrupts:
             )
 
     def _arrived(self, put: _Put, frame: FrameType | None) -> None:
-        self._sent.discard(put.number)
         first = self._pressed.get(put.number)
-        at_an_end = _is_at_an_end(frame)
+        # Nowhere is forever.
+        at_an_end = _is_at_an_end(frame) and put.since > time.perf_counter() - PATIENCE_S
         if (
             put.number == signal.SIGINT
             and first is not None
-            and not (at_an_end and put.since < first.since + PATIENCE_S)
+            and not (at_an_end and first.since > time.perf_counter() - PATIENCE_S)
         ):
             del self._pressed[put.number]
             if not first.raises:
@@ -287,23 +292,33 @@ class Interrupts:
     def send_again(self) -> None:
         """What was put off comes once more from elsewhere, for want of a section at whose end it could be called."""
         while self._pressed:
-            number, _ = self._pressed.popitem()
-            self._sent.add(number)
-            _thread.start_new_thread(self._send, (number,))
+            number, put = self._pressed.popitem()
+            self._sent[number] = put
+            try:
+                _thread.start_new_thread(self._send, (put,))
+            except RuntimeError:
+                # No thread is to be had. It is called at the end of the next section.
+                self._pressed[number] = self._sent.pop(number)
+                return
 
-    def _send(self, number: int) -> None:
+    def _send(self, put: _Put) -> None:
         # By then whoever could not be interrupted has returned. Where nobody handles it any more, nothing comes of it.
-        time.sleep(_AFTER_S)
-        _thread.interrupt_main(number)  # type: ignore[arg-type]
+        time.sleep(_AFTER_S * 2 ** min(put.sent, 6))
+        _thread.interrupt_main(put.number)  # type: ignore[arg-type]
         time.sleep(_AFTER_S)
         # Who waits in the system is only woken by the signal itself.
-        if number in self._sent and isinstance(_get(number), _PutOff):
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        if self._sent.get(put.number) is put and isinstance(_get(put.number), _PutOff):
+            signal.pthread_kill(threading.main_thread().ident or 0, put.number)
 
     def _pass_on(self) -> None:
-        """Calls what was put off, as it came; if one raises, the others are called at the end of the next section."""
+        """Calls what was put off, as it came; if one raises, the others come after it."""
         while self._pressed:
-            self._pressed.pop(next(iter(self._pressed))).handle()
+            put = self._pressed.pop(next(iter(self._pressed)))
+            try:
+                put.handle()
+            except BaseException:
+                self.send_again()
+                raise
 
 
 _SIGNALS = sorted(signal.valid_signals())
@@ -334,7 +349,8 @@ def _is_at_an_end(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     if frame.f_code not in _ENDS:
-        return frame.f_globals.get("__name__") in ("weakref", "_weakrefset")
+        told = frame.f_globals.get("__name__") in ("weakref", "_weakrefset")
+        return told and frame.f_code.co_name in ("remove", "_remove")
     # Where a lock is waited for, nothing has been taken.
     return frame.f_code is not BookLock.__enter__.__code__ or frame.f_locals["self"].mine
 

@@ -37,7 +37,7 @@ from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.newly_registered import watch
 from ptm_accel.model.run_ahead import RunAhead
-from ptm_accel.model.saved import SavedTensors, uncover_outside
+from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.unseen import checksum, names_data
 
@@ -323,7 +323,6 @@ class Residency:
     def _enter(self, module: nn.Module, region: Region | None) -> None:
         frames = self._frames
         if not frames.stack:
-            uncover_outside()
             for borrowed in self._borrowed:
                 borrowed.meet()
             self._borrowed.clear()

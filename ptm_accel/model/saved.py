@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot
 Hook = Callable[[Any], Any]
 """Packs a tensor into anything, or unpacks it again."""
 
+_AUTOGRAD: Any = torch._C._autograd
 _CHECKPOINTING = "torch.utils.checkpoint"
 """Where the hooks of activation checkpointing are defined."""
 
@@ -140,10 +142,9 @@ class _Pack:
         self.outside: bool = other.outside if isinstance(other, _Pack) else outside
         self._other = other
 
-    @property
-    def table(self) -> ExtentTable | None:
-        """Where it looks for parameters; None if those are gone."""
-        return self._known()
+    def covers(self, table: ExtentTable) -> bool:
+        """Whether parameters that are found there become recipes, by this one or one that it hands on to."""
+        return self._known() is table or (isinstance(self._other, _Pack) and self._other.covers(table))
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         table = self._known()
@@ -185,14 +186,13 @@ class SavedTensors:
 
     def cover(self) -> AbstractContextManager[Any] | None:
         """A context in which saved parameters become recipes; None where they already do, or where hooks are off."""
-        autograd: Any = torch._C._autograd
-        if not autograd._saved_tensors_hooks_is_enabled():
+        if not _AUTOGRAD._saved_tensors_hooks_is_enabled():
             return None
-        others = autograd._top_saved_tensors_default_hooks(True)
+        others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:
             return saved_tensors_hooks(_Pack(self._table, None), _Unpack(None))
         pack, unpack = others
-        if isinstance(pack, _Pack) and pack.table is self._table:
+        if isinstance(pack, _Pack) and pack.covers(self._table):
             return None
         return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
 
@@ -203,34 +203,45 @@ class SavedTensors:
         the hooks that are on, so that they come off as those would have. Those of checkpointing keep nothing, and read
         it anew.
         """
-        autograd: Any = torch._C._autograd
-        others = autograd._top_saved_tensors_default_hooks(True)
+        others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:
             return
         pack, unpack = others
-        if (isinstance(pack, _Pack) and pack.table is self._table) or _is_checkpointing(pack):
+        if (isinstance(pack, _Pack) and pack.covers(self._table)) or _is_checkpointing(pack):
             return
-        autograd._pop_saved_tensors_default_hooks()
-        autograd._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
+        _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
 
     def cover_outside(self) -> None:
-        """Before somebody's own code, which no forward of ours is around, reads a parameter and computes with it.
+        """Before somebody's own code, which no forward of ours is around, reads a parameter, and may compute with it.
 
-        Nothing tells when it has: the hooks stay on until `uncover_outside`. Autograd would save the parameter itself,
+        Nothing tells when it does: the hooks stay on until `uncover_outside`. Autograd would save the parameter itself,
         and find in backward what stands in for it then.
         """
-        autograd: Any = torch._C._autograd
-        if not torch.is_grad_enabled() or not autograd._saved_tensors_hooks_is_enabled():
+        if not _AUTOGRAD._saved_tensors_hooks_is_enabled():
             return
-        if autograd._top_saved_tensors_default_hooks(True) is None:
-            autograd._push_saved_tensors_default_hooks(_Pack(self._table, None, outside=True), _Unpack(None))
+        if _AUTOGRAD._top_saved_tensors_default_hooks(True) is None:
+            _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, None, outside=True), _Unpack(None))
         else:
             self.cover_others()
 
 
 def uncover_outside() -> None:
     """Takes off what `SavedTensors.cover_outside` has put on in this thread, where nobody has put on more since."""
-    autograd: Any = torch._C._autograd
-    others = autograd._top_saved_tensors_default_hooks(True)
+    others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
     if others is not None and isinstance(others[0], _Pack) and others[0].outside:
-        autograd._pop_saved_tensors_default_hooks()
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
+
+
+_disable = _AUTOGRAD._saved_tensors_hooks_disable
+
+
+@wraps(_disable)
+def _disable_after_ours(error_message: str, fail_if_non_empty: bool = True) -> Any:
+    """Hooks cannot be forbidden (`torch.func`) while some are on: those that nobody has asked for come off."""
+    if fail_if_non_empty:
+        uncover_outside()
+    return _disable(error_message, fail_if_non_empty)
+
+
+_AUTOGRAD._saved_tensors_hooks_disable = _disable_after_ours

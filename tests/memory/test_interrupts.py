@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,9 +244,8 @@ def test_a_handler_that_raises_does_not_lose_the_others(alarms: list[str]) -> No
     with INTERRUPTS.watched():
         with pytest.raises(KeyboardInterrupt):
             both()
-        assert alarms == []
-        with INTERRUPTS:
-            pass
+        assert _comes(alarms), "although no section ends any more"
+        time.sleep(0.02)
         assert len(alarms) == 1
 
 
@@ -607,13 +606,61 @@ def test_what_comes_where_nothing_can_be_called_is_called_soon_all_the_same(how:
 
 def test_what_comes_while_weak_references_are_told_comes_after_it(alarms: list[str]) -> None:
     """Python loses what is raised there, in its own code."""
-    there: Any = weakref.WeakValueDictionary().items()
+    told: Any = weakref.WeakKeyDictionary()
+    there: Any = SimpleNamespace(f_code=told._remove.__code__, f_globals=told._remove.__globals__)
     stock = signal.getsignal
     with INTERRUPTS.watched():
         stand_in: Any = stock(signal.SIGALRM)
-        stand_in(signal.SIGALRM, there.gi_frame)
+        stand_in(signal.SIGALRM, there)
         assert alarms == []
         assert _comes(alarms)
+
+
+def test_nothing_is_put_off_for_ever(alarms: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every try comes to where nothing can be called, or somebody waits there for what does not come."""
+    monkeypatch.setattr("ptm_accel.memory.interrupts._is_at_an_end", lambda frame: True)
+    monkeypatch.setattr("ptm_accel.memory.interrupts.PATIENCE_S", 0.05)
+    with INTERRUPTS.watched():
+        ring()
+        assert alarms == []
+        assert _comes(alarms)
+        time.sleep(0.1)
+        assert len(alarms) == 1
+
+
+def test_one_signal_is_one_call_however_often_it_was_sent_again() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        with INTERRUPTS.watched():
+            with INTERRUPTS.quietly():
+                signal.raise_signal(signal.SIGUSR1)
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                with INTERRUPTS.quietly():
+                    time.sleep(0.0005)
+            assert _comes(came)
+            time.sleep(0.2)
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_without_a_thread_to_send_it_again_it_waits_for_the_next_section(
+    alarms: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with INTERRUPTS.watched():
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", none)
+            with INTERRUPTS.quietly():
+                ring()
+        assert alarms == []
+        with INTERRUPTS:
+            pass
+        assert len(alarms) == 1
 
 
 def test_what_was_ended_in_another_thread_is_put_back_with_the_next_signal(alarms: list[str]) -> None:
