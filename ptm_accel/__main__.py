@@ -40,11 +40,12 @@ def main(argv: list[str] | None = None) -> None:
     file = getattr(given, f"ptm_{CONFIG_FILE}")
     try:
         asked = from_environment(os.environ) if file is None else None
-        os.environ.update(to_environment(overridden(asked or PTMConfig.load(file), texts)))
+        dials = to_environment(overridden(asked or PTMConfig.load(file), texts))
     except PTMError as error:
         parser.error(str(error))
     if not given.module and not os.path.exists(given.script):
         parser.error(f"there is no script {given.script}; name one, or a module after -m.")
+    os.environ.update(dials)
     _run(given.script, given.args, given.module)
 
 

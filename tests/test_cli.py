@@ -241,10 +241,12 @@ def test_mistakes_at_the_entry_point(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").touch()
     monkeypatch.setattr(__main__, "_run", lambda *given: pytest.fail(f"started: {given}"))
+    before = dict(os.environ)
     with pytest.raises(SystemExit) as ended:
         __main__.main(words)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+    assert os.environ == before
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,28 @@ class Twins:
         self.gradients += 1
         self.compare(run)
 
+    def do_penalty(self) -> None:
+        """Of weights that are read by their names, outside of all forwards, before one or after it."""
+        names = [name for name, param in self.plain.named_parameters() if param.requires_grad]
+        chosen = self.rng.sample(names, min(8, len(names)))
+        batch, first = self.batch(), self.rng.random() < 0.5
+
+        def penalty(model: Any) -> torch.Tensor:
+            return torch.stack([model.get_parameter(name).pow(2).sum() for name in chosen]).sum() * 1e-3
+
+        def run(model: Any) -> list[torch.Tensor]:
+            loss = penalty(model) if first or self.autocast else torch.zeros(())
+            # Under autocast torch sums what comes from both in another precision.
+            if not self.autocast:
+                loss = loss + model(**batch).loss
+            if not first:
+                loss = loss + penalty(model)
+            loss.backward()
+            return [loss.detach()]
+
+        self.gradients += 1
+        self.compare(run)
+
     def do_step(self) -> None:
         clip = self.rng.choice([None, 0.1, 1e9])
         if clip is not None and self.gradients:

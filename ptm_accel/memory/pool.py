@@ -43,9 +43,16 @@ from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import ComputeTier, Home
 from ptm_accel.memory.windows import Windows
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _ROUNDED_BY = 64
 """What is adopted is copied where that takes less than this part of it more."""
+
+
+def _keeps_results(mode: object) -> bool:
+    """Whether a dispatch mode keeps what operations give and hands it out again, as selective checkpointing does.
+
+    Ours are none of the model's, and do not come again.
+    """
+    return type(mode).__module__ == "torch.utils.checkpoint"
 
 
 class Pool:
@@ -231,8 +238,8 @@ class Pool:
 
     def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
         """`fault`, for those who have the lock."""
-        if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_FAKE) is None:
-            # Somebody counts or keeps what operations give (selective checkpointing), and these are not the model's.
+        depth = torch._C._len_torch_dispatch_stack()
+        if depth and any(_keeps_results(torch._C._get_dispatch_stack_at(at)) for at in range(depth)):
             with _disable_current_modes():
                 return self._bring(tensor, write)
         return self._bring(tensor, write)
