@@ -199,7 +199,8 @@ class Gives(TrainerCallback):
 
 
 def _loss(model: Any, scale: float) -> torch.Tensor:
-    tokens = torch.arange(16).reshape(2, 8)
+    # Of the shape of the batches: such a pass has been seen.
+    tokens = torch.arange(48).reshape(2, 24)
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss * scale
     return loss
 
@@ -273,6 +274,8 @@ def test_a_backward_after_training_is_not_the_one_that_a_step_follows(
     def run(trainer: Any) -> object:
         trainer.train()
         model = trainer.model.train()
+        trainer.accelerator.backward(_loss(model, 1.0))
+        model.zero_grad()
         for scale in (1.0, 2.0):
             trainer.accelerator.backward(_loss(model, scale))
         return AFTERWARDS[what](trainer)

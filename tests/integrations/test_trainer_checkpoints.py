@@ -310,6 +310,56 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert tiny.digest(trainer.model) == before
 
 
+class _Headed(torch.nn.Module):
+    """Its head is all that the optimizer has."""
+
+    # The stock Trainer asks for it where weights are missing.
+    _keys_to_ignore_on_save = None
+
+    def __init__(self, *, more: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(512, 64)
+        self.head = torch.nn.Linear(64, 512)
+        self.more = torch.nn.Linear(64, 64) if more else None
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        logits = self.head(hidden if self.more is None else hidden + self.more(hidden))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class _OfTheHead:
+    """Makes an optimizer over the head alone; ours to come (`given`), or the Trainer's to make."""
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.head.parameters(), lr=1e-2)
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+
+@pytest.mark.parametrize("made", ["given", "in create_optimizer"])
+@pytest.mark.parametrize("more", [False, True], ids=["the same model", "one with more modules"])
+def test_an_optimizer_over_a_part_resumes_also_where_weights_are_new(
+    more: bool, made: str, tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
+) -> None:
+    found = []
+    for host in (transformers.Trainer, Trainer):
+        cls = host if made == "given" else type("OfTheHead", (_OfTheHead, host), {})
+        for steps, last in ((2, False), (4, True)):
+            model = _Headed(more=more and last)
+            given: dict[str, Any] = {"model": model}
+            if made == "given":
+                given["optimizers"] = (torch.optim.AdamW(model.head.parameters(), lr=1e-2), None)
+            dials = tight if host is Trainer else None
+            changes = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2}
+            trainer = _build(tiny, cls, tmp_path / host.__module__.partition(".")[0], dials, given, **changes)
+            trainer.train(resume_from_checkpoint=last)
+        found.append((tiny.digest(trainer.model), tiny.history(trainer)))
+    assert found[0] == found[1]
+
+
 def test_save_only_model(
     tiny: ModuleType, tight: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
