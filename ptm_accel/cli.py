@@ -147,7 +147,7 @@ def estimate(
     autocast = torch.bfloat16 if bf16 else None
     given: Any = {"master_weights": dials.master_weights is not None, "page_size": dials.page_size}
     batch: Any = host.text_batch(meta, batch_size, length)
-    found, unknown = work_out(meta, **given), None
+    found, unknown = None, None
     if batch is None:
         unknown = (
             f"What a batch holds is worked out for text only, and {type(meta).__name__} takes {meta.main_input_name}: "
@@ -164,6 +164,8 @@ def estimate(
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is said'}): call "
                 "ptm_accel.estimate.estimate(model, batch) with a batch of your own."
             )
+    if found is None:
+        found = work_out(meta, **given)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "unknown": unknown}, indent=1))
         return
