@@ -97,17 +97,15 @@ def clip_grads_with_norm(
     Raises:
         UnsupportedError: as `clip_grad_norm`.
     """
-    from ptm_accel.memory.interrupts import INTERRUPTS
     from ptm_accel.model.norms import clip_coefficient
 
     assert engine.gradients is not None
     _refuse_part(engine, parameters, "clip_grads_with_norm_")
-    with INTERRUPTS:
-        engine.synchronise()
-        given = engine.gradients.among(parameters)
-        if given:
-            coefficient = clip_coefficient(total_norm, float(max_norm)).to(engine.pool.compute.device)
-            engine.scale_gradients(coefficient, given)
+    engine.synchronise()
+    given = engine.gradients.among(parameters)
+    if given:
+        coefficient = clip_coefficient(total_norm, float(max_norm)).to(engine.pool.compute.device)
+        engine.scale_gradients(coefficient, given)
 
 
 def clip_grad_value(
@@ -124,11 +122,9 @@ def clip_grad_value(
     Raises:
         UnsupportedError: some parameters are not the model's.
     """
-    from ptm_accel.memory.interrupts import INTERRUPTS
-
     assert engine.gradients is not None
     given = _own(engine, parameters, "clip_grad_value_")
-    with torch.no_grad(), INTERRUPTS:
+    with torch.no_grad():
         engine.synchronise()
         if engine.optimizer is not None:
             engine.optimizer.in_backward.refuse("gradients were clipped by value")
@@ -154,7 +150,6 @@ def drop_gradients(module: nn.Module, set_to_none: bool = True) -> None:
             the gradients.
     """
     from ptm_accel.engine import living_engines
-    from ptm_accel.memory.interrupts import INTERRUPTS
     from ptm_accel.model.looks import refuse_looked_at
 
     for engine in living_engines():
@@ -165,9 +160,8 @@ def drop_gradients(module: nn.Module, set_to_none: bool = True) -> None:
         if gradients and engine.optimizer is not None:
             engine.optimizer.in_backward.refuse("gradients were dropped")
         refuse_looked_at(gradients)
-        with INTERRUPTS:
-            for grad in gradients:
-                grad.forget() if set_to_none else grad.zero()
+        for grad in gradients:
+            grad.forget() if set_to_none else grad.zero()
 
 
 def _refuse_part(engine: Engine, parameters: Sequence[torch.Tensor], name: str) -> None:

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError
 from ptm_accel.memory.device import CudaTier
-from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
@@ -45,7 +44,6 @@ class Engine(TrainedModel):
     # ---- beginning and end -----------------------------------------------------------------------------------
 
     @classmethod
-    @in_section
     def attach(
         cls,
         model: nn.Module,
@@ -95,7 +93,6 @@ class Engine(TrainedModel):
         return engine
 
     @classmethod
-    @in_section
     def take_over(
         cls,
         model: nn.Module,
@@ -139,7 +136,6 @@ class Engine(TrainedModel):
             for slot in engine.slots:
                 memory.pool.forget(slot.value)
 
-    @in_section
     def follow(self, model: nn.Module | None = None) -> None:
         """Follows what has become of the model: wrapped, given adapters or another head, resized, merged.
 
@@ -209,7 +205,6 @@ class Engine(TrainedModel):
                 self.optimizer.close()
                 self.optimizer = None
 
-    @in_section
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
 
@@ -261,8 +256,7 @@ class Engine(TrainedModel):
             return []
         if self.optimizer is not None:
             self.optimizer.apply_scale()
-        with INTERRUPTS:
-            self.gradients.meet_given()
+        self.gradients.meet_given()
         return self.gradients.sums_of(self.slots)
 
     def _sums_off_pages(self) -> list[tuple[ParamSlot, torch.Tensor]]:
@@ -276,7 +270,6 @@ class Engine(TrainedModel):
             grad.drop()
         return sums
 
-    @in_section
     def close(self) -> None:
         """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
         _engines.pop(self.model, None)
@@ -294,7 +287,6 @@ class Engine(TrainedModel):
             assert heir.claim is not None
             share(heir, heir.claim)
 
-    @in_section
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
         self.residency.abort()
@@ -327,7 +319,7 @@ def _close_unasked(memory: Memory) -> None:
 
     def close() -> None:
         # Python loses what is raised while something is collected.
-        with INTERRUPTS.quietly(), _disable_current_modes():
+        with _disable_current_modes():
             uncover_outside()
             memory.close()
 

@@ -19,7 +19,6 @@ from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.glibc import Glibc
 from ptm_accel.memory.heap import HeapTide
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.mapped_files import scratch_origin
 from ptm_accel.memory.origin import Origin, Origins
 from ptm_accel.memory.paged import PagedTensor
@@ -106,7 +105,6 @@ class PagedModel:
         Raises:
             DiskError: a transfer failed.
         """
-        INTERRUPTS.refuse_looks()
         if self.pool.owed is not None:
             self.pool.owed.finish()
 

@@ -16,7 +16,6 @@ from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tier
-from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
@@ -71,7 +70,6 @@ class TrainedModel(PagedModel):
 
     # ---- its optimizer ----------------------------------------------------------------------------------------
 
-    @in_section
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
         """Puts an optimizer's state on pages; another one that was bound before loses its state.
 
@@ -146,8 +144,7 @@ class TrainedModel(PagedModel):
         trainable = [s for s in self.slots if s.param.requires_grad]
         if self.gradients.covers(trainable):
             return
-        with INTERRUPTS:
-            self.gradients.meet_given()
+        self.gradients.meet_given()
         if self.gradients.arrived():
             # They count as in torch, those of what was frozen since among them; it is left out once they are used up.
             self._meet_newcomers()
@@ -245,10 +242,9 @@ class TrainedModel(PagedModel):
             RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` was asked for; nothing has been clipped.
             UnsupportedError: somebody looks at gradients.
         """
-        with INTERRUPTS:
-            norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
-            if present:
-                self.scale_gradients(clip_coefficient(norm, float(max_norm)), present)
+        norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
+        if present:
+            self.scale_gradients(clip_coefficient(norm, float(max_norm)), present)
         return norm
 
     def _grad_norm(
@@ -323,14 +319,12 @@ class TrainedModel(PagedModel):
         self.share_again()
         self._meet_newcomers()
         if self.gradients is not None:
-            with INTERRUPTS:
-                self.gradients.meet_given()
+            self.gradients.meet_given()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:
             self.optimizer.apply_scale()
-        with INTERRUPTS:
-            self.replicas.share_gradients(self.gradients)
+        self.replicas.share_gradients(self.gradients)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -352,12 +346,10 @@ class TrainedModel(PagedModel):
         stack = ExitStack()
         try:
             # No pin that nobody holds, should somebody press Ctrl-C.
-            with INTERRUPTS:
-                self._gather(stack, grads, write, part)
+            self._gather(stack, grads, write, part)
             yield self.model
         finally:
-            with INTERRUPTS:
-                stack.close()
+            stack.close()
 
     def _gather(self, stack: ExitStack, grads: bool, write: bool, part: nn.Module | None) -> None:
         # Pins leave little room to work in.

@@ -26,7 +26,6 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.glibc import Trimmer
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory
@@ -402,7 +401,7 @@ class _BringIn(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__" and func != _DATA:
             return func(*args, **kwargs)
-        with INTERRUPTS, ExitStack() as stack:
+        with ExitStack() as stack:
             for value in (*args, *kwargs.values()):
                 slot = self._slots.of(value) if isinstance(value, torch.Tensor) else None
                 if slot is not None:

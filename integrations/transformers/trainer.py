@@ -20,7 +20,6 @@ from ptm_accel.engine import Engine
 from ptm_accel.environment import agreed
 from ptm_accel.errors import PagedModelError, UnsupportedError
 from ptm_accel.logs import speak
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.blank_state import blank_state
 
 from ..accelerate import PTMAccelerator
@@ -28,6 +27,7 @@ from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .cards import add_section
 from .checkpoints import PagedCheckpoints
+from .interrupts import SafePoints
 from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
 
@@ -62,6 +62,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         if ptm_config is not None or self.ptm_config is None:
             self.ptm_config = agreed(ptm_config)
         speak()
+        self._safe_points = SafePoints()
         super().__init__(*args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             refuse_optimizer(self.args)
@@ -177,15 +178,25 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
 
     @contextmanager
     def _ending_cleanly(self) -> Iterator[None]:
-        """Whatever interrupts (Ctrl-C as well), nothing stays half done: saving and training on are possible."""
+        """After any exception nothing stays half done: saving and training on are possible."""
         try:
-            with INTERRUPTS.watched():
+            with self._safe_points.watched():
                 yield
         except BaseException:
             engine = self._engine if self.model is not None else None
             if engine is not None:
                 engine.abort()
             raise
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer; Ctrl-C ends training before it."""
+        self._safe_points.check()
+        return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer; Ctrl-C ends an evaluation before it."""
+        self._safe_points.check()
+        return super().prediction_step(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in the Trainer, with a section about memory."""

@@ -27,7 +27,6 @@ from transformers.utils import logging as host_logging
 
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError, UnsupportedError
-from ptm_accel.memory.interrupts import in_section
 from ptm_accel.units import format_bytes
 
 from .forgetting import MATERIALIZE, SET, Forgetting
@@ -330,7 +329,6 @@ class _Write(_Target):
         self._last = check.last
 
     @torch.no_grad()
-    @in_section
     def take(self, full_name: str, value: torch.Tensor) -> None:
         ref = _tensor_of(*self.places[full_name])
         if self._last[id(ref)] != full_name:

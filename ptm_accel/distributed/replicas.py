@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.interrupts import in_section
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
@@ -46,7 +45,6 @@ class Replicas:
         self._hook = model.register_forward_pre_hook(self._before_forward())
         self._met: tuple[Gradients | None, int] = (None, 0)
 
-    @in_section
     def share_values(self, slots: Iterable[ParamSlot], buffers: Iterable[torch.Tensor]) -> None:
         """Gives every process the first one's parameters and buffers.
 

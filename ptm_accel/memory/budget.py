@@ -9,13 +9,13 @@ calls it so that charged + kept never exceeds the capacity.
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError
-from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.units import format_bytes
 
 
@@ -51,7 +51,7 @@ class Common:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.lock = BookLock()
+        self.lock = threading.RLock()
         self.budgets: weakref.WeakSet[Budget] = weakref.WeakSet()
 
     def beside(self, budget: Budget) -> list[Budget]:
@@ -112,7 +112,7 @@ class Budget:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._by_tag: Counter[Tag] = Counter()
-        self._lock = BookLock()
+        self._lock = threading.RLock()
         self._common: Common | None = None
         self._kept_bytes: Callable[[], int] | None = None
         self._reclaim: Reclaimer | None = None

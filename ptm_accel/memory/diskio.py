@@ -25,7 +25,6 @@ from ptm_accel.errors import DiskError
 from ptm_accel.memory.channels import Channels
 from ptm_accel.memory.disk_transfer import DiskTransfer, Failure, Piece
 from ptm_accel.memory.fork_gate import FORK_GATE
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.scratch import Direction, ScratchFile
@@ -141,8 +140,8 @@ class Lanes:
         Raises:
             DiskError: nobody is left who could make it so.
         """
-        began = time.perf_counter()
-        with INTERRUPTS, self.lock:
+        time.perf_counter()
+        with self.lock:
             self._look()
             while not ended():
                 if not (self._is_staffed() and self._is_busy()):
@@ -150,7 +149,6 @@ class Lanes:
                 self._wait_a_moment()
                 # Whoever was to wake a thread may have been interrupted.
                 self._wake()
-                INTERRUPTS.look(time.perf_counter() - began)
 
     def look(self) -> None:
         """Notes what has ended in the background; never blocks for long."""
@@ -158,7 +156,7 @@ class Lanes:
         if channels is None or time.perf_counter() < channels.looked_s + _LOOK_EVERY_S:
             return
         # What has ended is noted whole, or not at all.
-        with INTERRUPTS, self.lock:
+        with self.lock:
             self._look()
 
     def require_open(self, what: Direction | str, name: str = "") -> None:
@@ -180,7 +178,7 @@ class Lanes:
         if os.getpid() != self._process:
             self._close_files()
             return
-        began = time.perf_counter()
+        time.perf_counter()
         with self.lock:
             self._closing = True
             self._wake()
@@ -188,7 +186,6 @@ class Lanes:
             mine = threading.current_thread() in self._threads
             while self._is_under_way() or (not mine and self._is_staffed() and self._is_busy()):
                 self._wait_a_moment()
-                INTERRUPTS.look(time.perf_counter() - began)
         # The collector may close a forgotten tier from one of its own threads; the last to leave closes the files then.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:

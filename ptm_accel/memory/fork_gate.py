@@ -10,10 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from functools import partial
 from typing import Protocol
-
-from ptm_accel.memory.interrupts import INTERRUPTS
 
 
 class HoldsStill(Protocol):
@@ -40,8 +37,7 @@ class ForkGate:
         self._closed_by: int | None = None
 
     def close(self) -> None:
-        """Before a fork; Python loses what is raised here, so that Ctrl-C is put off until something is done again."""
-        INTERRUPTS.__enter__()
+        """Before a fork."""
         self._lock.acquire()
         self._closed_by = threading.get_ident()
         for holder in list(self.holders):
@@ -49,26 +45,16 @@ class ForkGate:
             # One that an interrupt let go again is not let go twice.
             self._held.append(holder)
 
-    def open(self, *, here: bool = True) -> None:
-        """After it.
-
-        Args:
-            here: in the process that has forked, and not in the new one.
-        """
-        try:
-            # A second Ctrl-C may have come before it was taken.
-            if self._closed_by == threading.get_ident():
-                for holder in reversed(self._held):
-                    holder.go_on()
-                self._held = []
-                self._closed_by = None
-                self._lock.release()
-        finally:
-            INTERRUPTS.leave_quietly(here=here)
+    def open(self) -> None:
+        """After it."""
+        if self._closed_by == threading.get_ident():
+            for holder in reversed(self._held):
+                holder.go_on()
+            self._held = []
+            self._closed_by = None
+            self._lock.release()
 
 
 # Python has no way to take this back, so it is done once and not for each tier.
 FORK_GATE = ForkGate()
-os.register_at_fork(
-    before=FORK_GATE.close, after_in_parent=FORK_GATE.open, after_in_child=partial(FORK_GATE.open, here=False)
-)
+os.register_at_fork(before=FORK_GATE.close, after_in_parent=FORK_GATE.open, after_in_child=FORK_GATE.open)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+import threading
 from collections import Counter
 from typing import NamedTuple
-
-from ptm_accel.memory.interrupts import BookLock
 
 _FOLD_AFTER = 1024
 """How many copies may wait to be added up."""
@@ -42,7 +41,7 @@ class LinkMeter:
         self._busy_s = 0.0
         self._busy_until_s = -math.inf
         self._spans: list[tuple[float, float]] = []
-        self._lock = BookLock()
+        self._lock = threading.RLock()
 
     def add(self, direction: CopyDirection, nbytes: int, began_s: float, ended_s: float) -> None:
         """Counts a copy that has ended.

@@ -12,6 +12,7 @@ What is moved on demand is moved while the caller waits. Somebody who knows what
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +29,6 @@ from ptm_accel.memory.compaction import Compaction
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.handouts import Handouts
-from ptm_accel.memory.interrupts import INTERRUPTS, BookLock
 from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.origin import Origin
@@ -80,7 +80,7 @@ class Pool:
         self.budget = budget
         self.home = home
         self.stats = PoolStats()
-        self.lock = BookLock()
+        self.lock = threading.RLock()
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(home, self.stats, self.timeline)
         self.room = Room(compute, budget, self.traffic, self, self.lock)
@@ -414,7 +414,6 @@ class Pool:
         the home, as a private mapping. Valid until the next step. An alias that is kept keeps its extent from being
         moved away, so once many are, the others come from the home as well.
         """
-        INTERRUPTS.refuse_looks()
         with self.lock:
             return self.snapshots.take(tensor)
 

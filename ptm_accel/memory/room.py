@@ -7,6 +7,7 @@ is needed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,6 @@ from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.glibc import Heap
 from ptm_accel.memory.heap import HeapTide
-from ptm_accel.memory.interrupts import BookLock
 from ptm_accel.memory.leavers import Leaver, Unsaved
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.tide import Shapes, Tide
@@ -70,7 +70,7 @@ class Room:
     """
 
     def __init__(
-        self, compute: ComputeTier, budget: Budget, traffic: Traffic, evictor: Evictor, lock: BookLock
+        self, compute: ComputeTier, budget: Budget, traffic: Traffic, evictor: Evictor, lock: threading.RLock
     ) -> None:
         self.compute = compute
         self.budget = budget

@@ -17,7 +17,6 @@ from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
-from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.pinned import host_pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ComputeTier, Home
@@ -70,10 +69,6 @@ class Memory:
     device: DeviceTier | None = None
     _owner: int = field(default_factory=os.getpid, init=False)
 
-    def __post_init__(self) -> None:
-        INTERRUPTS.begin()
-
-    @in_section
     def close(self) -> None:
         """Gives everything back. Idempotent; does nothing in a fork of the process that has made it.
 
@@ -83,10 +78,7 @@ class Memory:
         if self.closed:
             return
         self.closed = True
-        try:
-            self._close()
-        finally:
-            INTERRUPTS.end()
+        self._close()
 
     def _close(self) -> None:
         if os.getpid() != self._owner:

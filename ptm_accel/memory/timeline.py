@@ -12,13 +12,12 @@ itself (for room) leaves the device without work, which is the same thing seen f
 from __future__ import annotations
 
 import enum
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
-
-from ptm_accel.memory.interrupts import BookLock
 
 _LOOK_AFTER = 256
 """How many marks may wait to be looked at."""
@@ -120,7 +119,7 @@ class Timeline:
         self._known_s: float | None = None
         self._spent_s = dict.fromkeys(Span, 0.0)
         # A signal's handler may look at parameters while this thread is in here.
-        self._lock = BookLock()
+        self._lock = threading.RLock()
 
     @property
     def span(self) -> Span:

@@ -11,7 +11,6 @@ import torch
 
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.copies import Keeping, finish, joined, settle
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.retries import Retries
@@ -69,7 +68,7 @@ class Traffic:
         """Counts the time inside as stalled, and what is queued inside as waiting."""
         begin = time.perf_counter()
         try:
-            with during(self.timeline, Span.WAIT), INTERRUPTS.waiting():
+            with during(self.timeline, Span.WAIT):
                 yield
         finally:
             self.stats.stall_s += time.perf_counter() - begin

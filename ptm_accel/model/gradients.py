@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.grad_slot import GradSlot
@@ -134,14 +133,13 @@ class Gradients:
 
     def lift(self) -> list[GradSlot]:
         """The sums that there are, for other gradients that go on with them (`take_over`); here there are none then."""
-        with INTERRUPTS:
-            self.meet_given()
-            lifted = []
-            for grad in self._by_param.values():
-                if grad.value is not None or grad.used:
-                    used = grad.used
-                    lifted.append(grad.hand_over())
-                    lifted[-1].used = used
+        self.meet_given()
+        lifted = []
+        for grad in self._by_param.values():
+            if grad.value is not None or grad.used:
+                used = grad.used
+                lifted.append(grad.hand_over())
+                lifted[-1].used = used
         return lifted
 
     def take_over(self, lifted: list[GradSlot], slots: Iterable[ParamSlot]) -> None:
@@ -272,10 +270,9 @@ class Gradients:
 
     def drop(self) -> None:
         """Forgets all gradients (`zero_grad`)."""
-        with INTERRUPTS:
-            self.landings.give_up()
-            for grad in self._by_param.values():
-                grad.forget()
+        self.landings.give_up()
+        for grad in self._by_param.values():
+            grad.forget()
 
     def remove(self) -> None:
         """Takes the hooks off and gives all room back."""
@@ -320,10 +317,9 @@ class Gradients:
         def meet(arriving: torch.Tensor) -> None:
             if grad.value is not None and grad.slot.param.grad is not None and grad.look is Look.NONE:
                 # Somebody has put it there in the place of the sum.
-                with INTERRUPTS:
-                    if self.arriving is not None:
-                        self.arriving()
-                    grad.drop()
+                if self.arriving is not None:
+                    self.arriving()
+                grad.drop()
 
         return meet
 
@@ -332,8 +328,7 @@ class Gradients:
             hooks = param._post_accumulate_grad_hooks
             if len(hooks) > 1:
                 refuse_hooks_of_others(self._by_param[id(param)], last=next(reversed(hooks.values())) is take)
-            with INTERRUPTS:
-                self.take(param)
+            self.take(param)
 
         return take
 

@@ -23,7 +23,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.errors import BudgetError
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.looks import Look
@@ -136,7 +135,7 @@ class Landings:
                 self._watched = grad, product.data_ptr()
                 return product
             # As outside of the mode: tensors that are made below autograd are counted in another way.
-            with INTERRUPTS, _C._ForceDispatchKeyGuard(*keys):
+            with _C._ForceDispatchKeyGuard(*keys):
                 place = self._make(grad)
             return None if place is None else _result(_MM_OUT(left, right, out=place))
 
@@ -208,8 +207,7 @@ class Landings:
         if landed is not None:
             # Whoever keeps one may keep all, which should cost no budget.
             self._kept |= landed[1].viewed
-            with INTERRUPTS:
-                self._pool.forget(landed[1])
+            self._pool.forget(landed[1])
 
 
 def _is_summed(param: torch.Tensor) -> bool:

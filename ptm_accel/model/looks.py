@@ -10,7 +10,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.slots import ParamSlot
 
@@ -94,9 +93,8 @@ def lend_to_hooks(slots: Iterable[ParamSlot]) -> list[RemovableHandle]:
 
 def _lender(slot: ParamSlot) -> Callable[[torch.Tensor], None]:
     def lend(gradient: torch.Tensor) -> None:
-        with INTERRUPTS:
-            slot.meet()
-            slot.lend()
+        slot.meet()
+        slot.lend()
 
     return lend
 

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
@@ -215,15 +214,14 @@ class Residency:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():
                 refuse(module)
-            with INTERRUPTS:
-                if self._frames.stack:
-                    self._end_torn_down(module)
-                if not self._frames.stack and torch._C._current_graph_task_id() == -1:
-                    grad = torch.is_grad_enabled()
-                    kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
-                    self.pool.room.begin_pass(kind[-1], evaluates=not grad)
-                    self.run_ahead.begin(kind, evaluates=evaluates)
-                self._enter(module, None)
+            if self._frames.stack:
+                self._end_torn_down(module)
+            if not self._frames.stack and torch._C._current_graph_task_id() == -1:
+                grad = torch.is_grad_enabled()
+                kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
+                self.pool.room.begin_pass(kind[-1], evaluates=not grad)
+                self.run_ahead.begin(kind, evaluates=evaluates)
+            self._enter(module, None)
 
         return Hook(enter)
 
@@ -260,7 +258,6 @@ class Residency:
         slot = self.slots.of(param)
         if slot is None:
             return
-        INTERRUPTS.refuse_looks()
         slot.meet()
         self.pool.room.glance()
         value = slot.value
@@ -273,18 +270,17 @@ class Residency:
         if value.movable and self.pool.owed is not None:
             # A pin may be that of the update which is still owed to it.
             self.pool.owed.before_use(value)
-        with INTERRUPTS:
-            stays = not self.writing and value.place.resident and (value.pins > 0 or not value.movable)
-            if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
-                self._lend(slot)
-            elif not stack and self._names_data and not self.writing:
-                # A hook in backward may write to it, and torch would not count that.
-                slot.lend()
-            elif not stack and not stays:
-                self.pool.fault(value, write=self.writing)
-            elif stack and not stays and id(slot) not in stack[-1].reads:
-                stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
-            self._sum(stack, slot)
+        stays = not self.writing and value.place.resident and (value.pins > 0 or not value.movable)
+        if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
+            self._lend(slot)
+        elif not stack and self._names_data and not self.writing:
+            # A hook in backward may write to it, and torch would not count that.
+            slot.lend()
+        elif not stack and not stays:
+            self.pool.fault(value, write=self.writing)
+        elif stack and not stays and id(slot) not in stack[-1].reads:
+            stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
+        self._sum(stack, slot)
 
     @staticmethod
     def _sum(stack: list[_Frame], slot: ParamSlot) -> None:
@@ -317,8 +313,7 @@ class Residency:
 
     def enter(self, module: nn.Module, region: Region | None = None) -> None:
         """A module's forward begins: pins its own parameters, or those of the compiled region that begins here."""
-        with INTERRUPTS:
-            self._enter(module, region)
+        self._enter(module, region)
 
     def _enter(self, module: nn.Module, region: Region | None) -> None:
         frames = self._frames
@@ -328,7 +323,6 @@ class Residency:
             self._borrowed.clear()
             self.pool.shelf.end_loans()
             if module is self.root:
-                INTERRUPTS.meet_handlers()
                 self.regions.scan()
             if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self.beginning()
@@ -368,12 +362,11 @@ class Residency:
         # An exception may have torn down inner forwards whose hooks were not called; they end with this one.
         if not any(frame.module is module for frame in frames.stack):
             return
-        with INTERRUPTS:
-            while frames.stack[-1].module is not module:
-                self._pop(frames)
-            if len(frames.stack) > 1:
-                self._hand_up(frames.stack[-2], output)
+        while frames.stack[-1].module is not module:
             self._pop(frames)
+        if len(frames.stack) > 1:
+            self._hand_up(frames.stack[-2], output)
+        self._pop(frames)
 
     def _hand_up(self, caller: _Frame, output: Any) -> None:
         """Pins parameters that a forward returns for the forward that called it."""
@@ -419,7 +412,6 @@ class Residency:
 
     def abort(self) -> None:
         """Ends forwards that an exception has torn down without their hooks being called (Ctrl-C)."""
-        with INTERRUPTS:
-            self.run_ahead.give_up()
-            while self._frames.stack:
-                self._pop(self._frames)
+        self.run_ahead.give_up()
+        while self._frames.stack:
+            self._pop(self._frames)

@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import PagedModelError, PlaceholderError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, is_intact, placeholder
 from ptm_accel.memory.pool import Pool
 
@@ -204,17 +203,16 @@ class ParamSlot:
                 "and what it had before is kept by somebody (such as `kept = module.weight.data`), who would see it "
                 "change. Keep a copy (`module.weight.data.clone()`), or write in place (`module.weight.data.copy_()`)."
             )
-        with INTERRUPTS:
-            if view:
-                # Not as a part of what is about to be dropped.
-                given = given.clone() if self._table.address(given) == self._address else given
-                self.param.data = given
-            self._pool.renew(self.value, given)
-            assert self.value.extent is not None
-            self._address = self._layout = self._placeholder = None
-            self.generation += 1
-            self._writes += 1
-            self.arrived(self.value.extent.tensor)
+        if view:
+            # Not as a part of what is about to be dropped.
+            given = given.clone() if self._table.address(given) == self._address else given
+            self.param.data = given
+        self._pool.renew(self.value, given)
+        assert self.value.extent is not None
+        self._address = self._layout = self._placeholder = None
+        self.generation += 1
+        self._writes += 1
+        self.arrived(self.value.extent.tensor)
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the values in."""
@@ -316,7 +314,7 @@ class ParamSlot:
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy in `dtype` of a view of the values, charged as long as it lives."""
-        with INTERRUPTS, self._pool.pin(self.value) as values:
+        with self._pool.pin(self.value) as values:
             view = values.detach().as_strided(shape, strides, offset)
             with self._pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
                 copy = view.to(dtype)

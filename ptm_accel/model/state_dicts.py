@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptm_accel.memory.interrupts import in_section
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.hooks import Hook
@@ -101,7 +100,6 @@ class StateDictHooks:
         return (*self._handles, *(handle for handles in self._covered.values() for handle in handles))
 
     def _fill(self) -> Callable[..., None]:
-        @in_section
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             for name, param in dict.items(module._parameters):
                 key = prefix + name
@@ -132,7 +130,6 @@ class StateDictHooks:
         return values
 
     def _begin_load(self) -> Callable[..., None]:
-        @in_section
         def begin(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             pins = self._loading.setdefault(id(module), [])
             # A hook of somebody else's after this one may give the tensors other names.
@@ -147,7 +144,6 @@ class StateDictHooks:
         return Hook(begin)
 
     def _end_load(self) -> Callable[..., None]:
-        @in_section
         def end(module: nn.Module, incompatible_keys: Any) -> None:
             pins = self._loading.pop(id(module), [])
             for pin in pins:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Cursor, Unit
 
@@ -69,8 +68,7 @@ class Batches:
     def wait(self) -> None:
         """Waits for what the first one reads. Ctrl-C is not put off any longer here, since nothing is half done."""
         batch = self._batches[0]
-        with INTERRUPTS, self._sweep.pool.traffic.stalled():
-            INTERRUPTS.look()
+        with self._sweep.pool.traffic.stalled():
             for transfer in [transfer for unit in batch for transfer in unit.awaited()]:
                 # An error is raised again by the update itself.
                 with suppress(DiskError):

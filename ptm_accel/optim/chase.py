@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError, PlaceholderError, StaleGraphError, UnsupportedError
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.batches import Batches
@@ -353,8 +352,7 @@ class Chase:
         assert self._on_host is not None
         job = self._on_host.next_job
         if job is not None:
-            with INTERRUPTS, self._sweep.pool.traffic.stalled():
-                INTERRUPTS.look()
+            with self._sweep.pool.traffic.stalled():
                 job.wait()
         with self._at_work():
             self._look_at_host()
@@ -407,7 +405,7 @@ class Chase:
         begin = time.perf_counter() - pool.stats.stall_s
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
-            with INTERRUPTS.uninterrupted(), pool.unadvised(), _plainly(pool.compute.device.type), torch.no_grad():
+            with pool.unadvised(), _plainly(pool.compute.device.type), torch.no_grad():
                 self._working = True
                 try:
                     with torch._C.DisableTorchFunction():

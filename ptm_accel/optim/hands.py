@@ -17,7 +17,6 @@ from queue import SimpleQueue
 
 import torch
 
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.raising import raise_first
 
@@ -65,15 +64,14 @@ class Hands:
         self._begin(self.count)
         round_ = _Round()
         # Whoever is interrupted in the middle would leave threads behind that write to memory of others.
-        with INTERRUPTS:
-            try:
-                yield lambda piece: round_.give(self._queue, piece)
-            except BaseException:
-                round_.off = True
-                raise
-            finally:
-                round_.wait()
-            raise_first(round_.errors)
+        try:
+            yield lambda piece: round_.give(self._queue, piece)
+        except BaseException:
+            round_.off = True
+            raise
+        finally:
+            round_.wait()
+        raise_first(round_.errors)
 
     def _begin(self, count: int) -> None:
         assert self._stop.alive, f"{self._name}: work after the end"

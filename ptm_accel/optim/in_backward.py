@@ -7,19 +7,18 @@ that is an error, and never a wrong number. State then streams beside backward a
 again before the next but one arrives.
 
 What is different for the user: an exception in the middle of such a backward leaves the weights between two steps, as
-one in the middle of `optimizer.step()` does. So Ctrl-C waits for the end of the step.
+one in the middle of `optimizer.step()` does.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.run_ahead import RunAhead
@@ -60,7 +59,6 @@ class InBackward:
         self._begin = begin
         self._permitted = False
         self._spent: list[GradSlot] = []
-        self._whole = ExitStack()
 
     @contextmanager
     def permitted(self) -> Iterator[None]:
@@ -70,7 +68,6 @@ class InBackward:
             UnsupportedError: the step of the backward before it has not come.
         """
         self.refuse("another backward was begun")
-        self._whole.enter_context(INTERRUPTS.uninterrupted())
         self._permitted = True
         try:
             yield
@@ -79,8 +76,6 @@ class InBackward:
             raise
         finally:
             self._permitted = False
-            if self.chase is None:
-                self._whole.close()
 
     def take(self, grad: GradSlot) -> None:
         """A gradient has arrived: its update begins, if it may."""
@@ -159,7 +154,6 @@ class InBackward:
         self._spent.clear()
         if chase is not None and not chase.whole:
             chase.give_up()
-        self._whole.close()
 
     def abandon(self) -> None:
         """The step will not be ended: what has been done of it stays done."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.interrupts import INTERRUPTS, in_section
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
@@ -110,7 +109,6 @@ class PagedOptimizer(torch.optim.Optimizer):
     # ---- the step --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @in_section
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient; the gradients are used up.
 
@@ -128,7 +126,6 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "the same model, or the model was taken off its pages. A model on pages has one optimizer at a time; "
                 "where you need several, give one optimizer a parameter group for each."
             )
-        INTERRUPTS.meet_handlers()
         uncover_outside()
         refuse_shown(self._gradients.slots(), "optimizer.step() was called")
         self._run_ahead.end_step()
@@ -137,21 +134,20 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.settle()
             self.expect(self.param_groups)
         # What is updated here and what is left to be chased are one step: half of it would be no state of the model.
-        with INTERRUPTS.uninterrupted():
-            try:
-                self._step()
-            except BaseException:
-                self.in_backward.abandon()
-                raise
-            self._overlap.steps += 1
-            self._stepped()
-            try:
-                # Nothing of the step is left to be done here, and nothing is lost by what fails.
-                if self._pool.room.tide is not None:
-                    self._pool.room.tide.end_step()
-                    self._pool.room.shrink()
-            finally:
-                self.in_backward.end()
+        try:
+            self._step()
+        except BaseException:
+            self.in_backward.abandon()
+            raise
+        self._overlap.steps += 1
+        self._stepped()
+        try:
+            # Nothing of the step is left to be done here, and nothing is lost by what fails.
+            if self._pool.room.tide is not None:
+                self._pool.room.tide.end_step()
+                self._pool.room.shrink()
+        finally:
+            self.in_backward.end()
 
     def _work(self) -> Work:
         work: Work = []
@@ -280,10 +276,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         known = [self._gradients.known(self._states.slot(param)) for param in self._states.params()]
         gradients = [grad for grad in known if grad is not None]
         refuse_looked_at(gradients)
-        with INTERRUPTS:
-            self._scale = None
-            for grad in gradients:
-                grad.forget() if set_to_none else grad.zero()
+        self._scale = None
+        for grad in gradients:
+            grad.forget() if set_to_none else grad.zero()
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
         """Multiplies every gradient by `coefficient`; those of its own parameters at the latest when they are used."""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.raising import raise_first
 from ptm_accel.optim.units import Unit
-
-_LOOK_EVERY_S = 0.1
-"""How often who waits for a job looks for signals."""
 
 
 class Worker:
@@ -98,9 +93,7 @@ class Job:
 
     def wait(self) -> None:
         """Blocks until it has ended, well or not; it may wait for a disk itself."""
-        began = time.perf_counter()
-        while not self._ended.wait(_LOOK_EVERY_S):
-            INTERRUPTS.look(time.perf_counter() - began)
+        self._ended.wait()
 
     def result(self) -> dict[str, Any]:
         """What it left, once it has ended; raises its error, once, with the traceback of the thread that worked."""

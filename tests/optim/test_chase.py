@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, DiskError, PlaceholderError, StaleGraphError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
@@ -502,91 +500,6 @@ def go_on(model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer) ->
     for number in range(3, 6):
         step(model, optimizer, number)
     engine.settle()
-
-
-def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
-    done: list[str] = []
-
-    def update(presses: int) -> None:
-        with INTERRUPTS.uninterrupted():
-            for _ in range(presses):
-                signal.raise_signal(signal.SIGINT)
-            done.append("update")
-        done.append("after it")
-
-    with pytest.raises(KeyboardInterrupt):
-        update(1)
-    assert done == ["update"]
-    with pytest.raises(KeyboardInterrupt):
-        update(2)
-    assert done == ["update"], "a second one is not put off"
-    with INTERRUPTS.uninterrupted():
-        done.append("quiet")
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    other = threading.Thread(target=_in_a_thread, args=(done,))
-    other.start()
-    other.join()
-    assert done == ["update", "quiet", "thread"]
-
-
-def _in_a_thread(done: list[str]) -> None:
-    with INTERRUPTS.uninterrupted():
-        done.append("thread")
-
-
-@pytest.mark.parametrize("looks", ["at a parameter", "at all"])
-def test_a_handler_that_comes_in_the_middle_of_a_batch_sees_the_whole_step(
-    looks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, _ = plain(3)
-    seen: list[dict[str, torch.Tensor]] = []
-    rung: list[bool] = []
-    with chasing(tmp_path) as (model, engine, optimizer):
-        sweep = optimizer._sweep
-        carry_out = sweep.carry_out
-
-        def interrupted(*args: Any, **kwargs: Any) -> None:
-            if not rung:
-                rung.append(True)
-                signal.raise_signal(signal.SIGUSR1)
-            carry_out(*args, **kwargs)
-
-        def handler(number: int, frame: Any) -> None:
-            seen.append({name: value.clone() for name, value in model.state_dict().items()})
-
-        before = signal.signal(signal.SIGUSR1, handler)
-        INTERRUPTS.meet_handlers()
-        monkeypatch.setattr(sweep, "carry_out", interrupted)
-        try:
-            # Neither is within a section of another's.
-            model[1].weight.detach() if looks == "at a parameter" else engine.settle()
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-        assert len(seen) == 1
-        for name, value in expected.state_dict().items():
-            assert same_bits(seen[0][name], value), name
-
-
-def test_ctrl_c_in_the_middle_of_a_chase_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = plain(4)
-    with chasing(tmp_path) as (model, engine, optimizer):
-        sweep = optimizer._sweep
-        carry_out, pressed = sweep.carry_out, []
-
-        def interrupted(*args: Any, **kwargs: Any) -> None:
-            if not pressed:
-                pressed.append(True)
-                signal.raise_signal(signal.SIGINT)
-            carry_out(*args, **kwargs)
-
-        monkeypatch.setattr(sweep, "carry_out", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            backward(model, 3)
-        engine.abort()
-        engine.zero_grad()
-        step(model, optimizer, 3)
-        assert_same_weights(model, expected)
 
 
 def test_a_graph_of_values_before_an_owed_update_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim import arithmetic
 from ptm_accel.optim.arithmetic import InPieces
 from ptm_accel.optim.hands import Hands
@@ -132,7 +131,6 @@ def test_what_is_broken_off_leaves_nothing_running(hands: Hands) -> None:
     assert 1 <= seen <= COUNT
     time.sleep(0.1)
     assert len(ran) == seen
-    assert INTERRUPTS._sections == 0
 
 
 def test_those_that_are_forgotten_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, DiskError, LostStepError, StaleGraphError, UnsupportedError
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.optim.chase import Chase
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
@@ -303,42 +301,6 @@ def test_what_comes_between_a_gradient_and_its_update_is_refused(tmp_path: Path)
         engine.settle()
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_in_backward_waits_for_the_end_of_the_step(
-    presses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one does not wait, and then the step is lost."""
-    expected, _, _ = plain(5)
-    with paged(tmp_path) as (model, engine, optimizer):
-        for number in range(4):
-            step(model, engine, optimizer, number)
-        carry_out, pressed = optimizer._sweep.carry_out, []
-
-        def interrupted(*args: Any, **kwargs: Any) -> None:
-            if not pressed:
-                pressed.append(True)
-                for _ in range(presses):
-                    signal.raise_signal(signal.SIGINT)
-            carry_out(*args, **kwargs)
-
-        monkeypatch.setattr(optimizer._sweep, "carry_out", interrupted)
-
-        def interrupted_step() -> None:
-            backward(model, engine, 4)
-            assert pressed
-            optimizer.step()
-
-        with INTERRUPTS.watched(), pytest.raises(KeyboardInterrupt):
-            interrupted_step()
-        assert not INTERRUPTS._sections, "the next Ctrl-C would be put off"
-        engine.abort()
-        engine.zero_grad()
-        assert optimizer.in_backward.chase is None
-        if presses == 1:
-            assert_same_weights(model, expected)
-        step(model, engine, optimizer, 5)
-
-
 def test_an_update_that_fails_ends_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -546,23 +508,6 @@ def test_nobody_sees_half_a_step(tmp_path: Path) -> None:
             model.layers[0].weight.detach()
         optimizer.step()
         assert_same_weights(model, plain(5)[0])
-
-
-def test_closing_in_the_middle_of_a_step_lets_ctrl_c_through_again(tmp_path: Path) -> None:
-    floor, need = needs(Net(), tmp_path, "host+disk", optimizer=adamw)
-    memory = open_memory("host+disk", floor + (need - floor) // 2, tmp_path)
-    model = Net()
-    engine = Engine.attach(model, config(), memory=memory)
-    engine.updates_in_backward = lambda: True
-    optimizer = engine.bind_optimizer(adamw(model))
-    for number in range(4):
-        step(model, engine, optimizer, number)
-    backward(model, engine, 4)
-    assert INTERRUPTS._sections
-    engine.close()
-    assert not INTERRUPTS._sections
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
 
 
 def test_while_updates_are_forbidden_none_begins(tmp_path: Path) -> None:

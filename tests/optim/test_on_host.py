@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.frame_home import FrameHome, HeldRun
-from ptm_accel.memory.interrupts import INTERRUPTS
 from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.model.floor import FUSED_ADAMW
@@ -699,21 +697,3 @@ def test_a_thread_that_cannot_be_started_is_waited_for_by_nobody(
             train(model, paged, range(4), engine.clip_grad_norm_, 1)
         engine.abort()
         engine.zero_grad()
-
-
-def test_an_alarm_ends_the_wait_for_a_job_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptm_accel.memory.interrupts.PATIENCE_S", 0.3)
-    answers = threading.Event()
-    job = Job(cast("Unit", None), lambda unit: answers.wait(20), lambda unit: {})
-    worker = Worker("test")
-    before = signal.signal(signal.SIGALRM, lambda number, frame: answers.set())
-    try:
-        with INTERRUPTS.watched(), INTERRUPTS:
-            worker.submit(job)
-            signal.raise_signal(signal.SIGALRM)
-            assert not answers.is_set()
-            job.wait()
-            assert answers.is_set(), "in the wait, and not at the end of the section"
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        worker.close()
