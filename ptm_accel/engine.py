@@ -20,10 +20,9 @@ from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
-from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
-from ptm_accel.model.faults import same_place
-from ptm_accel.model.saved import uncover_outside
-from ptm_accel.model.slots import ParamSlot
+from ptm_accel.model.away import bare
+from ptm_accel.model.changes import Changes, changes_of, outline, refuse_changes
+from ptm_accel.model.slots import ParamSlot, same_place
 from ptm_accel.opening import open_memory
 from ptm_accel.sharing import share
 from ptm_accel.sizing import refuse_oversized_model
@@ -150,9 +149,7 @@ class Engine(TrainedModel):
             BudgetError: less than the least budget that it can train under now.
         """
         model = self.model if model is None else model
-        for slot in self.slots:
-            slot.meet()
-        if model is self.model and outline(model) == self._outline and is_covered(model):
+        if model is self.model and outline(model) == self._outline and self.residency.covers(model):
             self._meet_trainable()
             return
         check_model(model, {slot.param for slot in self.slots})
@@ -238,11 +235,10 @@ class Engine(TrainedModel):
         if self.replicas is not None:
             self.replicas.remove()
         for slot in self.slots:
-            if check:
-                slot.meet()
-            if slot.value.place is Place.BLANK and not (check and slot.shown):
+            if slot.value.place is Place.BLANK and not (check and slot.on_pages):
                 # Never put on pages (it still has its own data), or without values in a model that is given up.
                 slot.value.occupant = None
+                slot.leave_pages()
                 continue
             self._take_off(slot)
         for slot, total in sums:
@@ -256,7 +252,6 @@ class Engine(TrainedModel):
             return []
         if self.optimizer is not None:
             self.optimizer.apply_scale()
-        self.gradients.meet_given()
         return self.gradients.sums_of(self.slots)
 
     def _sums_off_pages(self) -> list[tuple[ParamSlot, torch.Tensor]]:
@@ -271,9 +266,8 @@ class Engine(TrainedModel):
         return sums
 
     def close(self) -> None:
-        """Gives all memory back. The model's parameters are placeholders afterwards, unless it was detached."""
+        """Gives all memory back. The model's parameters have no values afterwards, unless it was detached."""
         _engines.pop(self.model, None)
-        uncover_outside()
         if self.optimizer is not None:
             self.optimizer.in_backward.end()
         self._finaliser.detach()
@@ -290,10 +284,10 @@ class Engine(TrainedModel):
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
         self.residency.abort()
-        self.state_dicts.abort()
-        for slot in self.slots:
-            # Autograd was broken off between leaving it there and telling us.
-            slot.param.grad = None
+        with bare():
+            for slot in self.slots:
+                # Autograd was broken off between leaving it there and telling us.
+                slot.param.grad = None
         if self.optimizer is not None:
             self.optimizer.in_backward.abandon()
 
@@ -320,7 +314,6 @@ def _close_unasked(memory: Memory) -> None:
     def close() -> None:
         # Python loses what is raised while something is collected.
         with _disable_current_modes():
-            uncover_outside()
             memory.close()
 
     do_elsewhere_if_own(close)

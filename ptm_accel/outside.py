@@ -42,4 +42,4 @@ def plain_copy(model: nn.Module) -> nn.Module:
     if engine is None:
         return copy.deepcopy(model)
     hooks = [*engine.residency.hooks, *engine.state_dicts.hooks]
-    return copy_off_pages(model, engine.slots, engine.pool, hooks)
+    return copy_off_pages(model, engine.slots, hooks)

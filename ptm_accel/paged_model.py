@@ -87,7 +87,7 @@ class PagedModel:
         self.residency = Residency(self.pool, self.slots, self.table)
         self.residency.owner = self
         self.run_ahead = self.residency.run_ahead
-        self.state_dicts = StateDictHooks(self.pool, self.slots, self.residency)
+        self.state_dicts = StateDictHooks(self.pool, self.slots)
         self.gradients: Gradients | None = None
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out
@@ -108,8 +108,8 @@ class PagedModel:
         if self.pool.owed is not None:
             self.pool.owed.finish()
 
-    def _weights_touched(self) -> None:
-        """Some parameters may have been written from outside."""
+    def _gradients_made(self, gradients: Gradients) -> None:
+        """The model's gradients are these from now on."""
 
     def _warn_of_lost_step(self) -> None:
         """The values of parameters have been given: those that are of no step are named such."""
@@ -225,14 +225,14 @@ class PagedModel:
         origins = Origins.now() if isinstance(pool.home, DiskTier) and not self._all_fits() else None
         for slot in slots:
             if slot.param in blank or slot.param in values:
-                slot.show(pool.compute.device)
+                pass
             elif origins is not None and (origin := _origin_of(slot, origins)) is not None:
                 pool.leave_in_file(slot.value, origin)
-                slot.show(pool.compute.device)
             else:
                 # No name here may hold the data: what moves away at once must also be freed at once.
                 pool.adopt(slot.value, slot.param.data)
                 left += slot.value.nbytes
+            slot.come_onto_pages(self.residency, pool.compute.device)
             if heap is not None and left > _RETURN_EVERY_BYTES:
                 left = 0
                 heap.give_back()
@@ -242,9 +242,9 @@ class PagedModel:
         self.gradients = Gradients(trainable, pool, wide=self.config.master_weights is not None)
         self.residency.install(self.model)
         self.state_dicts.install(self.model)
-        self.state_dicts.loaded = self._weights_touched
         self.state_dicts.given = self._warn_of_lost_step
-        self.gradients.hold_landing()
+        self.gradients.hold_arrival()
+        self._gradients_made(self.gradients)
         self._hold_norms()
         self.residency.regions.found = self._meet_region
         self.refresh_compiled()

@@ -17,11 +17,12 @@ from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
+from ptm_accel.model.away import bare
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients, Sums
-from ptm_accel.model.looks import Look, refuse_shown
 from ptm_accel.model.norms import clip_coefficient, total_norm
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.rehearsal import rehearse
 from ptm_accel.optim.states import slot_of
@@ -57,6 +58,8 @@ class TrainedModel(PagedModel):
         self._told_of_nan = False
         self._told_of_lost: str | None = None
         self.residency.beginning = _asking(self, TrainedModel._meet_newcomers, None)
+        self.residency.gradient_of = _gradient_of(self)
+        self.residency.set_gradient_of = _set_gradient_of(self)
         self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
         self.run_ahead.in_backward = _asking(self, TrainedModel._may_update_in_backward, False)
         self.run_ahead.on_host_possible = _asking(self, TrainedModel._may_update_on_host, False)
@@ -141,22 +144,42 @@ class TrainedModel(PagedModel):
     def _meet_trainable(self) -> None:
         """Follows changes of `requires_grad` since the model was put on pages (layers frozen or unfrozen)."""
         assert self.gradients is not None
-        trainable = [s for s in self.slots if s.param.requires_grad]
+        with bare():
+            trainable = [s for s in self.slots if s.param.requires_grad]
         if self.gradients.covers(trainable):
             return
-        self.gradients.meet_given()
         if self.gradients.arrived():
             # They count as in torch, those of what was frozen since among them; it is left out once they are used up.
             self._meet_newcomers()
             return
         self.gradients.remove()
         self.gradients = Gradients(trainable, self.pool, wide=self.config.master_weights is not None)
-        self.gradients.hold_landing()
+        self.gradients.hold_arrival()
+        self._gradients_made(self.gradients)
         self._hold_norms()
         for region in self.residency.regions.running():
             self._meet_region(region)
         if self.optimizer is not None:
             self.optimizer.follow(self.gradients)
+
+    def _gradients_made(self, gradients: Gradients) -> None:
+        """See `PagedModel`."""
+        gradients.looking = _asking(self, TrainedModel._gradients_seen, None)
+
+    def _gradients_seen(self) -> None:
+        """Before code outside sees a gradient: makes all of them what they are in plain torch then.
+
+        Raises:
+            UnsupportedError: updates that have begun in backward have used some up.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            # In a hook during backward, where nothing is pending.
+            return
+        if self.optimizer is not None:
+            self.optimizer.in_backward.refuse("a gradient was looked at or set")
+        self.synchronise()
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
 
     def _meet_newcomers(self) -> None:
         """Takes over the gradients of parameters that have become trainable in the middle of training (unfreezing)."""
@@ -240,7 +263,6 @@ class TrainedModel(PagedModel):
 
         Raises:
             RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` was asked for; nothing has been clipped.
-            UnsupportedError: somebody looks at gradients.
         """
         norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
         if present:
@@ -251,7 +273,6 @@ class TrainedModel(PagedModel):
         self, norm_type: float, error_if_nonfinite: bool, parameters: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, list[GradSlot]]:
         assert self.gradients is not None
-        refuse_shown(self.gradients.slots(), "gradients were clipped")
         self.synchronise()
         if self.optimizer is not None:
             self.optimizer.apply_scale()
@@ -266,17 +287,19 @@ class TrainedModel(PagedModel):
         if not self._told_of_nan and norm.device.type == "cpu" and bool(norm.isnan()):
             self._told_of_nan = True
             logger.warning(
-                "the norm of %d gradients is NaN. If it is not without pages: what reads parameters outside of their "
-                "modules, such as sum(p.pow(2).sum() for p in model.parameters()), sees NaN in those that are away. "
-                "Read them by their names (module.weight), or within ptm_accel.gathered(model).",
+                "the norm of %d gradients is NaN. If it is not without pages: a kernel that is given the address of a "
+                "parameter past all torch functions reads NaN while it is away. Call it within gathered(model).",
                 len(present),
             )
         return norm, present
 
-    @property
-    def gives_gradients(self) -> bool:
-        """Whether all gradients are shown in `p.grad` to somebody who may write to them."""
-        return self.gradients is not None and {grad.look for grad in self.gradients.slots()} == {Look.WRITE}
+    def holds_gradients_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether all gradients that there are belong to `parameters`, and none of theirs is somewhere else."""
+        assert self.gradients is not None
+        given = {id(param) for param in parameters}
+        with bare():
+            elsewhere = any(self.slots.of(param) is None and param.grad is not None for param in parameters)
+        return not elsewhere and all(id(grad.slot.param) in given for grad in self.gradients.arrived())
 
     def scale_gradients(self, coefficient: torch.Tensor, given: Sequence[GradSlot]) -> None:
         """Multiplies all gradients by `coefficient`, as torch's clipping does.
@@ -318,8 +341,6 @@ class TrainedModel(PagedModel):
         """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
         self.share_again()
         self._meet_newcomers()
-        if self.gradients is not None:
-            self.gradients.meet_given()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:
@@ -341,7 +362,6 @@ class TrainedModel(PagedModel):
 
         Raises:
             BudgetError: all of it does not fit the compute tier at once.
-            UnsupportedError: gradients are asked for between a backward with updates in it and its step.
         """
         stack = ExitStack()
         try:
@@ -356,30 +376,19 @@ class TrainedModel(PagedModel):
         self.settle()
         params = (self.model if part is None else part).parameters()
         slots = [slot for slot in map(self.slots.of, params) if slot is not None]
-        if grads:
-            self.synchronise()
-            if self.optimizer is not None:
-                self.optimizer.in_backward.refuse("gradients were looked at")
-                self.optimizer.apply_scale()
-        sums = self.gradients.sums_of(slots) if grads and self.gradients is not None else []
-        refuse_gathering(self.memory, [*(slot.value for slot in slots), *sums])
+        refuse_gathering(self.memory, [slot.value for slot in slots])
         saved = self.residency.saved.cover()
         if saved is not None:
             # What is computed with parameters meanwhile may have its backward after it.
             stack.enter_context(saved)
         for slot in slots:
-            slot.meet()
             stack.callback(self.pool.pin(slot.value, write=write).release)
-        if write:
-            # What was written before an exception is written, as without pages.
-            stack.callback(self._weights_touched)
-        if grads:
-            assert self.gradients is not None
-            stack.enter_context(self.gradients.shown(slots, write=write))
-
-    def _weights_touched(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.weights_touched()
+            if not grads:
+                slot.show()
+                stack.callback(slot.hide)
+            if write:
+                # What was written before an exception is written, as without pages.
+                stack.callback(slot.take_in)
 
     def _warn_of_lost_step(self) -> None:
         lost = None if self.optimizer is None else self.optimizer.lost
@@ -410,6 +419,27 @@ def _asking(model: TrainedModel, ask: Callable[[TrainedModel], _Answer], otherwi
         return otherwise if alive is None else ask(alive)
 
     return answer
+
+
+def _gradient_of(model: TrainedModel) -> Callable[[ParamSlot], torch.Tensor | None]:
+    known = weakref.ref(model)
+
+    def gradient(slot: ParamSlot) -> torch.Tensor | None:
+        alive = known()
+        return None if alive is None or alive.gradients is None else alive.gradients.shown(slot)
+
+    return gradient
+
+
+def _set_gradient_of(model: TrainedModel) -> Callable[[ParamSlot, torch.Tensor | None], None]:
+    known = weakref.ref(model)
+
+    def assign(slot: ParamSlot, gradient: torch.Tensor | None) -> None:
+        alive = known()
+        if alive is not None and alive.gradients is not None:
+            alive.gradients.assign(slot, gradient, alive.slots)
+
+    return assign
 
 
 def _telling(model: TrainedModel, tell: Callable[[TrainedModel, _News], None]) -> Callable[[_News], None]:

@@ -24,7 +24,6 @@ import hypothesis
 import pytest
 import torch
 
-from ptm_accel.model import landing
 from tests.thinning import thin
 
 # What is measured of this machine under a test is not for the user's own cache; child processes share this one.
@@ -43,15 +42,6 @@ hypothesis.settings.load_profile("any machine")
 def _seed() -> None:
     """Each test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _small_gradients_too() -> Iterator[None]:
-    """Tiny models stand for large ones: their gradients are computed on pages, too."""
-    # Not by `monkeypatch`, whose end would come after that of fixtures which a test names before it.
-    least, landing._LEAST_BYTES = landing._LEAST_BYTES, 1
-    yield
-    landing._LEAST_BYTES = least
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,6 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
-from ptm_accel import clipping
-from ptm_accel.clipping import clip_grad_norm, clip_grad_value
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed
@@ -142,9 +140,6 @@ class PTMAccelerator(PagedStates):
                 "Set use_cpu=True (Accelerator: cpu=True)."
             )
         self._put_scaler_on_pages()
-        # A script may call torch's own functions as well.
-        clipping.install()
-        clipping.guard_steps()
 
     def _put_scaler_on_pages(self) -> None:
         # Before any optimizer is prepared, since each keeps the scaler that is there then.
@@ -298,28 +293,16 @@ class PTMAccelerator(PagedStates):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
-        """As `Accelerator.clip_grad_norm_`, over gradients on pages.
-
-        Raises:
-            UnsupportedError: as `ptm_accel.clipping.clip_grad_norm`.
-        """
+        """As `Accelerator.clip_grad_norm_`; over all gradients of a model on pages, without bringing them in."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         engine = engine_holding(given)
-        if engine is None or engine.gives_gradients:
+        if engine is None:
             norm: torch.Tensor | None = super().clip_grad_norm_(given, max_norm, norm_type)
             return norm
         self.unscale_gradients()
-        return clip_grad_norm(engine, given, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """As `Accelerator.clip_grad_value_`, over gradients on pages."""
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        engine = engine_holding(given)
-        if engine is None or engine.gives_gradients:
-            super().clip_grad_value_(given, clip_value)
-            return
-        self.unscale_gradients()
-        clip_grad_value(engine, given, clip_value)
+        if engine.holds_gradients_of(given):
+            return engine.clip_grad_norm_(max_norm, norm_type, parameters=given)
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
     def free_memory(self, *objects: Any) -> Any:
         """As `Accelerator.free_memory`; also ends what an exception has left half done, and drops gradients."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel, initialization
 from transformers.utils import ADAPTER_CONFIG_NAME  # type: ignore[attr-defined]
@@ -30,7 +29,7 @@ from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import create_value, small_bytes
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
 
 from . import saving
@@ -317,7 +316,7 @@ def from_config(
                 model = build(config, **kwargs)
         separate = _tie(model)
         engine = Engine.take_over(model, dials, resolved, memory, {})
-        with _untied(engine, model, separate), engine.residency.written(), _BringIn(engine.slots, engine.pool):
+        with _untied(engine, model, separate):
             model.initialize_weights()
         _refuse_uninitialised(engine)
     except BaseException:
@@ -369,47 +368,26 @@ def _untied(engine: Engine, model: nn.Module, separate: dict[str, nn.Parameter])
     passing: list[ParamSlot] = []
     for name, param in separate.items():
         module, last = owner_of(model, name)
-        tied.append((module, last, dict.__getitem__(module._parameters, last)))
+        tied.append((module, last, module._parameters[last]))
         if param.device.type == "meta":
             stand_in = placeholder(param.shape, param.dtype, pool.compute.device)
             value = create_value(f"{name}, before it is tied", param, pool, small=0)
             param = nn.Parameter(stand_in, requires_grad=param.requires_grad)
             passing.append(ParamSlot(value.name, param, value, pool, engine.table))
             slots.add(passing[-1])
-        dict.__setitem__(module._parameters, last, param)
+            passing[-1].come_onto_pages(engine.residency, pool.compute.device)
+        module._parameters[last] = param
     try:
         yield
     finally:
         for module, last, shared in tied:
-            dict.__setitem__(module._parameters, last, shared)
+            module._parameters[last] = shared
         for slot in passing:
             slots.remove(slot)
+            slot.leave_pages()
             pool.forget(slot.value)
         slots.by_name.clear()
         slots.by_name.update(names)
-
-
-class _BringIn(TorchFunctionMode):
-    """Brings a paged parameter in for each operation on it, for code that did not get it by an attribute read."""
-
-    def __init__(self, slots: SlotTable, pool: Pool) -> None:
-        super().__init__()
-        self._slots = slots
-        self._pool = pool
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" and func != _DATA:
-            return func(*args, **kwargs)
-        with ExitStack() as stack:
-            for value in (*args, *kwargs.values()):
-                slot = self._slots.of(value) if isinstance(value, torch.Tensor) else None
-                if slot is not None:
-                    stack.callback(self._pool.pin(slot.value, write=True).release)
-            return func(*args, **kwargs)
-
-
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _refuse_uninitialised(engine: Engine) -> None:

@@ -335,7 +335,6 @@ class _Write(_Target):
             return
         slot = self.engine.slots.of(ref)
         if slot is not None:
-            slot.meet()
             with self.engine.pool.pin(slot.value, write=True) as pages:
                 pages.copy_(value)
             slot.generation += 1

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import placeholder
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.away import AwayParameter, source_of
 from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot, SlotTable
 
 LOWER_PRECISION_OPS = frozenset(
@@ -145,6 +146,10 @@ class CastCache:
         """`tensor`, or its copy in `dtype` if it is fp32 and lies in a paged parameter."""
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
             return tensor
+        if type(tensor) is AwayParameter:
+            # Read by another forward than its module's.
+            with source_of(tensor).used(False):
+                return self.cast(tensor, dtype)
         source = self._table.find(tensor)
         if not isinstance(source, ParamSlot):
             return tensor

@@ -10,7 +10,6 @@ from torch import nn
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.attach import create_value
-from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
 Outline = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
@@ -21,11 +20,6 @@ def outline(model: nn.Module) -> Outline:
     """What a model looks like now; equal outlines need nothing done between them."""
     named = model.named_parameters(remove_duplicate=False)
     return tuple((name, id(param), param.shape, param.dtype) for name, param in named)
-
-
-def is_covered(model: nn.Module) -> bool:
-    """Whether all modules that own parameters bring them in when they are read."""
-    return all(isinstance(module._parameters, FaultDict) for module in model.modules() if module._parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A compiled region is a module whose call is compiled: `torch.compile(module)`, `module.compile()`,
 `module.forward = torch.compile(module.forward)`, or a class whose `forward` is decorated. Before a region runs, all
-parameters under it are pinned, and its modules are made plain: ordinary parameter dictionaries, none of our hooks.
+parameters under it are pinned and ordinary, and its modules have none of our hooks.
 Dynamo then sees what it would see without pages, so nothing of ours breaks a graph or is guarded on. After it has
 returned, pins are released and the modules get their hooks back; called eagerly, they fault as always. What AOTAutograd
 saves for backward passes through the hooks of `ptm_accel.model.saved`, so parameters may leave in between.
@@ -43,7 +43,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Budget, Tier
-from ptm_accel.model.faults import FaultDict
 from ptm_accel.model.floor import Floor
 from ptm_accel.model.saved import CALLED_BY_AUTOGRAD
 from ptm_accel.model.slots import ParamSlot
@@ -69,24 +68,24 @@ class Region:
     Attributes:
         name: of the module in the model.
         module: the module whose parameters the graph reads.
-        modules: it and all modules under it, each with the ordinary parameter dictionary that Dynamo sees.
-        slots: the parameters under it that may be away.
+        modules: it and all modules under it.
+        slots: the parameters under it that are on pages.
     """
 
     name: str
     module: nn.Module
-    modules: tuple[tuple[nn.Module, dict[str, nn.Parameter | None]], ...]
+    modules: tuple[nn.Module, ...]
     slots: tuple[ParamSlot, ...]
 
     @property
     def param_bytes(self) -> int:
         """What is in the compute tier at once while it runs, forward and backward."""
-        return sum(slot.value.slot_bytes for slot in self.slots)
+        return sum(slot.value.slot_bytes for slot in self.slots if slot.value.movable)
 
     @property
     def grad_bytes(self) -> int:
         """The gradients that its backward returns at once."""
-        return sum(slot.value.slot_bytes for slot in self.slots if slot.param.requires_grad)
+        return sum(s.value.slot_bytes for s in self.slots if s.value.movable and s.param.requires_grad)
 
 
 class _Watch:
@@ -119,7 +118,7 @@ _watch = _Watch()
 
 
 class Bared:
-    """The modules of a running region without dictionaries and hooks of ours; `restore` puts them back.
+    """The modules of a running region without hooks of ours; `restore` puts them back.
 
     Args:
         region: the region.
@@ -127,24 +126,15 @@ class Bared:
         handles: the forward hooks of each module that has some.
     """
 
-    __slots__ = ("_dicts", "_hooks")
+    __slots__ = ("_hooks",)
 
     def __init__(self, region: Region, entered: nn.Module | None, handles: Mapping[nn.Module, Handles]) -> None:
-        self._dicts: list[tuple[nn.Module, FaultDict]] = []
         self._hooks: list[tuple[Any, int, Any]] = []
         if _watch.handle is not None:
             # Models that set modules in their forward have torch's own list of hooks traced and guarded on.
             self._take(_watch.handle.hooks_dict_ref(), _watch.handle.id)
-        for module, plain in region.modules:
+        for module in region.modules:
             own = module.__dict__
-            faulting = own["_parameters"]
-            if isinstance(faulting, FaultDict):
-                # The same ordinary dictionary every time, so that Dynamo's guards meet the object they know.
-                if len(plain) != len(faulting) or any(plain.get(k) is not v for k, v in dict.items(faulting)):
-                    plain.clear()
-                    plain.update(faulting.plain())
-                self._dicts.append((module, faulting))
-                own["_parameters"] = plain
             hooked = handles.get(module)
             if hooked is not None and module is not entered:
                 self._take(own["_forward_pre_hooks"], hooked[0].id)
@@ -156,9 +146,7 @@ class Bared:
             self._hooks.append((hooks, number, hook))
 
     def restore(self) -> None:
-        """Gives the modules their dictionaries and hooks back."""
-        for module, faulting in self._dicts:
-            module.__dict__["_parameters"] = faulting
+        """Gives the modules their hooks back."""
         for hooks, number, hook in self._hooks:
             hooks[number] = hook
             hooks.move_to_end(number, last=False)
@@ -292,16 +280,9 @@ class CompiledRegions:
         # Where a graph breaks, Dynamo looks at every function that is called next, these among them.
         for function in CALLED_BY_AUTOGRAD:
             set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-        slots: dict[int, ParamSlot] = {}
-        modules: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-        for inner in module.modules():
-            own = inner.__dict__["_parameters"]
-            modules.append((inner, dict(dict.items(own))))
-            for param in dict.values(own):
-                slot = self._residency.slots.of(param)
-                if slot is not None and slot.value.movable:
-                    slots[id(slot)] = slot
-        region = Region(name, module, tuple(modules), tuple(slots.values()))
+        of = self._residency.slots.of
+        slots = [slot for param in module.parameters() if (slot := of(param)) is not None]
+        region = Region(name, module, tuple(module.modules()), tuple(slots))
         if self.found is not None:
             self.found(region)
         return region
@@ -325,16 +306,6 @@ def refusal(names: Callable[[nn.Module], str]) -> Callable[[nn.Module], None]:
 
     reason = f"a model on pages is called from a compiled function. {_REMEDY}"
     disabled: Callable[[nn.Module], None] = torch.compiler.disable(refuse, reason=reason)
-    return disabled
-
-
-def outside_graph(read: Callable[[nn.Parameter | None], None]) -> Callable[[nn.Parameter | None], None]:
-    """`read` for a compiled region that reads a parameter of a module outside itself: the graph breaks there."""
-    reason = (
-        "a compiled region reads a parameter on pages of a module that is not under it. Without fullgraph=True the "
-        "graph breaks there; or compile a module that holds both."
-    )
-    disabled: Callable[[nn.Parameter | None], None] = torch.compiler.disable(read, reason=reason)
     return disabled
 
 

@@ -6,13 +6,11 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptm_accel.memory.pool import Pool
-from ptm_accel.model.faults import FaultDict
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.hooks import RootHook
+from ptm_accel.model.slots import SlotTable
 
 _HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -26,7 +24,7 @@ _HOOK_TABLES = (
 )
 
 
-def copy_off_pages(model: nn.Module, slots: SlotTable, pool: Pool, hooks: Iterable[RemovableHandle]) -> nn.Module:
+def copy_off_pages(model: nn.Module, slots: SlotTable, hooks: Iterable[RemovableHandle]) -> nn.Module:
     """A deep copy of a paged model whose parameters are in ordinary memory, beside the budgets.
 
     Weights that are tied in the model are tied in the copy, buffers are copied, and hooks of the user's are kept.
@@ -35,15 +33,16 @@ def copy_off_pages(model: nn.Module, slots: SlotTable, pool: Pool, hooks: Iterab
     Args:
         model: the model, or a part of it.
         slots: the parameters that are on pages.
-        pool: where they live.
         hooks: the hooks that put the model on pages; the copy does not have them.
     """
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(module._parameters, FaultDict):
-            memo[id(module._parameters)] = {
-                name: copy_parameter(param, slots, pool, memo) for name, param in module._parameters.plain().items()
-            }
+    for param in model.parameters():
+        slot = slots.of(param)
+        if slot is not None:
+            memo[id(param)] = nn.Parameter(slot.copied(), requires_grad=param.requires_grad)
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, RootHook):
+            memo[id(hook)] = None
     duplicate = copy.deepcopy(model, memo)
     ours = {handle.id for handle in hooks}
     for module in duplicate.modules():
@@ -52,32 +51,3 @@ def copy_off_pages(model: nn.Module, slots: SlotTable, pool: Pool, hooks: Iterab
             for number in ours.intersection(entries):
                 del entries[number]
     return duplicate
-
-
-def copy_parameter(
-    param: nn.Parameter | None, slots: SlotTable, pool: Pool, memo: dict[int, Any]
-) -> nn.Parameter | None:
-    """The copy of one parameter; `memo` makes it one object wherever the model has one object."""
-    if param is None:
-        return None
-    if id(param) not in memo:
-        slot = slots.of(param)
-        if slot is None:
-            return copy.deepcopy(param, memo)
-        memo[id(param)] = nn.Parameter(values_of(slot, pool), requires_grad=param.requires_grad)
-    made: nn.Parameter = memo[id(param)]
-    return made
-
-
-def values_of(slot: ParamSlot, pool: Pool) -> torch.Tensor:
-    """A copy of a parameter's values in ordinary memory of the compute tier's device; moves nothing in or out."""
-    with pool.lock:
-        if pool.owed is not None:
-            pool.owed.finish()
-        slot.meet()
-        extent = slot.value.extent
-        # One that is on its way has an extent, and nothing in it yet.
-        if extent is not None and slot.value.place.resident:
-            return extent.tensor.detach().clone()
-        values = pool.snapshot(slot.value)
-        return values.to(pool.compute.device, copy=True).contiguous()

@@ -35,7 +35,7 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import Block
 from ptm_accel.model.attach import check_model, small_bytes, take_parameters
-from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.meter import Meter, storage_key
@@ -145,10 +145,10 @@ def _where(model: nn.Module, device: torch.device | None) -> torch.device:
 
 def _check_plain(model: nn.Module) -> None:
     """Refuses models that are not plain modules of plain parameters at present."""
-    paged = [name for name, module in model.named_modules() if isinstance(module._parameters, FaultDict)]
+    paged = [name for name, param in model.named_parameters() if isinstance(param, AwayParameter)]
     if paged:
         raise UnsupportedError(
-            f"{paged[0] or 'the model'} and {len(paged) - 1} more of its modules are on pages already, where a pass is "
+            f"{paged[0]} and {len(paged) - 1} more of its parameters are on pages already, where a pass is "
             "recorded as it happens. Call forecast() before the model is attached, or on a copy on the meta device."
         )
     compiled = [

@@ -6,14 +6,17 @@ for it, or at the last moment before the sum is moved away: the last time the wh
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
-from ptm_accel.model.looks import Look
+from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.norms import NORM_TYPE, Norms, is_narrow
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
@@ -31,20 +34,16 @@ class GradSlot:
     Attributes:
         value: the sum on pages, or None while there is none.
         spent: whether an update has it already, in the middle of backward; its norm is still known.
-        used: whether a step has used one up since somebody forgot it last: torch would have it still.
-        look: who sees it in the parameter's `.grad`, which is what counts as long as that may be written to.
-        direct: whether what a product of matrices gives in backward is what arrives; None if that is not known
-            (`ptm_accel.model.landing`).
+        used: whether a step has used one up since it was last dropped or looked for: torch would have it still.
     """
 
-    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "direct", "look", "slot", "spent", "used", "value")
+    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "_view", "slot", "spent", "used", "value")
 
     def __init__(self, slot: ParamSlot, pool: Pool, norms: Norms) -> None:
         self.slot = slot
         self.value: PagedTensor | None = None
         self.spent = self.used = False
-        self.look = Look.NONE
-        self.direct: bool | None = None
+        self._view: weakref.ref[AwayGradient] | None = None
         self._pool = pool
         self._norms = norms
         self._norm: torch.Tensor | None = None
@@ -86,12 +85,6 @@ class GradSlot:
         self._hold(self.paged(gradient.shape, gradient.dtype))
         assert self.value is not None
         self._pool.adopt(self.value, gradient, copied=held)
-
-    def land(self, landed: PagedTensor) -> None:
-        """Takes a first gradient that was computed on pages (`paged`)."""
-        assert self.value is None
-        self._norm = None
-        self._hold(landed)
 
     def paged(self, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> PagedTensor:
         """A new paged tensor for a gradient, by default of the parameter's shape and type."""
@@ -156,6 +149,7 @@ class GradSlot:
         """Gives the sum to another slot, which is not this parameter's any more: the next gradient is the first."""
         other = GradSlot(self.slot, self._pool, self._norms)
         other.value, self.value = self.value, None
+        self._end_view()
         self._norm, self.used = None, True
         if other.value is not None:
             # Nobody asks for its norm any more.
@@ -171,47 +165,62 @@ class GradSlot:
 
     def forget(self) -> None:
         """As `drop`, and forgets what autograd has left in the parameter where it was broken off before it told us."""
-        self.slot.param.grad, self.used = None, False
-        if self.look is not Look.WRITE:
-            self.drop()
+        with bare():
+            self.slot.param.grad = None
+        self.used = False
+        self.drop()
 
     def zero(self) -> None:
         """Has zeros in the place of a gradient, where torch would have one (`zero_grad(set_to_none=False)`)."""
-        shown = self.slot.param.grad
-        if self.look is Look.WRITE:
-            if shown is not None:
-                shown.detach().zero_()
-            return
-        if self.used or self.value is not None or shown is not None:
+        with bare():
+            arrived = self.slot.param.grad is not None
+        if self.used or self.value is not None or arrived:
             self.forget()
             # They take no memory until something is added to them.
             self._hold(self.paged())
 
-    @torch.no_grad()
-    def take_back(self, pin: Pin | None) -> None:
-        """Nobody looks any more: takes what `.grad` is then where it could be written to.
+    # ---- what `p.grad` shows ------------------------------------------------------------------------------------
 
-        Args:
-            pin: of the sum that was shown; None if there was none.
-        """
-        write, self.look = self.look is Look.WRITE, Look.NONE
-        if pin is None and not write:
-            return
-        after, self.slot.param.grad = self.slot.param.grad, None
-        if pin is not None:
-            if write and after is not None and after.data_ptr() != pin.tensor.data_ptr():
-                _take_over(pin.tensor, after)
-            pin.release()
-        if write:
+    def view(self) -> AwayGradient | None:
+        """What `p.grad` is: the same object as long as the sum is there and somebody holds it."""
+        if self.value is None:
+            return None
+        known = None if self._view is None else self._view()
+        if known is None:
+            value = self.slot.value
+            stand_in = placeholder(value.shape, value.dtype, self._pool.compute.device)
+            known = AwayGradient.of(self, self.slot.name, stand_in)
+            self._view = weakref.ref(known)
+        return known
+
+    def _end_view(self) -> None:
+        known = None if self._view is None else self._view()
+        if known is not None:
+            known.source = None
+        self._view = None
+
+    @contextmanager
+    def used_by(self) -> Iterator[torch.Tensor]:
+        """The sum, in the parameter's dtype; what is changed in it while this lasts is kept."""
+        assert self.value is not None
+        narrow = self.slot.value.dtype
+        with self._pool.pin(self.value, write=True) as total:
+            shown = total.detach() if total.dtype == narrow else total.to(narrow)
+            version = shown._version
+            yield shown
+            if total.dtype != narrow and shown._version != version:
+                _take_over(total, shown)
             self.changed()
-            if after is None:
-                self.drop()
-            elif pin is None:
-                self._hold(self._copied(after, after.dtype))
+
+    def replace(self, gradient: torch.Tensor) -> None:
+        """Takes other values (`p.grad.data = gradient`)."""
+        with self.used_by() as shown:
+            shown.copy_(gradient)
 
     def drop(self) -> None:
         """Forgets the sum."""
         self._norm, self.spent = None, False
+        self._end_view()
         if self.value is not None:
             value, self.value = self.value, None
             value.occupant = None

@@ -1,15 +1,14 @@
-"""Gradients leave at once: each is taken as autograd accumulates it, and `p.grad` is empty again.
+"""Gradients leave at once: each is taken as autograd accumulates it, and the parameter's own `.grad` is empty again.
 
-What is kept is the running sum over micro-batches, on pages (`ptm_accel.model.grad_slot`).
+What is kept is the running sum over micro-batches, on pages (`ptm_accel.model.grad_slot`). `p.grad` shows it
+(`ptm_accel.model.away.AwayGradient`).
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,13 +17,15 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.grad_slot import GradSlot
-from ptm_accel.model.landing import Landings
-from ptm_accel.model.looks import Look, is_held, lend_to_hooks, refuse_hooks_of_others, refuse_sparse
 from ptm_accel.model.norms import Norms
 from ptm_accel.model.slots import ParamSlot
 
 logger = logging.getLogger(__name__)
+
+_OF_A_GRADIENT = 2
+"""Who refers to the storage of a gradient: the gradient itself and the caller."""
 
 
 class Sums(enum.Enum):
@@ -49,40 +50,39 @@ class Gradients:
 
     Attributes:
         norms: takes their norms.
-        landings: has some of them computed on pages.
         arrivals: how many have been taken.
         arriving: called before a gradient is added to a sum, or is the first of one.
         taken: called with each sum that a gradient was added to.
+        looking: called before code outside sees a gradient, or sets one.
     """
 
     def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
         self._pool = pool
         self.norms = Norms(pool, wide)
-        self.landings = Landings(pool, self._make_way, self._end_backward)
         self._by_param = {id(s.param): GradSlot(s, pool, self.norms) for s in slots}
-        self._landing_bytes = max((s.value.nbytes for s in slots), default=0)
-        self._landing: Reservation | None = None
+        self._arrival_bytes = max((s.value.nbytes for s in slots), default=0)
+        self._arrival: Reservation | None = None
         self._hooks: list[RemovableHandle] = []
         self._watch(slots)
-        self._told_of_used = self._told_of_held = False
+        self._told_of_used = False
         self.arrivals = 0
         self.arriving: Callable[[], object] | None = None
         self.taken: Callable[[GradSlot], None] | None = None
+        self.looking: Callable[[], None] = _nothing
 
-    def hold_landing(self) -> None:
+    def hold_arrival(self) -> None:
         """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
-        # One that is being computed on pages may have the room that was held for it.
-        if self._landing is None and self._landing_bytes and not self.landings.under_way:
-            self._landing = self._pool.room.reserve(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
+        if self._arrival is None and self._arrival_bytes:
+            self._arrival = self._pool.room.reserve(self._arrival_bytes, Tag.GRAD, "the next gradient to arrive")
 
     def expect_together(self, nbytes: int) -> None:
         """Widens the room held for arrivals: several gradients come out of one node (a compiled region) at once."""
-        if nbytes > self._landing_bytes:
-            self._landing_bytes = nbytes
-            if self._landing is not None:
-                self._landing.release()
-                self._landing = None
-            self.hold_landing()
+        if nbytes > self._arrival_bytes:
+            self._arrival_bytes = nbytes
+            if self._arrival is not None:
+                self._arrival.release()
+                self._arrival = None
+            self.hold_arrival()
 
     def of(self, slot: ParamSlot) -> GradSlot:
         """The gradient of a trainable parameter."""
@@ -105,8 +105,8 @@ class Gradients:
             whether there were any.
         """
         every = list(slots)
-        unknown = [slot for slot in every if id(slot.param) not in self._by_param]
-        new = [slot for slot in unknown if slot.param.requires_grad or slot.param.grad is not None]
+        with bare():
+            new = [s for s in every if id(s.param) not in self._by_param and s.param.requires_grad]
         if not new:
             return False
         self._admit(new, every)
@@ -133,7 +133,6 @@ class Gradients:
 
     def lift(self) -> list[GradSlot]:
         """The sums that there are, for other gradients that go on with them (`take_over`); here there are none then."""
-        self.meet_given()
         lifted = []
         for grad in self._by_param.values():
             if grad.value is not None or grad.used:
@@ -170,40 +169,60 @@ class Gradients:
                 grad.slot.name,
             )
 
-    def _tell_of_held(self, grad: GradSlot) -> None:
-        if not self._told_of_held:
-            self._told_of_held = True
-            logger.warning(
-                "the gradient of %s has arrived in a tensor that is used elsewhere too, as where p.grad was set before "
-                "backward: on pages there is a copy of it now. What is written to that tensor before the step changes "
-                "nothing, and later gradients are not added to it. Set p.grad after backward, or change gradients "
-                "within ptm_accel.gathered(model, grads=True, write=True).",
-                grad.slot.name,
-            )
+    # ---- what code outside sees and does --------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def meet_given(self) -> None:
-        """Takes over what somebody has put in `p.grad`, which is the gradient now, in the place of what there was.
+    def shown(self, slot: ParamSlot) -> AwayGradient | None:
+        """What `p.grad` of a parameter is.
 
         Raises:
-            UnsupportedError: an update of this backward has used the gradient up already; or what was given is sparse.
+            UnsupportedError: updates of this backward have used gradients up already.
         """
-        for grad in self._by_param.values():
-            given = grad.slot.param.grad
-            if given is None or grad.look is not Look.NONE:
-                continue
-            if grad.spent:
-                raise UnsupportedError(
-                    f"p.grad of {grad.slot.name} was set after an update had used its gradient up, during backward. "
-                    "Set update='blocking', and resume from the last checkpoint."
-                )
-            refuse_sparse(grad, given)
-            if self.arriving is not None:
-                # What is pending of clipping is for those that were there when it was asked for.
-                self.arriving()
+        grad = self.known(slot)
+        if grad is None:
+            return None
+        # A hook of the user's may be called before the one that takes the gradient.
+        self.take(slot.param)
+        if grad.value is not None or grad.spent:
+            self.looking()
+        grad.used = False
+        return grad.view()
+
+    @torch.no_grad()
+    def assign(self, slot: ParamSlot, gradient: torch.Tensor | None, slots: Iterable[ParamSlot]) -> None:
+        """Takes what `p.grad` of a parameter was set to.
+
+        Args:
+            slot: of the parameter.
+            gradient: it; None drops the gradient.
+            slots: all parameters of the model, in its order.
+
+        Raises:
+            UnsupportedError: as by `shown`; or the gradient is sparse.
+            RuntimeError: it has another shape, dtype or device than the parameter, as torch says it.
+        """
+        grad = self.known(slot)
+        if grad is None:
+            if gradient is None:
+                return
+            self._admit([slot], list(slots))
+            grad = self.of(slot)
+        if gradient is not None and gradient is grad.view():
+            return
+        if grad.value is not None or grad.spent:
+            self.looking()
+        if gradient is None:
             grad.forget()
-            given = given.data
-            grad.add(given, held=is_held(given))
+            return
+        copied = gradient.clone()
+        with bare():
+            # Torch refuses what does not suit the parameter.
+            slot.param.grad = copied
+            slot.param.grad = None
+        refuse_sparse(grad, copied)
+        if self.arriving is not None:
+            self.arriving()
+        grad.forget()
+        grad.add(copied)
 
     def covers(self, slots: list[ParamSlot]) -> bool:
         """Whether these are exactly the parameters whose gradients are taken."""
@@ -231,25 +250,6 @@ class Gradients:
         known = [self.known(slot) for slot in slots]
         return [grad.value for grad in known if grad is not None and grad.value is not None]
 
-    @contextmanager
-    def shown(self, slots: Iterable[ParamSlot], *, write: bool) -> Iterator[None]:
-        """Within it gradients that there are lie in their parameters' `.grad`; at the end `.grad` is empty again.
-
-        Args:
-            slots: of which parameters; those that are not trained have none.
-            write: take over what it is then.
-        """
-        known = [self.known(slot) for slot in slots]
-        with ExitStack() as shown:
-            for grad in [grad for grad in known if grad is not None]:
-                pin = None if grad.value is None else self._pool.pin(grad.value, write=write)
-                if pin is not None:
-                    grad.slot.param.grad = pin.tensor.to(grad.slot.value.dtype)
-                if write or pin is not None:
-                    grad.look = Look.WRITE if write else Look.READ
-                shown.callback(grad.take_back, pin)
-            yield
-
     def sums(self) -> Sums:
         """What the next gradients will meet."""
         present = self.present()
@@ -270,7 +270,6 @@ class Gradients:
 
     def drop(self) -> None:
         """Forgets all gradients (`zero_grad`)."""
-        self.landings.give_up()
         for grad in self._by_param.values():
             grad.forget()
 
@@ -279,81 +278,36 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for grad in self._by_param.values():
-            grad.slot.unpacked = None
         self.drop()
         self.norms.release()
-        self._let_go_of_landing()
+        self._release_arrival()
 
     def _watch(self, slots: list[ParamSlot]) -> None:
-        self._hooks += lend_to_hooks(slots)
         for slot in slots:
-            # The latter is called when what has arrived has been added to `p.grad`, the former before that.
-            grad = self.of(slot)
-            slot.unpacked = partial(self.landings.expect, grad)
-            self._hooks.append(slot.param.register_hook(self._replacer(grad)))
-            self._hooks.append(slot.param.register_post_accumulate_grad_hook(self._taker()))
-
-    def _make_way(self, grad: GradSlot) -> None:
-        """One is about to be computed on pages, while its parameter is in use."""
-        # To have that leave gives nothing now.
-        if not self._has_room(2 * grad.slot.value.slot_bytes):
-            self._let_go_of_landing()
-
-    def _end_backward(self) -> None:
-        self.landings.give_up()
-        self.hold_landing()
+            with bare():
+                self._hooks.append(slot.param.register_post_accumulate_grad_hook(self.take))
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether there is room beside what is held for the next gradient to arrive."""
         return self._pool.budget.free_bytes >= nbytes or self._pool.room.available_bytes() >= nbytes
 
-    def _let_go_of_landing(self) -> None:
-        if self._landing is not None:
-            self._landing.release()
-            self._landing = None
-
-    def _replacer(self, grad: GradSlot) -> Callable[[torch.Tensor], None]:
-        def meet(arriving: torch.Tensor) -> None:
-            if grad.value is not None and grad.slot.param.grad is not None and grad.look is Look.NONE:
-                # Somebody has put it there in the place of the sum.
-                if self.arriving is not None:
-                    self.arriving()
-                grad.drop()
-
-        return meet
-
-    def _taker(self) -> Callable[[torch.Tensor], None]:
-        def take(param: torch.Tensor) -> None:
-            hooks = param._post_accumulate_grad_hooks
-            if len(hooks) > 1:
-                refuse_hooks_of_others(self._by_param[id(param)], last=next(reversed(hooks.values())) is take)
-            self.take(param)
-
-        return take
+    def _release_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.release()
+            self._arrival = None
 
     def take(self, param: torch.Tensor) -> None:
-        """Takes `param.grad` and leaves it empty.
+        """Takes what autograd has left in a parameter, if anything, and leaves nothing there.
 
         Raises:
             UnsupportedError: the gradient is sparse, or an update has used up what should have been the whole sum.
         """
-        gradient, param.grad = param.grad, None
+        with bare():
+            arrived, param.grad = param.grad, None
+        if arrived is None:
+            return
         grad = self._by_param[id(param)]
-        if gradient is None:
-            return
-        if grad.look is Look.WRITE:
-            # It was added to what is shown, and is taken with that.
-            param.grad = gradient
-            self.arrivals += 1
-            return
-        if grad.look is Look.READ:
-            raise UnsupportedError(
-                f"a gradient of {grad.slot.name} has arrived within ptm_accel.gathered(model, grads=True), and was "
-                "added to the one that is shown. Call backward outside of it, or gather with write=True; and call "
-                "zero_grad() before the next one."
-            )
-        refuse_sparse(grad, gradient)
+        refuse_sparse(grad, arrived)
         if grad.spent:
             raise UnsupportedError(
                 f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was "
@@ -364,24 +318,39 @@ class Gradients:
         if self.arriving is not None:
             self.arriving()
         self.arrivals += 1
-        # Without what autograd has left in the parameter, which is somebody's if it was there before.
-        gradient = gradient.data
-        landed = self.landings.claim(grad, gradient)
-        held = is_held(gradient) if landed is None else landed.viewed_besides
-        if held:
-            self._tell_of_held(grad)
-        if landed is not None and not held:
-            grad.land(landed)
-            self.landings.end()
-        else:
-            if grad.value is None and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes)):
-                # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
-                self._let_go_of_landing()
-            with torch.no_grad():
-                grad.add(gradient, held=held)
-            if landed is not None:
-                self.landings.give_up()
+        # Without what autograd has left in the parameter.
+        gradient = arrived.data
+        del arrived
+        held = _is_held(gradient)
+        if grad.value is None and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes)):
+            # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
+            self._release_arrival()
+        with torch.no_grad():
+            grad.add(gradient, held=held)
         del gradient
-        self.hold_landing()
+        self.hold_arrival()
         if self.taken is not None:
             self.taken(grad)
+
+
+def refuse_sparse(grad: GradSlot, gradient: torch.Tensor) -> None:
+    """Refuses a gradient that cannot be kept.
+
+    Raises:
+        UnsupportedError: it is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
+            "Build the module with sparse=False."
+        )
+
+
+def _is_held(gradient: torch.Tensor) -> bool:
+    """Whether somebody else has the memory of a gradient too (a hook that keeps it), so that it has to be copied."""
+    users: int = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return users > _OF_A_GRADIENT
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""

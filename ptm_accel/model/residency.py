@@ -1,8 +1,9 @@
 """Keeps parameters in the compute tier while a forward uses them.
 
-A module's own parameters are pinned from before its forward until after it. A parameter read by somebody else's
-forward (a tied head, a mixer that reads its convolution's weight) stays pinned until that forward returns, since the
-reader holds the `Parameter` and may use it later. One that a forward returns stays pinned for its caller.
+A module's own parameters are pinned from before its forward until after it, and are ordinary parameters meanwhile
+(`ParamSlot.show`), so that nothing is paid for their use. A parameter that is read by another forward (a tied head, a
+mixer that reads its convolution's weight) is an `AwayParameter`: the first torch function on it pins it until that
+forward returns.
 
 A compiled region (`ptm_accel.model.compiled`) is one such module with everything under it: all its parameters are
 pinned, and its modules are plain while it runs.
@@ -13,11 +14,11 @@ Recomputation inside backward (activation checkpointing) calls modules again and
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -30,21 +31,23 @@ from torch.utils.hooks import RemovableHandle
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
-from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, outside_graph, refusal
-from ptm_accel.model.copying import copy_parameter
-from ptm_accel.model.faults import FaultDict
-from ptm_accel.model.hooks import Hook
-from ptm_accel.model.newly_registered import watch
+from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
+from ptm_accel.model.hooks import Hook, RootHook
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
-from ptm_accel.model.unseen import checksum, names_data
 
-_BORROWED_AT_ONCE = 8
-"""How many parameters code outside is taken to work on at a time."""
+logger = logging.getLogger(__name__)
 
 _CALL = nn.Module._call_impl.__code__
 """What runs for as long as a module is being called."""
+
+_LIBRARIES = ("torch.", "transformers.", "peft.")
+"""Modules of these packages do not write to their weights through `.data` in their own forwards, which torch would not
+count. The parameters of any other module are `AwayParameter`s in its own forward too, where such a write is seen."""
+
+_READS_ITS_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that hand parameters of their parts to one kernel, if all of those are ordinary parameters."""
 
 
 @dataclass(slots=True)
@@ -56,8 +59,8 @@ class _Frame:
     Attributes:
         module: whose forward.
         pins: of the module's own parameters.
-        reads: of parameters of others that it has read, by slot.
-        sums: the checksums with which both were met, where they may be written through `.data`.
+        shown: the slots whose parameters are ordinary ones while it runs.
+        reads: pins of other parameters that it has read, by slot.
         saved: the saved-tensor hooks, if it was this forward that put them on.
         casting: the casting mode, if this is where autocast was first met.
         bared: the modules of the compiled region that this is.
@@ -66,8 +69,8 @@ class _Frame:
 
     module: nn.Module
     pins: list[Pin] = field(default_factory=list)
+    shown: list[ParamSlot] = field(default_factory=list)
     reads: dict[int, Pin] = field(default_factory=dict)
-    sums: dict[ParamSlot, int] | None = None
     saved: AbstractContextManager[Any] | None = None
     casting: Casting | None = None
     bared: Bared | None = None
@@ -99,12 +102,19 @@ class _Frames(threading.local):
 
 
 class Residency:
-    """The hooks and parameter dictionaries that let unchanged modules meet paged parameters.
+    """The hooks that bring parameters in around forwards, and what serves accesses outside of them.
 
     Args:
         pool: where the parameters live.
         slots: the model's slots.
         table: finds the slot of a storage.
+
+    Attributes:
+        root: the model.
+        owner: kept alive by the model, whose hooks hold this object.
+        beginning: called before an outermost forward whose gradients are on.
+        gradient_of: gives what `p.grad` of a parameter is.
+        set_gradient_of: takes what it was set to.
     """
 
     def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable) -> None:
@@ -114,29 +124,22 @@ class Residency:
         self.saved = SavedTensors(table)
         self.regions = CompiledRegions(self)
         self.run_ahead = RunAhead(pool)
-        self.writing = False
         self.beginning: Callable[[], object] | None = None
-        """Called before a forward whose gradients are on, from outside of all others."""
+        self.gradient_of: Callable[[ParamSlot], torch.Tensor | None] | None = None
+        self.set_gradient_of: Callable[[ParamSlot, torch.Tensor | None], None] | None = None
         self.root: nn.Module | None = None
         self.owner: object = None
-        """Whom the model keeps alive: its parameter dictionaries hold this object, and this one holds the owner."""
-        self._borrowed: deque[ParamSlot] = deque(maxlen=_BORROWED_AT_ONCE)
         self._frames = _Frames()
         self._refuse = refusal(self.regions.name_of)
-        self.read_outside_graph = outside_graph(self.read)
         self._hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
-        self._dicts: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-        self._names_data: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._covered: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter | None]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.covered: Callable[[nn.Module], object] | None = None
-        """Called with each module that `cover` was called with."""
+        self._trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._outside = 0
+        self._told_of_outside = False
 
     # ---- installing ------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module) -> None:
-        """Puts fault dictionaries on modules that own parameters, and forward hooks on all that could read some."""
+        """Puts forward hooks on modules that own parameters, and on those that contain them and may read some."""
         self.root = model
         readers = {""}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -144,28 +147,16 @@ class Residency:
                 parts = name.split(".")
                 readers.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
         for name, module in model.named_modules(remove_duplicate=False):
-            if module._parameters and not isinstance(module._parameters, FaultDict):
-                self._dicts.append((module, module._parameters))
-                module._parameters = FaultDict(module._parameters, self)
             if name in readers:
                 self.hook(module)
         self.regions.install(model)
-        watch.add(self)
-
-    def cover(self, module: nn.Module) -> None:
-        """A module that is no part of what was installed has parameters of it now: brings them in there, too."""
-        self._covered[module] = module._parameters
-        module._parameters = FaultDict(module._parameters, self)
-        self.hook(module)
-        if self.covered is not None:
-            self.covered(module)
 
     def hook(self, module: nn.Module) -> None:
         """Puts the forward hooks on a module that has none of them yet."""
         if module in self._hooked:
             return
-        if names_data(module):
-            self._names_data.add(module)
+        if type(module).__module__.startswith(_LIBRARIES) and "forward" not in vars(module):
+            self._trusted.add(module)
         if module is self.root:
             before = module.register_forward_pre_hook(self._enter_root_hook(), prepend=True, with_kwargs=True)
         else:
@@ -173,22 +164,16 @@ class Residency:
         after = module.register_forward_hook(self._leave_hook(), always_call=True)
         self._hooked[module] = before, after
 
+    def covers(self, model: nn.Module) -> bool:
+        """Whether all modules that own parameters have the hooks."""
+        return all(module in self._hooked for module in model.modules() if module._parameters)
+
     def remove(self) -> None:
-        """Takes hooks and dictionaries off again; the modules get ordinary dictionaries with the same parameters."""
-        watch.discard(self)
-        self._borrowed.clear()
+        """Takes the hooks off again."""
         self.regions.remove()
         for handle in self.hooks:
             handle.remove()
         self._hooked.clear()
-        for module, original in (*self._dicts, *self._covered.items()):
-            current = module._parameters
-            if isinstance(current, FaultDict):
-                original.clear()
-                original.update(current.plain())
-                module._parameters = original
-        self._dicts.clear()
-        self._covered.clear()
 
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
@@ -221,14 +206,14 @@ class Residency:
                 kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
                 self.pool.room.begin_pass(kind[-1], evaluates=not grad)
                 self.run_ahead.begin(kind, evaluates=evaluates)
-            self._enter(module, None)
+            self.enter(module)
 
-        return Hook(enter)
+        return RootHook(enter)
 
     def _leave_hook(self) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_dynamo_compiling():
-                self.leave(module, output)
+                self.leave(module)
 
         return Hook(leave)
 
@@ -247,88 +232,87 @@ class Residency:
         if calls and calls[0] is module and not any(f.module is call for f in self._frames.stack for call in calls[1:]):
             self.abort()
 
-    # ---- reads -----------------------------------------------------------------------------------------------
-
-    def owns(self, param: torch.Tensor) -> bool:
-        """Whether `param` is on pages."""
-        return self.slots.of(param) is not None
-
-    def read(self, param: nn.Parameter | None) -> None:
-        """An attribute read: brings the parameter in, and keeps it until the forward that reads it returns."""
-        slot = self.slots.of(param)
-        if slot is None:
-            return
-        slot.meet()
-        self.pool.room.glance()
-        value = slot.value
-        stack = self._frames.stack
-        if stack:
-            self._meet_autocast(self._frames, stack[-1])
-            self.saved.cover_others()
-        elif not self.writing:
-            self.saved.cover_outside()
-        if value.movable and self.pool.owed is not None:
-            # A pin may be that of the update which is still owed to it.
-            self.pool.owed.before_use(value)
-        stays = not self.writing and value.place.resident and (value.pins > 0 or not value.movable)
-        if not stack and not self.writing and torch._C._current_graph_task_id() == -1:
-            self._lend(slot)
-        elif not stack and self._names_data and not self.writing:
-            # A hook in backward may write to it, and torch would not count that.
-            slot.lend()
-        elif not stack and not stays:
-            self.pool.fault(value, write=self.writing)
-        elif stack and not stays and id(slot) not in stack[-1].reads:
-            stack[-1].reads[id(slot)] = self.pool.pin(value, write=self.writing)
-        self._sum(stack, slot)
-
-    @staticmethod
-    def _sum(stack: list[_Frame], slot: ParamSlot) -> None:
-        """Takes note of what is there, where a forward may change it and torch would not count that."""
-        if stack and stack[-1].sums is not None and slot not in stack[-1].sums:
-            stack[-1].sums[slot] = checksum(slot.param)
-
-    def _lend(self, slot: ParamSlot) -> None:
-        """No forward and no backward: somebody's own code reads a parameter, and may want to write."""
-        # What it has given to those before comes onto pages, so that it never has them all in memory of its own.
-        for before in self._borrowed:
-            before.meet()
-        self._borrowed.append(slot)
-        slot.lend()
-
-    def copied(self, param: nn.Parameter | None, memo: dict[int, Any]) -> nn.Parameter | None:
-        """A copy of a parameter in ordinary memory, for a deep copy of a part of the model."""
-        return copy_parameter(param, self.slots, self.pool, memo)
+    # ---- accesses outside of a parameter's own forward ---------------------------------------------------------
 
     @contextmanager
-    def written(self) -> Iterator[None]:
-        """While it lasts, every parameter that is read counts as changed (initialisation, loading)."""
-        before, self.writing = self.writing, True
+    def values(self, slot: ParamSlot, *, changes: bool) -> Iterator[torch.Tensor]:
+        """Has the values of a parameter there, in an ordinary parameter, while one torch function runs.
+
+        Within a forward they stay until it returns; outside of forwards they stay as long as there is room.
+
+        Args:
+            slot: which one.
+            changes: they count as changed.
+        """
+        stack = self._frames.stack
+        pin = None
+        if stack:
+            frame = stack[-1]
+            self._meet_autocast(self._frames, frame)
+            self.saved.cover_others()
+            if slot.value.movable and not slot.value.pins and id(slot) not in frame.reads:
+                frame.reads[id(slot)] = self.pool.pin(slot.value)
+            elif slot.value.movable:
+                # Pinned by a forward, or by the update that is still pending for it.
+                pin = self.pool.pin(slot.value)
+        else:
+            self._tell_of_outside(slot)
+            pin = self.pool.pin(slot.value)
+        assert slot.value.extent is not None
+        saved = None if stack else self.saved.cover()
+        if changes:
+            slot.changed()
+        slot.show()
         try:
-            yield
+            if saved is not None:
+                saved.__enter__()
+            yield slot.value.extent.tensor
         finally:
-            self.writing = before
+            if saved is not None:
+                saved.__exit__(None, None, None)
+            slot.hide()
+            if pin is not None:
+                pin.release()
+                if not stack:
+                    self.pool.shelf.lend(slot.value)
+
+    def alias_given(self, slot: ParamSlot) -> None:
+        """See `ptm_accel.model.away.Source`: outside of forwards, whoever has a view may write to it unseen."""
+        if not self._frames.stack:
+            slot.changed()
+
+    def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
+        """What `p.grad` of a parameter is."""
+        return None if self.gradient_of is None else self.gradient_of(slot)
+
+    def set_gradient(self, slot: ParamSlot, gradient: torch.Tensor | None) -> None:
+        """Takes what `p.grad` of a parameter was set to."""
+        if self.set_gradient_of is not None:
+            self.set_gradient_of(slot, gradient)
+
+    def _tell_of_outside(self, slot: ParamSlot) -> None:
+        """Says once that a step uses all parameters outside of forwards."""
+        self._outside += 1
+        if self._outside == 2 * len(self.slots) and self.run_ahead.enabled and not self._told_of_outside:
+            self._told_of_outside = True
+            logger.warning(
+                "all %d parameters are used outside of the forwards of their modules, the last one %s (an average of "
+                "the weights, say, or the step of an optimizer that was not prepared). The numbers are right; each use "
+                "brings one parameter in and waits for it, which is slow if it happens in every step.",
+                len(self.slots),
+                slot.name,
+            )
 
     # ---- forwards --------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, region: Region | None = None) -> None:
         """A module's forward begins: pins its own parameters, or those of the compiled region that begins here."""
-        self._enter(module, region)
-
-    def _enter(self, module: nn.Module, region: Region | None) -> None:
         frames = self._frames
         if not frames.stack:
-            for borrowed in self._borrowed:
-                borrowed.meet()
-            self._borrowed.clear()
-            self.pool.shelf.end_loans()
-            if module is self.root:
-                self.regions.scan()
-            if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                self.beginning()
+            self._begin_outermost(module)
         entered = None if region is not None else module
         region = region or self.regions.at(module)
-        frame = _Frame(module, saved=self.saved.cover(), sums={} if module in self._names_data else None)
+        frame = _Frame(module, saved=self.saved.cover())
         if frame.saved is not None:
             frame.saved.__enter__()
         self.casts.enter()
@@ -336,46 +320,57 @@ class Residency:
         if region is not None:
             self._enter_region(frames, frame, region, entered)
             return
-        for param in dict.values(module._parameters):
-            slot = self.slots.of(param)
-            if slot is None:
-                continue
-            slot.meet()
-            if slot.value.movable:
-                frame.pins.append(self.pool.pin(slot.value, write=self.writing))
-            self._sum(frames.stack, slot)
-        if module._parameters:
+        if module._parameters or isinstance(module, _READS_ITS_PARTS):
+            shows = self._shows(module)
+            for slot in self._used_by(module):
+                if slot.value.movable:
+                    frame.pins.append(self.pool.pin(slot.value))
+                if shows:
+                    frame.shown.append(slot)
+                    slot.show()
             self._meet_autocast(frames, frame)
+
+    def _begin_outermost(self, module: nn.Module) -> None:
+        self.pool.shelf.end_loans()
+        if module is self.root:
+            self.regions.scan()
+            if torch._C._current_graph_task_id() == -1:
+                self._outside = 0
+        if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.beginning()
+
+    def _shows(self, module: nn.Module) -> bool:
+        """Whether a module's own parameters may be ordinary ones in its forward: nobody writes to them unseen."""
+        # Besides ours there are no hooks, which may do anything.
+        return module in self._trusted and len(module._forward_pre_hooks) == 1 == len(module._forward_hooks)
+
+    def _used_by(self, module: nn.Module) -> list[ParamSlot]:
+        if isinstance(module, _READS_ITS_PARTS):
+            params = list(module.parameters())
+        else:
+            params = [param for param in module._parameters.values() if param is not None]
+        return [slot for param in params if (slot := self.slots.of(param)) is not None]
 
     def _enter_region(self, frames: _Frames, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
-            slot.meet()
-            frame.pins.append(self.pool.pin(slot.value, write=self.writing))
+            if slot.value.movable:
+                frame.pins.append(self.pool.pin(slot.value))
+            frame.shown.append(slot)
+            slot.show()
         running = next((f.casting for f in frames.stack if f.casting is not None), None)
         if running is not None and not any(f.suspended for f in frames.stack):
             frame.suspended = Suspended(running)
         frame.bared = Bared(region, entered, self._hooked)
 
-    def leave(self, module: nn.Module, output: Any = None) -> None:
-        """A module's forward has returned, well or not (then without an output)."""
+    def leave(self, module: nn.Module) -> None:
+        """A module's forward has returned, well or not."""
         frames = self._frames
         # An exception may have torn down inner forwards whose hooks were not called; they end with this one.
         if not any(frame.module is module for frame in frames.stack):
             return
         while frames.stack[-1].module is not module:
             self._pop(frames)
-        if len(frames.stack) > 1:
-            self._hand_up(frames.stack[-2], output)
         self._pop(frames)
-
-    def _hand_up(self, caller: _Frame, output: Any) -> None:
-        """Pins parameters that a forward returns for the forward that called it."""
-        if isinstance(output, Mapping):
-            output = output.values()
-        for value in output if isinstance(output, Iterable) and not isinstance(output, torch.Tensor) else (output,):
-            slot = self.slots.of(value) if isinstance(value, nn.Parameter) else None
-            if slot is not None and slot.value.movable and id(slot) not in caller.reads:
-                caller.reads[id(slot)] = self.pool.pin(slot.value, write=self.writing)
 
     def _pop(self, frames: _Frames) -> None:
         """Ends the innermost forward."""
@@ -390,9 +385,8 @@ class Residency:
         if frame.saved is not None:
             frame.saved.__exit__(None, None, None)
         self.casts.leave()
-        for slot, met in (frame.sums or {}).items():
-            if checksum(slot.param) != met:
-                slot.written()
+        for slot in frame.shown:
+            slot.hide()
         for pin in (*frame.pins, *frame.reads.values()):
             pin.release()
         if not frames.stack:

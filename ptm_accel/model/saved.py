@@ -1,9 +1,9 @@
 """Autograd saves an address, not bytes.
 
-While a forward runs, and where somebody's own code computes with parameters outside of all forwards, a saved tensor
-that lies in a parameter's extent (or in a cast copy of one) is replaced by a recipe: which parameter, and which view of
-it. Unpacking it in backward brings the parameter in again. Everything else is saved as it would have been: by the hooks
-of whoever put some on before us (activation checkpointing, offloading of activations to the CPU), or as it is. Autograd
+While a forward runs, and in each torch function on a parameter outside of all forwards, a saved tensor that lies in a
+parameter's extent (or in a cast copy of one) is replaced by a recipe: which parameter, and which view of it. Unpacking
+it in backward brings the parameter in again. Everything else is saved as it would have been: by the hooks of whoever
+put some on before us (activation checkpointing, offloading of activations to the CPU), or as it is. Autograd
 calls the innermost pair of hooks only, so ours hand on to theirs. Those never see a parameter: a checkpoint would
 otherwise keep all parameters of a recomputed layer alive at once.
 
@@ -18,14 +18,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ptm_accel.errors import StaleGraphError
-from ptm_accel.model.landing import set_aside
+from ptm_accel.model.away import AwayParameter, bare
 from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot
 
 Hook = Callable[[Any], Any]
@@ -122,8 +121,6 @@ class SavedView:
             view = view.conj()
         if negated:
             view = torch._neg_view(view)
-        if slot is source and slot.unpacked is not None:
-            slot.unpacked(view)
         return view
 
 
@@ -134,12 +131,10 @@ def _is_checkpointing(hook: Hook | None) -> bool:
 class _Pack:
     """Replaces a saved parameter by its recipe, and hands everything else on."""
 
-    def __init__(self, table: ExtentTable, other: Hook | None, *, outside: bool = False) -> None:
-        # It may stay on when the model is gone, which it must not keep.
+    def __init__(self, table: ExtentTable, other: Hook | None) -> None:
+        # Graphs may outlive the model, which they must not keep.
         self._known = weakref.ref(table)
         self.recomputed: bool = other.recomputed if isinstance(other, _Pack) else _is_checkpointing(other)
-        # Whether it was put on by no forward, so that none takes it off.
-        self.outside: bool = other.outside if isinstance(other, _Pack) else outside
         self._other = other
 
     def covers(self, table: ExtentTable) -> bool:
@@ -147,6 +142,13 @@ class _Pack:
         return self._known() is table or (isinstance(self._other, _Pack) and self._other.covers(table))
 
     def __call__(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) is AwayParameter:
+            # A function of the user's saves the parameter itself.
+            with bare():
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
         table = self._known()
         if table is not None and type(tensor) in table.kinds:
             source = table.find(tensor)
@@ -166,11 +168,11 @@ class _Unpack:
             return packed.make()
         if isinstance(packed, SavedTensor):
             return packed.look()
-        unpacked: torch.Tensor = packed if self._other is None else set_aside(self._other, packed)
+        unpacked: torch.Tensor = packed if self._other is None else self._other(packed)
         return unpacked
 
 
-CALLED_BY_AUTOGRAD = (_Pack.__call__, _Unpack.__call__)
+CALLED_BY_AUTOGRAD = (_Pack.__call__, _Pack._pack, _Unpack.__call__)
 """The functions that autograd calls in the middle of somebody's code."""
 
 
@@ -211,37 +213,3 @@ class SavedTensors:
             return
         _AUTOGRAD._pop_saved_tensors_default_hooks()
         _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
-
-    def cover_outside(self) -> None:
-        """Before somebody's own code, which no forward of ours is around, reads a parameter, and may compute with it.
-
-        Nothing tells when it does: the hooks stay on until `uncover_outside`. Autograd would save the parameter itself,
-        and find in backward what stands in for it then.
-        """
-        if not _AUTOGRAD._saved_tensors_hooks_is_enabled():
-            return
-        if _AUTOGRAD._top_saved_tensors_default_hooks(True) is None:
-            _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, None, outside=True), _Unpack(None))
-        else:
-            self.cover_others()
-
-
-def uncover_outside() -> None:
-    """Takes off what `SavedTensors.cover_outside` has put on in this thread, where nobody has put on more since."""
-    others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-    if others is not None and isinstance(others[0], _Pack) and others[0].outside:
-        _AUTOGRAD._pop_saved_tensors_default_hooks()
-
-
-_disable = _AUTOGRAD._saved_tensors_hooks_disable
-
-
-@wraps(_disable)
-def _disable_after_ours(error_message: str, fail_if_non_empty: bool = True) -> Any:
-    """Hooks cannot be forbidden (`torch.func`) while some are on: those that nobody has asked for come off."""
-    if fail_if_non_empty:
-        uncover_outside()
-    return _disable(error_message, fail_if_non_empty)
-
-
-_AUTOGRAD._saved_tensors_hooks_disable = _disable_after_ours

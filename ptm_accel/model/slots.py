@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptm_accel.errors import PagedModelError, PlaceholderError
+from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, is_intact, placeholder
+from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model import away
+from ptm_accel.model.away import AwayParameter
 
 
 class ExtentTable:
@@ -20,7 +24,7 @@ class ExtentTable:
     Keyed by address, and addresses are reused: an entry counts only as long as the very storage it was made for lives.
     """
 
-    kinds: tuple[type, ...] = (torch.Tensor, nn.Parameter)
+    kinds: tuple[type, ...] = (torch.Tensor, nn.Parameter, AwayParameter)
     """The types of the tensors that lie in extents. Subclasses (quantised tensors, fake ones while something is being
     traced) have no storage to ask for."""
 
@@ -95,12 +99,24 @@ class CastSource:
         return self.slot.cast(self.shape, self.strides, self.offset, self.dtype)
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+class Accesses(Protocol):
+    """Brings values and gradients in for code that uses a parameter outside of the forward of its module."""
 
+    def values(self, slot: ParamSlot, *, changes: bool) -> AbstractContextManager[torch.Tensor]:
+        """See `ptm_accel.model.away.Source.used`."""
+        ...
 
-def _layout(tensor: torch.Tensor) -> _Layout:
-    """What of its storage a tensor shows."""
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+    def alias_given(self, slot: ParamSlot) -> None:
+        """See `ptm_accel.model.away.Source`."""
+        ...
+
+    def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
+        """See `ptm_accel.model.away.Source`."""
+        ...
+
+    def set_gradient(self, slot: ParamSlot, gradient: torch.Tensor | None) -> None:
+        """See `ptm_accel.model.away.Source`."""
+        ...
 
 
 class ParamSlot:
@@ -111,25 +127,22 @@ class ParamSlot:
         param: the model's own `nn.Parameter`; its `.data` is the extent or a placeholder.
         value: its values on pages.
         generation: counts updates, so that a backward through an older forward is noticed.
-        veiled: whether the parameter shows its placeholder although its values are there: an update is owed to them.
-        unpacked: called with each view of the values that backward is about to compute with.
+        accesses: serves accesses while the parameter is an `AwayParameter`.
     """
 
     __slots__ = (
-        "_address",
-        "_layout",
+        "__weakref__",
         "_placeholder",
         "_pool",
-        "_spare",
+        "_shown",
         "_table",
         "_version",
         "_writes",
+        "accesses",
         "generation",
         "name",
         "param",
-        "unpacked",
         "value",
-        "veiled",
     )
 
     def __init__(self, name: str, param: nn.Parameter, value: PagedTensor, pool: Pool, table: ExtentTable) -> None:
@@ -137,109 +150,98 @@ class ParamSlot:
         self.param = param
         self.value = value
         self.generation = 0
-        self.veiled = False
-        self.unpacked: Callable[[torch.Tensor], None] | None = None
+        self.accesses: Accesses | None = None
         self._writes = 0
         self._version = param._version
         self._pool = pool
         self._table = table
-        # What was found intact is shown again: to make another takes longer than to bring in a small parameter.
+        self._shown = 0
+        # Kept, since making one takes longer than bringing a small parameter in.
         self._placeholder: torch.Tensor | None = None
-        self._spare: torch.Tensor | None = None
-        self._address: int | None = None
-        self._layout: _Layout | None = None
         value.occupant = self
 
-    def _give(self, data: torch.Tensor, address: int) -> None:
-        """Gives the parameter its extent or a placeholder, which nobody else has exchanged.
+    # ---- what its parameter is -------------------------------------------------------------------------------------
+
+    def come_onto_pages(self, accesses: Accesses, device: torch.device) -> None:
+        """Makes the parameter an `AwayParameter`, with its extent or a placeholder for its data.
 
         Args:
-            data: what it is given.
-            address: what the storage of that is known by.
+            accesses: serves accesses from now on.
+            device: of the compute tier.
         """
-        self.param.data = data
-        self._address, self._layout = address, _layout(data)
+        self.accesses = accesses
+        away.register(self)
+        if self.value.extent is not None:
+            self.arrived(self.value.extent.tensor)
+        else:
+            self._give(self._stand_in(device))
+        if not self._shown:
+            self.param.__class__ = AwayParameter
 
     @property
-    def exchanged(self) -> bool:
-        """Whether somebody has given the parameter other data than its extent or its placeholder, or a view of that."""
-        return self._address is not None and not (self._has_its_storage and _layout(self.param) == self._layout)
+    def on_pages(self) -> bool:
+        """Whether the parameter's data is ours: its extent or a placeholder."""
+        return self.accesses is not None
 
-    @property
-    def _has_its_storage(self) -> bool:
-        return self._table.address(self.param) == self._address
+    def show(self) -> None:
+        """Makes it an ordinary parameter until `hide`; the caller has brought the values in, and keeps them there."""
+        self._shown += 1
+        self.param.__class__ = nn.Parameter
 
-    def meet(self) -> None:
-        """Takes what somebody has given the parameter as its data (`param.data = ...`) onto its pages.
-
-        Called before its values are used, since nothing tells when it happens.
-
-        Raises:
-            PagedModelError: a forward uses the values, and what was given is of another shape or type, or somebody has
-                kept a view of what there was.
-            PlaceholderError: it was given a view of what stands in for its values.
-            BudgetError: no room for it.
-        """
-        if not self.exchanged:
-            return
-        view = self._has_its_storage
-        if view and self._placeholder is not None:
-            raise PlaceholderError(
-                f"parameter {self.name} of shape {tuple(self.value.shape)} was given a view of itself (shape "
-                f"{tuple(self.param.shape)}) while its values were on pages. Read it by its name when you do that "
-                "(`module.weight.data = module.weight.data[:n]`), or do it inside `with ptm_accel.gathered(model, "
-                "write=True):`."
-            )
-        given = self.param.data.contiguous()
-        if self.value.pins and (given.shape != self.value.shape or given.dtype != self.value.dtype):
-            raise PagedModelError(
-                f"parameter {self.name} of shape {tuple(self.value.shape)} and {self.value.dtype} was given data of "
-                f"shape {tuple(given.shape)} and {given.dtype} while it was in use. Change it between two forwards."
-            )
-        if self.value.pins and self.value.extent is not None and self.value.extent.viewed(shown=view):
-            # What is given is copied there, as long as it is in use.
-            raise PagedModelError(
-                f"parameter {self.name} of shape {tuple(self.value.shape)} was given other data while it was in use, "
-                "and what it had before is kept by somebody (such as `kept = module.weight.data`), who would see it "
-                "change. Keep a copy (`module.weight.data.clone()`), or write in place (`module.weight.data.copy_()`)."
-            )
-        if view:
-            # Not as a part of what is about to be dropped.
-            given = given.clone() if self._table.address(given) == self._address else given
-            self.param.data = given
-        self._pool.renew(self.value, given)
-        assert self.value.extent is not None
-        self._address = self._layout = self._placeholder = None
-        self.generation += 1
-        self._writes += 1
-        self.arrived(self.value.extent.tensor)
+    def hide(self) -> None:
+        """Ends `show`."""
+        self._shown -= 1
+        if not self._shown and self.accesses is not None:
+            self.param.__class__ = AwayParameter
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the values in."""
-        if self.veiled:
-            return
-        stand_in, self._placeholder = self._placeholder, None
-        self._version = self.param._version
-        address = self._table.add(tensor, self)
-        if not self.exchanged:
-            self._give(tensor, address)
-        if stand_in is None or stand_in.device.type != "cpu":
-            return
-        if not is_intact(stand_in):
-            raise PlaceholderError(
-                f"parameter {self.name} was written to while it was on pages, by zero_() or fill_() on its placeholder "
-                f"(shape {tuple(self.param.shape)}); that write is lost. Write to parameters inside "
-                "`with ptm_accel.gathered(model, write=True):`."
-            )
-        self._spare = stand_in
+        self._table.add(tensor, self)
+        if self.accesses is not None:
+            self._give(tensor)
+        with away.bare():
+            self._version = self.param._version
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """The pool is about to take the values away."""
+        self._table.remove(tensor)
+        if self.accesses is not None:
+            self._give(self._stand_in(tensor.device))
+
+    def _give(self, data: torch.Tensor) -> None:
+        with away.bare():
+            self.param.data = data
+
+    def _stand_in(self, device: torch.device) -> torch.Tensor:
+        kept, value = self._placeholder, self.value
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (value.shape, value.dtype, device):
+            kept = self._placeholder = placeholder(value.shape, value.dtype, device)
+        return kept
+
+    def take_off(self, values: torch.Tensor) -> None:
+        """Gives the parameter `values` for good: it is on pages no more."""
+        self.value.occupant = None
+        if self.value.extent is not None:
+            self._table.remove(self.value.extent.tensor)
+        self.leave_pages()
+        self.param.data = values
+
+    def leave_pages(self) -> None:
+        """The parameter is an ordinary one from now on; its data stays what it is."""
+        self.accesses, self._placeholder, self._shown = None, None, 0
+        self.param.__class__ = nn.Parameter
+        away.forget(self)
+
+    # ---- writes ----------------------------------------------------------------------------------------------------
 
     def was_written(self) -> bool:
         """Whether somebody has changed the values in place since they came, or since this was last asked.
 
-        Torch counts that, whoever does it: a forward that clamps its weight, a hook of a backward.
+        Torch counts that: a forward that clamps its weight, a hook of a backward.
         """
-        version = self.param._version
-        if self.veiled or version == self._version:
+        with away.bare():
+            version = self.param._version
+        if version == self._version:
             return False
         self._version = version
         self._writes += 1
@@ -252,65 +254,87 @@ class ParamSlot:
             self.value.note_changes()
         return self._writes
 
-    def leaving(self, tensor: torch.Tensor) -> None:
-        """The pool is about to take the values away."""
-        if self.veiled:
-            return
-        self._table.remove(tensor)
-        if not self.exchanged:
-            self._show_placeholder(tensor.device)
-
-    def veil(self) -> None:
-        """An update is owed to the values: until it is done nobody is to see them."""
+    def changed(self) -> None:
+        """The values may have been changed in a way that torch does not count."""
+        self._writes += 1
         if self.value.place.resident:
-            assert self.value.extent is not None
-            self.value.note_changes()
-            self.leaving(self.value.extent.tensor)
-        self.veiled = True
+            self.value.place = Place.DIRTY
 
-    def unveil(self) -> None:
-        """The update is done.
+    def take_in(self) -> None:
+        """Ends a time in which others may have written to the values, or given the parameter other data."""
+        with away.bare():
+            given = self.param.data
+        extent = self.value.extent
+        assert extent is not None
+        if _storage(given) != _storage(extent.tensor) or given.shape != extent.tensor.shape:
+            self.assign(given)
+        else:
+            self.changed()
+
+    # ---- accesses from outside (`ptm_accel.model.away.Source`) -----------------------------------------------------
+
+    def used(self, changes: bool) -> AbstractContextManager[torch.Tensor]:
+        """See `ptm_accel.model.away.Source`."""
+        assert self.accesses is not None
+        return self.accesses.values(self, changes=changes)
+
+    def alias_given(self) -> None:
+        """See `ptm_accel.model.away.Source`."""
+        assert self.accesses is not None
+        self.accesses.alias_given(self)
+
+    def gradient(self) -> torch.Tensor | None:
+        """See `ptm_accel.model.away.Source`."""
+        assert self.accesses is not None
+        return self.accesses.gradient(self)
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """See `ptm_accel.model.away.Source`."""
+        assert self.accesses is not None
+        self.accesses.set_gradient(self, gradient)
+
+    def assign(self, data: torch.Tensor) -> None:
+        """Makes `data` the values, which may have another shape.
 
         Raises:
-            PlaceholderError: somebody has written to the placeholder meanwhile.
+            PagedModelError: it is of another dtype or on another device; or a forward uses the values, and it is of
+                another shape.
+            BudgetError: no room for it.
         """
-        if self.veiled:
-            self.veiled = False
-            if self.value.place.resident:
-                assert self.value.extent is not None
-                self.arrived(self.value.extent.tensor)
+        value, device = self.value, self._pool.compute.device
+        if data.dtype != value.dtype or not same_place(data.device, device):
+            raise PagedModelError(
+                f"parameter {self.name} ({value.dtype} on {device}) cannot be given data of {data.dtype} on "
+                f"{data.device}: it is on pages. Load or build the model in the wanted dtype, or call "
+                "`ptm_accel.engine_of(model).detach()` first."
+            )
+        if value.pins and data.shape != value.shape:
+            raise PagedModelError(
+                f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
+                "while it was in use. Change it between two forwards."
+            )
+        data = data.detach().contiguous()
+        if value.extent is not None and _storage(data) == _storage(value.extent.tensor):
+            if data.shape == value.shape and data.data_ptr() == value.extent.tensor.data_ptr():
+                # A view of what is there already, as after `p.data = p.data.mul_(2)`.
+                self.changed()
+                return
+            data = data.clone()
+        self._pool.renew(value, data)
+        self.generation += 1
+        self._writes += 1
 
-    def stand_in(self, device: torch.device) -> None:
-        """Gives the parameter its first placeholder, before any values exist."""
-        self._show_placeholder(device, given=not self.exchanged)
-
-    def _show_placeholder(self, device: torch.device, *, given: bool = True) -> None:
-        spare, self._spare = self._spare, None
-        # Its values may have been exchanged for some of another shape.
-        if spare is None or (spare.shape, spare.dtype, spare.device) != (self.value.shape, self.value.dtype, device):
-            spare = placeholder(self.value.shape, self.value.dtype, device)
-        self._placeholder = spare
-        if given:
-            self._give(spare, self._table.address(spare))
-
-    def show(self, device: torch.device) -> None:
-        """Gives a parameter whose values are on pages already its extent, or a placeholder if it is away."""
-        if self.value.extent is not None:
-            self.arrived(self.value.extent.tensor)
-        else:
-            self.stand_in(device)
-
-    @property
-    def shown(self) -> bool:
-        """Whether the parameter's data is ours: its extent or a placeholder, not what it had before it was paged."""
-        return self._placeholder is not None or self.value.place.resident
-
-    def take_off(self, values: torch.Tensor) -> None:
-        """Gives the parameter `values` for good: it is on pages no more."""
-        self.value.occupant = None
-        self._table.remove(self.param.data)
-        self._address = self._layout = self._placeholder = None
-        self.param.data = values
+    def copied(self) -> torch.Tensor:
+        """A copy of the values in ordinary memory of the compute tier's device; moves nothing in or out."""
+        with self._pool.lock:
+            if self._pool.owed is not None:
+                self._pool.owed.finish()
+            extent = self.value.extent
+            # One that is on its way has an extent, and nothing in it yet.
+            if extent is not None and self.value.place.resident:
+                return extent.tensor.detach().clone()
+            values = self._pool.snapshot(self.value)
+            return values.to(self._pool.compute.device, copy=True).contiguous()
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy in `dtype` of a view of the values, charged as long as it lives."""
@@ -321,20 +345,18 @@ class ParamSlot:
                 keep(copy)
             return copy
 
-    def lend(self) -> None:
-        """Brings the values in for somebody outside, who may write to them."""
-        self._pool.lend(self.value)
-        self._writes += 1
-
-    def written(self) -> None:
-        """Somebody's code has changed the values where they were read in a forward, and torch has not counted that."""
-        with self._pool.unadvised():
-            self._pool.fault(self.value, write=True)
-        self._writes += 1
-
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""
         return self._pool.fault(self.value, write=write)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def same_place(one: torch.device, other: torch.device) -> bool:
+    """Whether both are the same; one without an index is any of its type."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 class SlotTable:

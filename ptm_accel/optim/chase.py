@@ -20,14 +20,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from ptm_accel.errors import BudgetError, PlaceholderError, StaleGraphError, UnsupportedError
+from ptm_accel.errors import BudgetError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.paged import PagedTensor
-from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.hyperparameters import kept_hyperparameters, still_hold
@@ -135,7 +134,6 @@ class Chase:
             if taken:
                 self.touched = True
                 self._parameters.add(state.slot.value)
-                state.slot.veil()
                 return
         self._add_here(entry)
 
@@ -146,7 +144,6 @@ class Chase:
             self._gradients.add(grad.value)
         self._parameters.add(state.slot.value)
         self._cursor.work.append(entry)
-        state.slot.veil()
 
     def close(self, work: Work, order: dict[str, int]) -> None:
         """Adds the rest; what has not begun is done in the order in which it will be needed.
@@ -304,8 +301,7 @@ class Chase:
         # From the last to the first, and whatever one of them raises, the others are done.
         with ExitStack() as ending:
             ending.callback(self._end)
-            for _, state, grad in left:
-                ending.callback(_show_lost, state.slot)
+            for _, _, grad in left:
                 ending.callback(grad.drop)
             if self._on_host is not None:
                 ending.callback(self._on_host.give_up)
@@ -370,15 +366,12 @@ class Chase:
         self._gradients.difference_update([unit.grad.value for unit in batch if unit.last])
         self.touched = True
         self._batches.carry_out(batch, self._scale, self._hyper)
-        # What was written to a placeholder is told when all of it is noted, and of the last slot as of the first.
-        with ExitStack() as showing:
-            for unit in batch:
-                if unit.last:
-                    for tensor in unit.state.tensors():
-                        self._owed.pop(tensor, None)
-                    showing.callback(unit.state.slot.unveil)
-                    self._done += 1
-            self._end_if_done()
+        for unit in batch:
+            if unit.last:
+                for tensor in unit.state.tensors():
+                    self._owed.pop(tensor, None)
+                self._done += 1
+        self._end_if_done()
 
     def _end_if_done(self) -> None:
         busy = self._on_host is not None and self._on_host.busy
@@ -410,9 +403,6 @@ class Chase:
                 try:
                     with torch._C.DisableTorchFunction():
                         yield
-                except PlaceholderError:
-                    # Somebody's write is lost; the update has been done, and the others are still owed.
-                    raise
                 except BaseException as error:
                     if loses or not isinstance(error, BudgetError):
                         self._lose(error)
@@ -434,9 +424,3 @@ def _plainly(device_type: str) -> ExitStack:
     if torch.is_autocast_enabled(device_type):
         modes.enter_context(torch.autocast(device_type, enabled=False))
     return modes
-
-
-def _show_lost(slot: ParamSlot) -> None:
-    """Shows values whose update will not come; that a write to their placeholder is lost with it is no more news."""
-    with suppress(PlaceholderError):
-        slot.unveil()

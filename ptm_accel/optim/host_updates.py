@@ -298,7 +298,6 @@ class HostUpdates:
         unit.grad.drop()
         state.agree()
         state.slot.generation += 1
-        state.slot.unveil()
 
     def give_up(self) -> None:
         """Ends what is open without waiting for more than the window that is worked on; the rest is lost."""

@@ -9,15 +9,14 @@ from itertools import compress
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
-from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
-from ptm_accel.model.saved import uncover_outside
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.dict_hooks import after_loading, after_saving, before_loading, before_saving
 from ptm_accel.optim.hands import Hands
@@ -25,7 +24,6 @@ from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.overlap import Overlap
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
-from ptm_accel.optim.step_guard import hooks_of_others
 from ptm_accel.optim.support import Grain, appetite_of, grain_of
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Work
@@ -126,8 +124,6 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "the same model, or the model was taken off its pages. A model on pages has one optimizer at a time; "
                 "where you need several, give one optimizer a parameter group for each."
             )
-        uncover_outside()
-        refuse_shown(self._gradients.slots(), "optimizer.step() was called")
         self._run_ahead.end_step()
         self._states.meet_given()
         if self.in_backward.chase is None:
@@ -167,10 +163,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not work and not begun:
             for grad in [grad for grad in self._gradients.slots() if grad.used][:1]:
                 self._gradients.tell_of_used(grad)
-        for _, state, grad in work:
+        for _, _, grad in work:
             grad.used = True
-            # What somebody has put in the place of its values is what is updated.
-            state.slot.meet()
         scale, self._scale = self._scale, None
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
@@ -202,7 +196,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def expects_backward(self) -> bool:
         """Whether updates can begin during the next backward, if its loop lets them; what they use is made known."""
         # What somebody does right before a step would come too late.
-        if not self._elementwise or hooks_of_others(self):
+        if not self._elementwise or self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
             return False
         # What has to be made room for is met, or refused, by the step.
         if self._appetite_of() != self.appetite:
@@ -275,7 +269,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.in_backward.refuse("gradients were dropped")
         known = [self._gradients.known(self._states.slot(param)) for param in self._states.params()]
         gradients = [grad for grad in known if grad is not None]
-        refuse_looked_at(gradients)
         self._scale = None
         for grad in gradients:
             grad.forget() if set_to_none else grad.zero()
@@ -348,11 +341,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         """The parameters were written from outside: masters are taken from them anew."""
         for state in self.states:
             state.mastered = 0
-
-    def weights_touched(self) -> None:
-        """Some parameters may have been written from outside: masters follow where they no longer agree."""
-        for state in self.states:
-            state.rewritten = state.master is not None
 
     # ---- torch's own state dictionaries ------------------------------------------------------------------------
 

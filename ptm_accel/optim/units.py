@@ -31,8 +31,7 @@ class ParamState:
         small: all the rest (step counts, factored moments).
         master: the fp32 master of a narrower parameter, where master weights are on.
         mastered: how many elements of the master, from the start, have been taken from the parameter.
-        rewritten: the parameter was written from outside since the last update.
-        writes: how often that may have happened before, as its slot counts it.
+        writes: how often the parameter may have been written from outside before the last update.
     """
 
     slot: ParamSlot
@@ -40,7 +39,6 @@ class ParamState:
     small: dict[str, Any] = field(default_factory=dict)
     master: PagedTensor | None = None
     mastered: int = 0
-    rewritten: bool = False
     writes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,11 +47,11 @@ class ParamState:
     @property
     def differs(self) -> bool:
         """Whether the parameter may not be what its master rounds to; where it is not, that is taken from it anew."""
-        return self.rewritten or self.writes != self.slot.writes
+        return self.writes != self.slot.writes
 
     def agree(self) -> None:
         """The parameter is what its master rounds to."""
-        self.rewritten, self.writes = False, self.slot.writes
+        self.writes = self.slot.writes
 
     @property
     def empty(self) -> bool:

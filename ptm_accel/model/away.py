@@ -1,0 +1,350 @@
+"""Away parameters: any torch function on a parameter whose values are away brings them in first.
+
+A parameter on pages has the class `AwayParameter` except while a forward of its own module runs. It changes class in
+place, as torch's `UninitializedParameter` does. Shape, dtype, device and counts are answered as they stand; every
+other torch function reaches `AwayParameter.__torch_function__`, which brings the values in, calls the function on an
+ordinary parameter, and notes whether the values may have been changed. `p.grad` of such a parameter is an
+`AwayGradient`, which does the same with the sum of gradients on pages.
+
+Underneath, the storage of a parameter that is away is one NaN expanded to its shape. Only code that goes around torch
+functions (a kernel that reads the address before any torch function was called) can see it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ptm_accel.errors import PagedModelError
+from ptm_accel.model.away_functions import CONVERSIONS, LAYOUT, METADATA, WRITES, converts, one_tensor_at_a_time
+
+bare = torch._C.DisableTorchFunctionSubclass
+"""A context in which our own code uses a parameter as it lies, without bringing it in."""
+
+_SAVE = nn.Module._save_to_state_dict.__code__
+_T: Any = torch.Tensor
+
+
+class Source(Protocol):
+    """The parameter behind an `AwayParameter`."""
+
+    param: nn.Parameter
+
+    def used(self, changes: bool) -> AbstractContextManager[torch.Tensor]:
+        """Values that are there while it lasts, in an ordinary parameter; gives their storage's view.
+
+        Args:
+            changes: they count as changed in any case.
+        """
+        ...
+
+    def changed(self) -> None:
+        """The values may have been changed in a way that torch does not count."""
+        ...
+
+    def alias_given(self) -> None:
+        """A view of the values was given to the caller, who may write to it."""
+        ...
+
+    def assign(self, data: torch.Tensor) -> None:
+        """Takes other values (`param.data = data`)."""
+        ...
+
+    def gradient(self) -> torch.Tensor | None:
+        """What `param.grad` is."""
+        ...
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Takes what `param.grad` was set to."""
+        ...
+
+    def copied(self) -> torch.Tensor:
+        """The values in ordinary memory."""
+        ...
+
+
+class GradientSource(Protocol):
+    """The sum of gradients behind an `AwayGradient`."""
+
+    def used_by(self) -> AbstractContextManager[torch.Tensor]:
+        """The sum, in the parameter's dtype; what is changed in it while this lasts is kept."""
+        ...
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """Its norm, as torch's clipping takes it."""
+        ...
+
+    def replace(self, gradient: torch.Tensor) -> None:
+        """Takes other values (`param.grad.data = gradient`)."""
+        ...
+
+
+_sources: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The source of each parameter on pages, by the parameter's identity; a living source keeps its parameter alive."""
+
+
+def register(source: Source) -> None:
+    """Makes a source known; from then on its parameter may be an `AwayParameter`."""
+    _sources[id(source.param)] = source
+
+
+def forget(source: Source) -> None:
+    """Ends `register`."""
+    if _sources.get(id(source.param)) is source:
+        del _sources[id(source.param)]
+
+
+class AwayParameter(nn.Parameter):
+    """A parameter on pages, outside of the forward of its module."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Brings the values in and calls `func`."""
+        return call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with bare():
+                memo[id(self)] = nn.Parameter(source_of(self).copied(), requires_grad=self.requires_grad)
+        made: nn.Parameter = memo[id(self)]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+
+class AwayGradient(torch.Tensor):
+    """What `p.grad` of a parameter on pages is: shows the sum of gradients there.
+
+    Attributes:
+        source: the sum; None once a step has used it or it was dropped.
+        parameter: its name.
+    """
+
+    source: GradientSource | None
+    parameter: str
+
+    @staticmethod
+    def of(source: GradientSource, name: str, stand_in: torch.Tensor) -> AwayGradient:
+        """The gradient of parameter `name`, with the shape, dtype and device of `stand_in`."""
+        with bare():
+            made: AwayGradient = torch.Tensor._make_subclass(AwayGradient, stand_in)
+        made.source, made.parameter = source, name
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Brings the sum in and calls `func`."""
+        return call(func, args, kwargs or {})
+
+
+def source_of(param: nn.Parameter) -> Any:
+    """The source of a parameter on pages.
+
+    Raises:
+        PagedModelError: its model is on pages no more, and its values are lost.
+    """
+    source = _sources.get(id(param))
+    if source is None or source.param is not param:
+        with bare():
+            shape = tuple(param.shape)
+        raise PagedModelError(
+            f"a parameter of shape {shape} was read after its engine was closed: its values are gone. Call "
+            "`engine.detach()` instead of `close()` to keep them."
+        )
+    return source
+
+
+def _gradient_source(gradient: AwayGradient) -> Any:
+    if gradient.source is None:
+        raise PagedModelError(
+            f"the gradient of {gradient.parameter} was used after an optimizer step or zero_grad() had used it up. Keep a "
+            "copy of it (p.grad.clone()) before that."
+        )
+    return gradient.source
+
+
+# ---- one call ------------------------------------------------------------------------------------------------------
+
+
+def call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a torch function on arguments some of which are away.
+
+    Raises:
+        PagedModelError: the function cannot work on pages.
+        BudgetError: the values do not fit the budget at once.
+    """
+    if func in METADATA:
+        with bare():
+            return func(*args, **kwargs)
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    if func in LAYOUT:
+        with bare():
+            twin = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+        return func(twin, *args[1:], **kwargs)
+    if func in CONVERSIONS and type(args[0]) in (AwayParameter, AwayGradient) and not converts(func, args, kwargs):
+        return args[0]
+    if getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")):
+        return one_tensor_at_a_time(_with_values, func, args, kwargs)
+    return _with_values(func, args, kwargs)
+
+
+def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    away: dict[int, Any] = {}
+    _find((*args, *kwargs.values()), away)
+    writes = func in WRITES or getattr(func, "__name__", "").startswith("_fused_")
+    with ExitStack() as stack:
+        shown: dict[int, tuple[AwayGradient, torch.Tensor]] = {}
+        for number, tensor in away.items():
+            if type(tensor) is AwayGradient:
+                shown[number] = tensor, stack.enter_context(_gradient_source(tensor).used_by())
+        sources = [source_of(tensor) for tensor in away.values() if type(tensor) is AwayParameter]
+        views = [stack.enter_context(source.used(writes)) for source in sources]
+        if shown:
+            args, kwargs = _exchanged(args, shown), _exchanged(kwargs, shown)
+        result = func(*args, **kwargs)
+        for source, view in zip(sources, views, strict=True):
+            if not writes and any(_is_alias(tensor, view) for tensor in _tensors(result)):
+                source.alias_given()
+    for gradient, values in shown.values():
+        if result is values:
+            return gradient
+    return result
+
+
+def _find(values: Iterable[Any], away: dict[int, Any]) -> None:
+    """Collects what is away among arguments, each once."""
+    for value in values:
+        if type(value) in (AwayParameter, AwayGradient):
+            away[id(value)] = value
+        elif type(value) in (list, tuple):
+            _find(value, away)
+        elif type(value) is dict:
+            _find(value.values(), away)
+
+
+def _exchanged(value: Any, shown: dict[int, tuple[AwayGradient, torch.Tensor]]) -> Any:
+    """Arguments with each gradient exchanged for the sum that it shows."""
+    if type(value) is AwayGradient:
+        return shown[id(value)][1]
+    if type(value) in (list, tuple):
+        return type(value)(_exchanged(each, shown) for each in value)
+    if type(value) is dict:
+        return {key: _exchanged(each, shown) for key, each in value.items()}
+    return value
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            yield from _tensors(each)
+
+
+def _is_alias(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    with bare():
+        if tensor.layout is not torch.strided or tensor.device != view.device:
+            return False
+        return tensor.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+
+
+# ---- functions that are answered in another way --------------------------------------------------------------------
+
+
+def _grad(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    if type(args[0]) is AwayGradient:
+        return None
+    gradient: torch.Tensor | None = source_of(args[0]).gradient()
+    return gradient
+
+
+def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
+    param, gradient = args
+    if type(param) is AwayParameter:
+        source_of(param).set_gradient(gradient)
+    else:
+        _with_values(func, args, kwargs)
+
+
+def _drop_grad(func: Any, args: Any, kwargs: Any) -> None:
+    source_of(args[0]).set_gradient(None)
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    target, data = args
+    if target is data:
+        return
+    if type(data) in (AwayParameter, AwayGradient):
+        data = data.clone()
+    if type(target) is AwayGradient:
+        _gradient_source(target).replace(data)
+    elif type(target) is AwayParameter:
+        source_of(target).assign(data)
+    else:
+        func(target, data)
+
+
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    # Where a state dictionary is made, a hook of ours puts the values in afterwards, without bringing them in.
+    if sys._getframe(3).f_code is _SAVE:
+        with bare():
+            return func(*args, **kwargs)
+    return _with_values(func, args, kwargs)
+
+
+def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.autograd.grad` with regard to parameters: needs their place in the graph, and not their values."""
+
+    def edge(value: Any) -> Any:
+        if type(value) is AwayParameter:
+            with bare():
+                return torch.autograd.graph.get_gradient_edge(value)
+        return type(value)(map(edge, value)) if isinstance(value, (list, tuple)) else value
+
+    if "inputs" in kwargs:
+        kwargs = {**kwargs, "inputs": edge(kwargs["inputs"])}
+    else:
+        args = (args[0], edge(args[1]), *args[2:])
+    away: dict[int, Any] = {}
+    _find((*args, *kwargs.values()), away)
+    return _with_values(func, args, kwargs) if away else func(*args, **kwargs)
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.linalg.vector_norm`, which torch's clipping calls on gradients: known without bringing them in."""
+    plain = len(args) <= 2 and kwargs.keys() <= {"ord"}
+    if not plain or type(args[0]) is not AwayGradient:
+        return _with_values(func, args, kwargs)
+    return _gradient_source(args[0]).norm(float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+
+
+def _refuse(func: Any, args: Any, kwargs: Any) -> Any:
+    raise PagedModelError(
+        f"{func.__name__} cannot work on a tensor of shape {tuple(args[0].shape)} that is on pages, which have memory "
+        "of their own. Call `ptm_accel.engine_of(model).detach()` first."
+    )
+
+
+_SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    _T.grad.__get__: _grad,
+    _T.grad.__set__: _set_grad,
+    _T.grad.__delete__: _drop_grad,
+    _T.data.__set__: _set_data,
+    _T.detach: _detach,
+    torch.detach: _detach,
+    torch.autograd.grad: _autograd_grad,
+    torch.linalg.vector_norm: _norm,
+    _T.share_memory_: _refuse,
+    _T.set_: _refuse,
+    _T.resize_: _refuse,
+}
