@@ -374,6 +374,8 @@ class TrainedModel(PagedModel):
     def _gather(self, stack: ExitStack, grads: bool, write: bool, part: nn.Module | None) -> None:
         # Pins leave little room to work in.
         self.settle()
+        if grads:
+            self._gradients_seen()
         params = (self.model if part is None else part).parameters()
         slots = [slot for slot in map(self.slots.of, params) if slot is not None]
         refuse_gathering(self.memory, [slot.value for slot in slots])

@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
 
 # Before torch is imported: spinning OpenMP threads beside a busy neighbour are tens of times slower, silently.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

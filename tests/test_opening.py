@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ptm_accel.model.faults import same_place
 
 from ptm_accel import opening
 from ptm_accel.config import PTMConfig
@@ -15,7 +16,6 @@ from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
-from ptm_accel.model.faults import same_place
 from ptm_accel.sizing import refuse_oversized_model
 from ptm_accel.units import GIB
 from tests.tiers import AMPLE, at_floor, on_pages

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.model.faults import FaultDict
+from ptm_accel.model.away import AwayParameter
 from tests.model.nets import Builder, Net, Pair, compile_layers, inputs
 from tests.plain_loop import same_bits
 from tests.tiers import PAGE, on_pages
@@ -283,7 +283,7 @@ def test_its_modules_called_eagerly_still_fault(tmp_path: Path) -> None:
         compiled = compile_layers(net, backend="eager")
         assert compiled(**inputs(0)).item() == wanted
         for layer in net.layers:
-            assert isinstance(layer.up._parameters, FaultDict)  # type: ignore[union-attr]
+            assert type(layer.up.weight) is AwayParameter  # type: ignore[union-attr]
         x = net.layers[0].forward(inputs(0)["x"])  # type: ignore[operator]
         assert not x.isnan().any()
         assert not engine.pool.pinned()
@@ -295,7 +295,7 @@ def test_an_exception_in_a_region_leaves_nothing_behind(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="64"):
             net(torch.randn(8, 63))
         assert not engine.pool.pinned()
-        assert isinstance(net.layers[0].up._parameters, FaultDict)  # type: ignore[union-attr]
+        assert type(net.layers[0].up.weight) is AwayParameter  # type: ignore[union-attr]
 
 
 def test_detach_gives_the_compiled_plain_model_back(tmp_path: Path) -> None:

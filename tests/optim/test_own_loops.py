@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from ptm_accel.clipping import install
 from torch import nn
 
-from ptm_accel.clipping import install
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.outside import gathered
