@@ -1,6 +1,6 @@
 """Trains the tiny model in a process of its own, which is sent a signal in the middle of a step.
 
-Started by tests with one argument, a JSON object: the folder, the dials, which signal, and where.
+Started by tests with one argument, a JSON object: the folder, the dials, which signal, how often, and where.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ class AtOnce:
 
 def main(job: dict[str, Any]) -> None:
     patch = pytest.MonkeyPatch()
-    disk = faulty_disk.FaultyDisk("preadv", hangs=job.get("hangs", False))
-    disk.install(patch)
     sent: list[bool] = []
 
     def send() -> None:
         if not sent:
             sent.append(True)
-            os.kill(os.getpid(), getattr(signal, job["signal"]))
+            for _ in range(job.get("times", 1)):
+                os.kill(os.getpid(), getattr(signal, job["signal"]))
 
-    disk.on_hang = send
     jit = job.get("jit", False)
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": job["steps"], "enable_jit_checkpoint": jit}
     trainer = Trainer(
@@ -47,7 +45,7 @@ def main(job: dict[str, Any]) -> None:
         args=tiny.arguments(Path(job["folder"]), **changes),
         train_dataset=tiny.data(),
         ptm_config=job["dials"],
-        callbacks=[faulty_disk.call_at(job["place"], disk.armed.set if job.get("hangs") else send, patch)],
+        callbacks=[faulty_disk.call_at(job["place"], send, patch)],
     )
     patch.setattr(trainer_jit_checkpoint, "threading", SimpleNamespace(Timer=AtOnce))
     trainer.train()

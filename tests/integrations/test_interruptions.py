@@ -1,4 +1,4 @@
-"""Disks that are slow, hang, fail or are full, Ctrl-C and SIGTERM, in the middle of planned passes and chased updates.
+"""Disks that are slow, hang, fail or are full, Ctrl-C and SIGTERM, in the middle of a step.
 
 All of it through the Trainer: the numbers are those of the plain one or there is an error with a name, nothing hangs,
 and the last checkpoint resumes bit for bit.
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,15 +25,11 @@ from ptm_accel.integrations.transformers import Trainer
 
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.diskio import Lanes
-from ptm_accel.memory.pool import Pool
-from ptm_accel.memory.room import Room
-from ptm_accel.memory.scratch import Direction
-from tests.integrations.faulty_disk import HANGS_S, FaultyDisk, FromStep, call_at, in_backward
+from tests.integrations.faulty_disk import FaultyDisk, FromStep, call_at
 
 STEPS = 6
 CHILD = Path(__file__).with_name("interrupted_child.py")
+PLACES = [("forward", "preadv"), ("update", "pwritev"), ("backward", "preadv")]
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -48,8 +45,9 @@ class _Keeps(transformers.TrainerCallback):
         self.weights.append(self.tiny.weights(model))
 
 
-def build(tiny: ModuleType, cls: Any, folder: Path, callbacks: list[Any] | None = None, **extra: Any) -> Any:
+def build(tiny: ModuleType, cls: Any, folder: Path, callback: Any = None, **extra: Any) -> Any:
     arguments = tiny.arguments(folder, max_steps=STEPS, save_strategy="steps", save_steps=2)
+    callbacks = [] if callback is None else [callback]
     return cls(model=tiny.model(), args=arguments, train_dataset=tiny.data(), callbacks=callbacks, **extra)
 
 
@@ -57,14 +55,14 @@ def build(tiny: ModuleType, cls: Any, folder: Path, callbacks: list[Any] | None 
 def plain(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The plain Trainer's weights, at the beginning and after each step, and its log."""
     keeps = _Keeps(tiny)
-    trainer = build(tiny, transformers.Trainer, tmp_path_factory.mktemp("plain"), [keeps])
+    trainer = build(tiny, transformers.Trainer, tmp_path_factory.mktemp("plain"), keeps)
     first = tiny.weights(trainer.model)
     trainer.train()
     return {"history": _lines(tiny.history(trainer)), "weights": [first, *keeps.weights]}
 
 
 @pytest.fixture
-def dials(tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
+def dials(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "scratch").mkdir()
     # Larger pages than in other tests, so that a step makes about a hundred system calls; parameters do not all stay.
     return {"host_memory": "1MiB", "page_size": 32768, "disk": str(tmp_path / "scratch")}
@@ -85,53 +83,76 @@ def _assert_as_plain(tiny: ModuleType, trainer: Any, plain: dict[str, Any]) -> N
     assert tiny.same(tiny.weights(trainer.model), plain["weights"][STEPS])
 
 
-def _assert_saves_and_trains_on(tiny: ModuleType, trainer: Any, plain: dict[str, Any], folder: Path) -> None:
-    """After Ctrl-C: the step that it fell into is done, or it is not, and the Trainer is of use."""
-    engine = _engine(trainer)
-    trainer.save_model(str(folder / "saved"))
-    saved = tiny.weights(transformers.LlamaForCausalLM.from_pretrained(folder / "saved"))
-    step = trainer.state.global_step
-    assert any(tiny.same(saved, plain["weights"][done]) for done in (step, step + 1))
-    engine.check_integrity()
-    trainer.callback_handler.remove_callback(FromStep)
-    trainer.train()
-    assert trainer.state.global_step == STEPS
-    engine.check_integrity()
-    engine.detach()
-    held = engine.pool.budget.used_by_tag()
-    assert not any(nbytes for tag, nbytes in held.items() if tag is not Tag.BUFFER), held
+def _assert_last_checkpoint_resumes(tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], run: Path) -> None:
+    # The place of a fault may be first come to after the step that ends with the second checkpoint.
+    assert {path.name for path in run.iterdir()} in ({"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"})
+    assert list(Path(dials["disk"]).iterdir()) == [], "a scratch file was left"
+    again = build(tiny, Trainer, run, ptm_config=dials)
+    again.train(resume_from_checkpoint=True)
+    _assert_as_plain(tiny, again, plain)
 
 
 # ---- slow, and hanging for a while -----------------------------------------------------------------------------
 
 
-def test_a_disk_that_becomes_slow_changes_no_number(
-    tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("hangs", "delay_s"), [(False, 0.003), (True, 0.0)], ids=["slow", "hangs"])
+def test_a_disk_that_is_slow_or_hangs_for_a_while_changes_no_number(
+    hangs: bool,
+    delay_s: float,
+    tiny: ModuleType,
+    plain: dict[str, Any],
+    dials: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk = FaultyDisk("preadv", "pwritev", delay_s=0.003)
+    disk = FaultyDisk("preadv", "pwritev", delay_s=delay_s, hangs=hangs)
     disk.install(monkeypatch)
-    trainer = build(tiny, Trainer, tmp_path / "run", [FromStep(3, disk.armed.set)], ptm_config=dials)
+    trainer = build(tiny, Trainer, tmp_path / "run", FromStep(3, disk.armed.set), ptm_config=dials)
     trainer.train()
     assert disk.met.is_set()
+    assert disk.gave_up == 2 * hangs
     assert _engine(trainer).pool.stats.hits > 0, "nothing was planned"
     _assert_as_plain(tiny, trainer, plain)
 
 
-def test_a_disk_that_hangs_for_a_while_is_waited_for(
-    tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("place", "call"), PLACES)
+def test_ctrl_c_ends_training_after_the_step(
+    place: str,
+    call: str,
+    tiny: ModuleType,
+    plain: dict[str, Any],
+    dials: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    disk = FaultyDisk("preadv", "pwritev", hangs=True)
-    disk.install(monkeypatch)
-    trainer = build(tiny, Trainer, tmp_path / "run", [FromStep(3, disk.armed.set)], ptm_config=dials)
+    """Pressed while the disk hangs; the disk is waited for, and the Trainer is of use afterwards."""
+    disk = FaultyDisk(call, hangs=True)
+    disk.hangs_s = 0.5
+    disk.on_hang = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with monkeypatch.context() as patch:
+        disk.install(patch)
+        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=dials)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    assert disk.gave_up == 1
+    assert any("Ctrl-C: ends after this step" in record.message for record in caplog.records)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert 3 < trainer.state.global_step < STEPS
+    assert tiny.same(tiny.weights(saved), plain["weights"][trainer.state.global_step])
+    trainer.callback_handler.remove_callback(FromStep)
     trainer.train()
-    assert disk.gave_up == 2
-    _assert_as_plain(tiny, trainer, plain)
+    assert trainer.state.global_step == STEPS
+    _engine(trainer).check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("place", "call"), [("forward", "preadv"), ("update", "preadv"), ("update", "pwritev"), ("backward", "preadv")]
-)
-def test_ctrl_c_while_the_disk_hangs(
+@pytest.mark.parametrize(("place", "call"), PLACES)
+def test_a_second_ctrl_c_does_not_wait(
     place: str,
     call: str,
     tiny: ModuleType,
@@ -140,44 +161,31 @@ def test_ctrl_c_while_the_disk_hangs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def press_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
     disk = FaultyDisk(call, hangs=True)
-    # A write is waited for to its end; nobody is kept by a read, however long it takes.
-    disk.hangs_s = HANGS_S if call == "pwritev" else 30.0
-    disk.install(monkeypatch)
-    disk.on_hang = lambda: os.kill(os.getpid(), signal.SIGINT)
-    trainer = build(tiny, Trainer, tmp_path / "run", [call_at(place, disk.armed.set, monkeypatch)], ptm_config=dials)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert not disk.gave_up or call == "pwritev", "who waits for a read is not kept until the disk answers"
-    disk.answers.set()
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    _assert_saves_and_trains_on(tiny, trainer, plain, tmp_path)
+    disk.hangs_s, disk.on_hang = 30.0, press_twice
+    with monkeypatch.context() as patch:
+        disk.install(patch)
+        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=dials)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert not disk.gave_up
+        disk.answers.set()
+        _engine(trainer).close()
+    _assert_last_checkpoint_resumes(tiny, plain, dials, tmp_path / "run")
 
 
 # ---- failing and full ------------------------------------------------------------------------------------------
-
-
-def _assert_ended_well(tiny: ModuleType, trainer: Any, plain: dict[str, Any], dials: dict[str, Any]) -> None:
-    """After a fault: memory can be closed, nothing is left, and the last checkpoint resumes."""
-    run = Path(trainer.args.output_dir)
-    # The place that the fault waits for may be first come to after the step that ends with the second checkpoint.
-    assert {path.name for path in run.iterdir()} in ({"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"})
-    disk = _engine(trainer).memory.disk
-    assert disk is not None
-    _engine(trainer).close()
-    assert not any(thread.is_alive() for thread in disk._lanes._threads), "an I/O thread was left"
-    assert list(Path(dials["disk"]).iterdir()) == [], "a scratch file was left"
-    again = build(tiny, Trainer, run, ptm_config=dials)
-    again.train(resume_from_checkpoint=True)
-    _assert_as_plain(tiny, again, plain)
 
 
 @pytest.mark.parametrize(
     ("place", "call", "code"),
     [
         ("forward", "preadv", errno.EIO),
-        ("update", "preadv", errno.EIO),
         ("update", "pwritev", errno.ENOSPC),
         ("backward", "preadv", errno.EIO),
         ("gradient", "pwritev", errno.ENOSPC),
@@ -196,40 +204,31 @@ def test_a_disk_that_fails_in_the_middle(
     disk = FaultyDisk(call, code=code)
     with monkeypatch.context() as patch:
         disk.install(patch)
-        trainer = build(tiny, Trainer, tmp_path / "run", [call_at(place, disk.armed.set, patch)], ptm_config=dials)
+        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=dials)
         what = "read" if call == "preadv" else "write"
         text = rf"{what} of \S+ failed: .*{os.strerror(code)} \(errno {code}\)"
         with pytest.raises(DiskError, match=text) as caught:
             trainer.train()
         assert (caught.value.errno, caught.value.filename) == (code, dials["disk"])
+    lanes = _engine(trainer).memory.disk._lanes  # type: ignore[union-attr]
     # Closing works although the disk still fails.
-    _assert_ended_well(tiny, trainer, plain, dials)
+    _engine(trainer).close()
+    assert not any(thread.is_alive() for thread in lanes._threads), "an I/O thread was left"
+    _assert_last_checkpoint_resumes(tiny, plain, dials, tmp_path / "run")
 
 
 def test_a_disk_that_is_full_when_the_scratch_file_grows(
-    tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    trainer = build(tiny, Trainer, run, [FromStep(3, stop)], ptm_config=dials)
-    with pytest.raises(KeyboardInterrupt):
+    disk = FaultyDisk("posix_fallocate", code=errno.ENOSPC)
+    disk.install(monkeypatch)
+    monkeypatch.setattr("ptm_accel.memory.slots.GROWTH_BYTES", 1 << 16)
+    trainer = build(tiny, Trainer, tmp_path / "run", FromStep(0, disk.armed.set), ptm_config=dials)
+    text = r"the scratch file in .* cannot grow by .*: No space left on device, .* free on .*; free space there"
+    with pytest.raises(DiskError, match=text):
         trainer.train()
     _engine(trainer).close()
-    disk = FaultyDisk("posix_fallocate", code=errno.ENOSPC)
-    with monkeypatch.context() as patch:
-        disk.install(patch)
-        patch.setattr("ptm_accel.memory.slots.GROWTH_BYTES", 1 << 16)
-        trainer = build(tiny, Trainer, run, [FromStep(2, disk.armed.set)], ptm_config=dials)
-        text = r"the scratch file in .* cannot grow by .*: No space left on device, .* free on .*; free space there"
-        with pytest.raises(DiskError, match=text):
-            trainer.train(resume_from_checkpoint=True)
-    _assert_ended_well(tiny, trainer, plain, dials)
-
-
-# ---- the update itself, and Ctrl-C -----------------------------------------------------------------------------
+    assert list(Path(dials["disk"]).iterdir()) == [], "a scratch file was left"
 
 
 @pytest.mark.parametrize("place", ["at once", "update"])
@@ -252,118 +251,24 @@ def test_an_update_that_raises_is_told_to_the_user(
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", raising)
         arm = FromStep(2, armed.set) if place == "at once" else call_at(place, armed.set, patch)
-        run = tmp_path / "run"
-        trainer = build(tiny, Trainer, run, [arm], ptm_config=dials)
+        trainer = build(tiny, Trainer, tmp_path / "run", arm, ptm_config=dials)
         with pytest.raises(ArithmeticError, match="no such update"):
             trainer.train()
-    armed.clear()
-    _assert_ended_well(tiny, trainer, plain, dials)
-
-
-CTRL_C = {
-    "a charge that nobody holds yet": (Room, "reserve", "after"),
-    "a pin that nobody holds yet": (Pool, "pin", "after"),
-    "a store that is not queued yet": (Lanes, "_enqueue", "before"),
-}
-
-
-@pytest.mark.parametrize("where", CTRL_C)
-def test_ctrl_c_in_the_middle_of_the_books(
-    where: str,
-    tiny: ModuleType,
-    plain: dict[str, Any],
-    dials: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    owner, name, when = CTRL_C[where]
-    real = getattr(owner, name)
-    begun: list[bool] = []
-
-    def here(first: Any, *rest: Any) -> bool:
-        if owner is Pool:
-            return not first._silent and not in_backward()
-        return in_backward() and (owner is Room or rest[0].direction is Direction.WRITE)
-
-    def press(*given: Any) -> None:
-        if begun and threading.current_thread() is threading.main_thread() and here(*given):
-            begun.clear()
-            signal.raise_signal(signal.SIGINT)
-
-    def pressing(*args: Any, **kwargs: Any) -> Any:
-        if when == "before":
-            press(*args)
-        result = real(*args, **kwargs)
-        if when == "after":
-            press(*args)
-        return result
-
-    monkeypatch.setattr(owner, name, pressing)
-    trainer = build(tiny, Trainer, tmp_path / "run", [FromStep(3, lambda: begun.append(True))], ptm_config=dials)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    _assert_saves_and_trains_on(tiny, trainer, plain, tmp_path)
-
-
-@pytest.mark.parametrize("place", ["first step", "update"])
-def test_ctrl_c_in_the_middle_of_an_update(
-    place: str,
-    tiny: ModuleType,
-    plain: dict[str, Any],
-    dials: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first step is made at once, having no plan; the later ones beside the forwards."""
-    armed: list[bool] = []
-    step = torch.optim.AdamW.step
-
-    def pressing(self: Any, closure: Any = None) -> None:
-        step(self, closure)
-        if armed:
-            armed.clear()
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", pressing)
-    arm = FromStep(0, lambda: armed.append(True))
-    if place == "update":
-        arm = call_at(place, lambda: armed.append(True), monkeypatch)
-    trainer = build(tiny, Trainer, tmp_path / "run", [arm], ptm_config=dials)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    armed.clear()
-    monkeypatch.undo()
-    _assert_saves_and_trains_on(tiny, trainer, plain, tmp_path)
+    _engine(trainer).close()
+    _assert_last_checkpoint_resumes(tiny, plain, dials, tmp_path / "run")
 
 
 # ---- processes -------------------------------------------------------------------------------------------------
 
 
-def _child(job: dict[str, Any]) -> tuple[int, str]:
-    command = [sys.executable, str(CHILD), json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    return done.returncode, done.stderr[-4000:]
-
-
-@pytest.mark.parametrize(("sent", "place", "hangs"), [("SIGTERM", "update", False), ("SIGINT", "forward", True)])
+@pytest.mark.parametrize(("sent", "times"), [("SIGTERM", 1), ("SIGINT", 2)])
 def test_a_process_ends_and_its_last_checkpoint_resumes(
-    sent: str,
-    place: str,
-    hangs: bool,
-    tiny: ModuleType,
-    plain: dict[str, Any],
-    dials: dict[str, Any],
-    tmp_path: Path,
+    sent: str, times: int, tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = {"folder": str(run), "dials": dials, "steps": STEPS, "signal": sent, "place": place, "hangs": hangs}
-    code, told = _child(job)
+    code, told = _child({"folder": str(run), "dials": dials, "signal": sent, "times": times, "place": "update"})
     assert code == -getattr(signal, sent), told
-    assert {path.name for path in run.iterdir()} in ({"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"})
-    assert list((tmp_path / "scratch").iterdir()) == [], "a scratch file was left"
-    trainer = build(tiny, Trainer, run, ptm_config=dials)
-    trainer.train(resume_from_checkpoint=True)
-    _assert_as_plain(tiny, trainer, plain)
+    _assert_last_checkpoint_resumes(tiny, plain, dials, run)
 
 
 def test_sigterm_with_a_checkpoint_on_request(
@@ -371,11 +276,16 @@ def test_sigterm_with_a_checkpoint_on_request(
 ) -> None:
     """`enable_jit_checkpoint`: the Trainer saves between a backward and its step, and ends after that step."""
     run = tmp_path / "run"
-    job = {"folder": str(run), "dials": dials, "steps": STEPS, "signal": "SIGTERM", "place": "arrival", "jit": True}
-    code, told = _child(job)
+    code, told = _child({"folder": str(run), "dials": dials, "signal": "SIGTERM", "place": "arrival", "jit": True})
     assert code == 0, told
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
     assert list((tmp_path / "scratch").iterdir()) == [], "a scratch file was left"
     trainer = build(tiny, Trainer, run, ptm_config=dials)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-3"))
     _assert_as_plain(tiny, trainer, plain)
+
+
+def _child(job: dict[str, Any]) -> tuple[int, str]:
+    command = [sys.executable, str(CHILD), json.dumps({"steps": STEPS, **job})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stderr[-4000:]
