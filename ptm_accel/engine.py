@@ -268,6 +268,8 @@ class Engine(TrainedModel):
     def close(self) -> None:
         """Gives all memory back. The model's parameters have no values afterwards, unless it was detached."""
         _engines.pop(self.model, None)
+        for slot in self.slots:
+            slot.lose()
         if self.optimizer is not None:
             self.optimizer.in_backward.end()
         self._finaliser.detach()

@@ -88,6 +88,7 @@ class PagedModel:
         self.residency.owner = self
         self.run_ahead = self.residency.run_ahead
         self.state_dicts = StateDictHooks(self.pool, self.slots)
+        self.residency.snapshots_of = self.state_dicts.modules
         self.gradients: Gradients | None = None
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out

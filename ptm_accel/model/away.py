@@ -69,6 +69,10 @@ class Source(Protocol):
         """The values in ordinary memory."""
         ...
 
+    def snapshot_follows(self, module: nn.Module) -> bool:
+        """Whether a hook puts the values into the state dictionary that `module` makes."""
+        ...
+
 
 class GradientSource(Protocol):
     """The sum of gradients behind an `AwayGradient`."""
@@ -165,8 +169,8 @@ def source_of(param: nn.Parameter) -> Any:
 def _gradient_source(gradient: AwayGradient) -> Any:
     if gradient.source is None:
         raise PagedModelError(
-            f"the gradient of {gradient.parameter} was used after an optimizer step or zero_grad() had used it up. Keep a "
-            "copy of it (p.grad.clone()) before that."
+            f"the gradient of {gradient.parameter} was used after an optimizer step or zero_grad() had used it up. "
+            "Keep a copy of it (p.grad.clone()) before that."
         )
     return gradient.source
 
@@ -295,8 +299,10 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
-    # Where a state dictionary is made, a hook of ours puts the values in afterwards, without bringing them in.
-    if sys._getframe(3).f_code is _SAVE:
+    caller = sys._getframe(3)
+    saves = caller.f_code is _SAVE and type(args[0]) is AwayParameter
+    if saves and source_of(args[0]).snapshot_follows(caller.f_locals["self"]):
+        # A hook puts the values into the state dictionary afterwards, without bringing them in.
         with bare():
             return func(*args, **kwargs)
     return _with_values(func, args, kwargs)

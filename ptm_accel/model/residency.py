@@ -115,6 +115,7 @@ class Residency:
         beginning: called before an outermost forward whose gradients are on.
         gradient_of: gives what `p.grad` of a parameter is.
         set_gradient_of: takes what it was set to.
+        snapshots_of: modules into whose state dictionaries a hook puts the values.
     """
 
     def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable) -> None:
@@ -127,6 +128,7 @@ class Residency:
         self.beginning: Callable[[], object] | None = None
         self.gradient_of: Callable[[ParamSlot], torch.Tensor | None] | None = None
         self.set_gradient_of: Callable[[ParamSlot, torch.Tensor | None], None] | None = None
+        self.snapshots_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.root: nn.Module | None = None
         self.owner: object = None
         self._frames = _Frames()
@@ -289,6 +291,10 @@ class Residency:
         """Takes what `p.grad` of a parameter was set to."""
         if self.set_gradient_of is not None:
             self.set_gradient_of(slot, gradient)
+
+    def snapshot_follows(self, module: nn.Module) -> bool:
+        """See `ptm_accel.model.away.Source`."""
+        return module in self.snapshots_of
 
     def _tell_of_outside(self, slot: ParamSlot) -> None:
         """Says once that a step uses all parameters outside of forwards."""

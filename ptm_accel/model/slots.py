@@ -118,6 +118,10 @@ class Accesses(Protocol):
         """See `ptm_accel.model.away.Source`."""
         ...
 
+    def snapshot_follows(self, module: nn.Module) -> bool:
+        """See `ptm_accel.model.away.Source`."""
+        ...
+
 
 class ParamSlot:
     """One parameter of the model and its paged values.
@@ -232,6 +236,14 @@ class ParamSlot:
         self.param.__class__ = nn.Parameter
         away.forget(self)
 
+    def lose(self) -> None:
+        """The values are gone: any use of the parameter is an error, if it is on pages still."""
+        if self.accesses is not None:
+            self.accesses = None
+            away.forget(self)
+            self._give(self._stand_in(self._pool.compute.device))
+            self.param.__class__ = AwayParameter
+
     # ---- writes ----------------------------------------------------------------------------------------------------
 
     def was_written(self) -> bool:
@@ -293,12 +305,17 @@ class ParamSlot:
         assert self.accesses is not None
         self.accesses.set_gradient(self, gradient)
 
+    def snapshot_follows(self, module: nn.Module) -> bool:
+        """See `ptm_accel.model.away.Source`."""
+        assert self.accesses is not None
+        return self.accesses.snapshot_follows(module)
+
     def assign(self, data: torch.Tensor) -> None:
         """Makes `data` the values, which may have another shape.
 
         Raises:
             PagedModelError: it is of another dtype or on another device; or a forward uses the values, and it is of
-                another shape.
+                another shape, or a view of the values is kept.
             BudgetError: no room for it.
         """
         value, device = self.value, self._pool.compute.device
@@ -320,6 +337,13 @@ class ParamSlot:
                 self.changed()
                 return
             data = data.clone()
+        if value.pins and value.extent is not None and value.extent.viewed(shown=True):
+            # The data is copied into the memory of the values, where whoever has the view would see it change.
+            raise PagedModelError(
+                f"parameter {self.name} of shape {tuple(value.shape)} was given other data while it was in use, and a "
+                "view of what it had before is kept (such as `kept = module.weight.data`), which would change. Keep a "
+                "copy (`module.weight.data.clone()`), or write in place (`module.weight.data.copy_()`)."
+            )
         self._pool.renew(value, data)
         self.generation += 1
         self._writes += 1

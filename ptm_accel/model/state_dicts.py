@@ -1,7 +1,7 @@
 """State dictionaries of a paged model hold real values, and are made without bringing them in.
 
 A hook on each module replaces what `nn.Module.state_dict` finds (the stand-ins of parameters that are away) by
-snapshots: live aliases of what is resident, private mappings of what is on disk. So `save_pretrained` and everything
+snapshots: live aliases of what is resident, read-only mappings of what is on disk. So `save_pretrained` and everything
 else downstream of `state_dict` works unchanged and costs no memory beyond the budgets. `load_state_dict` needs no hook:
 it copies into one parameter after the other.
 """
@@ -32,11 +32,13 @@ class StateDictHooks:
 
     Attributes:
         given: called when values of parameters have been given.
+        modules: those that have the hooks.
     """
 
     def __init__(self, pool: Pool, slots: SlotTable) -> None:
         self._pool = pool
         self._slots = slots
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._tied: dict[int, Callable[[], torch.Tensor | None]] = {}
         """The last snapshot of each parameter that has several names."""
@@ -49,6 +51,7 @@ class StateDictHooks:
         self._tied = {number: _nothing for number, count in names.items() if count > 1}
         for module in model.modules():
             if module._parameters:
+                self.modules.add(module)
                 self._handles.append(module.register_state_dict_post_hook(self._fill()))
 
     def remove(self) -> None:
@@ -56,6 +59,7 @@ class StateDictHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.modules.clear()
 
     @contextmanager
     def names_only(self) -> Iterator[None]:
@@ -98,6 +102,12 @@ class StateDictHooks:
         if given is not None and any(value is given for value in state_dict.values()):
             return given
         values = _alone(self._pool.snapshot(slot.value))
+        extent = slot.value.extent
+        if extent is not None and values.data_ptr() == extent.tensor.data_ptr():
+            # What is written to it is written to the model, as in plain torch.
+            slot.changed()
+        else:
+            values = _read_only(values)
         if known is not None:
             self._tied[id(slot)] = weakref.ref(values)
         return values
@@ -113,3 +123,10 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
         return values
     alone: torch.Tensor = torch.utils.dlpack.from_dlpack(values)
     return alone
+
+
+def _read_only(values: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a tensor that torch refuses to write to: they are a copy, and what is written would be lost."""
+    with torch.inference_mode():
+        made = torch.empty(0, dtype=values.dtype)
+        return made.set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())

@@ -41,7 +41,6 @@ WIDTH, LAYERS = 48, 8
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-
 def is_pending(engine: Engine, slot: ParamSlot) -> bool:
     """Whether the update of a parameter is still to be done."""
     return engine.pool.owed is not None and engine.pool.owed.awaits(slot.value)

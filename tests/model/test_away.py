@@ -1,7 +1,10 @@
-"""The parameter dictionaries of a paged model, what is written to a parameter that is away, and what is refused."""
+"""What a parameter on pages is, what it is asked without coming in, and what is refused."""
 
 from __future__ import annotations
 
+import copy
+import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,9 @@ import torch
 from torch import nn
 
 from ptm_accel.engine import Engine, engine_of
-from ptm_accel.errors import ConfigError, PagedModelError, PlaceholderError, UnsupportedError
+from ptm_accel.errors import BudgetError, ConfigError, PagedModelError, UnsupportedError
 from ptm_accel.memory.paged import Place
+from ptm_accel.model.away import AwayParameter
 from ptm_accel.outside import gathered
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, config, needs, on_pages
@@ -29,23 +33,120 @@ def evict(engine: Engine) -> None:
             engine.pool.evict(slot.value)
 
 
-def test_every_way_of_reading_by_name_brings_values_in(tmp_path: Path) -> None:
+def test_a_description_brings_nothing_in(tmp_path: Path) -> None:
     model, plain = net(), net()
     with at_floor(model, tmp_path) as engine:
         evict(engine)
-        assert torch.isnan(next(model.parameters()).detach()).all()
-        table = model[0]._parameters
-        for read in (table.__getitem__, table.get):
-            evict(engine)
-            value = read("weight")
-            assert value is not None
-            assert same_bits(value.detach(), plain[0].weight.detach())
-        assert same_bits(model[1].get_parameter("weight").detach(), plain[1].weight.detach())
-        assert same_bits(getattr(model[2], "weight").detach(), plain[2].weight.detach())  # noqa: B009
-        assert table.get("nothing", 3) == 3
-        with pytest.raises(KeyError):
-            table["nothing"]
-        assert table.pop("nothing", None) is None
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert type(ours) is AwayParameter
+            assert isinstance(ours, nn.Parameter)
+            for describe in DESCRIPTIONS:
+                assert describe(ours) == describe(theirs)
+            assert torch.zeros_like(ours).stride() == theirs.stride()
+            assert ours.to("cpu") is ours
+            assert ours.contiguous() is ours.float() is ours
+        assert model.to("cpu").float() is model
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 5 * WIDTH * WIDTH
+        model.requires_grad_(True)
+        assert repr(model) == repr(plain)
+        assert {s.value.place for s in engine.slots} == {Place.AWAY}
+
+
+DESCRIPTIONS = [
+    lambda p: (p.shape, p.size(), p.size(0), p.dim(), p.ndim, p.numel(), p.nelement(), len(p), p.nbytes, p.itemsize),
+    lambda p: (p.dtype, p.device, p.layout, p.is_cuda, p.is_floating_point(), p.is_complex(), p.element_size()),
+    lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p.grad, p.stride(), p.stride(0), p.is_contiguous()),
+    lambda p: (p.storage_offset(), p.new_zeros(2).sum().item(), torch.numel(p), torch.is_floating_point(p)),
+]
+
+
+def test_it_is_ordinary_in_the_forward_of_its_own_module(tmp_path: Path) -> None:
+    model = net(2)
+    seen: list[type] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(type(self.weight))
+            return super().forward(x)
+
+    trusted: list[type] = []
+    with at_floor(model, tmp_path) as engine:
+        model[0].register_full_backward_hook(lambda module, *_: trusted.append(type(module.weight)))
+        out = model(torch.ones(1, WIDTH, requires_grad=True))
+        assert all(type(p) is AwayParameter for p in model.parameters())
+        with gathered(model[0]):
+            assert type(model[0].weight) is nn.Parameter
+        out.sum().backward()
+        engine.detach()
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert trusted == [AwayParameter]
+
+
+def test_a_list_function_needs_room_for_one_tensor(tmp_path: Path) -> None:
+    model, plain = net(20), net(20)
+    with at_floor(model, tmp_path) as engine:
+        ours, theirs = list(model.parameters()), list(plain.parameters())
+        assert torch.equal(torch.stack(torch._foreach_norm(ours)), torch.stack(torch._foreach_norm(theirs)))
+        with torch.no_grad():
+            torch._foreach_mul_(ours, [1.5] * 20)
+            torch._foreach_mul_(theirs, [1.5] * 20)
+        assert all(same_bits(o.detach(), t.detach()) for o, t in zip(ours, theirs, strict=True))
+        assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes
+
+
+def test_values_that_do_not_fit_at_once_are_refused(tmp_path: Path) -> None:
+    model = net(20)
+    with at_floor(model, tmp_path) as engine:
+        with pytest.raises(BudgetError, match="cannot place 16.00 KiB"):
+            torch.stack(list(model.parameters()))
+        assert not engine.pool.pinned()
+        assert model(torch.ones(1, WIDTH)).isfinite().all()
+
+
+def test_a_parameter_of_a_closed_engine_is_an_error(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path) as engine:
+        evict(engine)
+        engine.close()
+        assert model[0].weight.shape == (WIDTH, WIDTH)
+        with pytest.raises(PagedModelError, match=r"a parameter of shape \(64, 64\) was read after its engine"):
+            model[0].weight.detach()
+
+
+def test_copies_of_a_parameter(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with at_floor(model, tmp_path) as engine:
+        evict(engine)
+        for copied in (copy.deepcopy(model[1].weight), pickle.loads(pickle.dumps(model[1].weight))):
+            assert type(copied) is nn.Parameter
+            assert same_bits(copied.detach(), plain[1].weight.detach())
+        assert same_bits(copy.deepcopy(model[2]).weight.detach(), plain[2].weight.detach())
+
+
+def test_a_gradient_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    model = net()
+    with at_floor(model, tmp_path):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        kept = model[0].weight.grad
+        assert kept is not None
+        assert kept is model[0].weight.grad
+        model.zero_grad()
+        assert model[0].weight.grad is None
+        assert kept.shape == (WIDTH, WIDTH)
+        with pytest.raises(
+            PagedModelError, match=r"gradient of 0.weight was used after an optimizer step or zero_"
+        ):
+            kept.sum()
+
+
+def test_using_all_outside_of_forwards_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    with at_floor(model, tmp_path), caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            for param in model.parameters():
+                param.data.mul_(0.5)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("all 5 parameters are used outside of the forwards of their modules, ")
 
 
 def test_a_parameter_that_leaves_the_model_takes_its_values_along(tmp_path: Path) -> None:
@@ -70,60 +171,9 @@ def test_writes_by_reading_first_are_kept_inside_gathered(tmp_path: Path) -> Non
         assert [float(layer.weight.detach().mean()) for layer in model] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("write", ["zero_", "fill_"])
-def test_writing_to_a_placeholder_is_an_error_when_it_is_noticed(write: str, tmp_path: Path) -> None:
-    model = net()
-    with at_floor(model, tmp_path) as engine:
-        evict(engine)
-        param = next(model.parameters())
-        with torch.no_grad():
-            getattr(param, write)(*([] if write == "zero_" else [1.0]))
-        with pytest.raises(PlaceholderError) as caught:
-            model[0](torch.ones(1, WIDTH))
-        assert str(caught.value) == (
-            "parameter 0.weight was written to while it was on pages, by zero_() or fill_() on its placeholder "
-            "(shape (64, 64)); that write is lost. Write to parameters inside `with ptm_accel.gathered(model, "
-            "write=True):`."
-        )
-        assert not engine.pool.pinned()
-        evict(engine)
-        assert param.detach().isnan().all(), "what was written to is not shown again"
-
-
-def test_a_placeholder_is_made_once(tmp_path: Path) -> None:
-    model = net()
-    with at_floor(model, tmp_path) as engine:
-        seen = set()
-        for _ in range(3):
-            evict(engine)
-            param = next(model.parameters())
-            assert param.detach().isnan().all()
-            seen.add(param.data_ptr())
-            model(torch.ones(1, WIDTH))
-        assert len(seen) == 1
-
-
 @pytest.mark.parametrize(
     "write", [lambda p: p.add_(1.0), lambda p: p.copy_(torch.ones(WIDTH, WIDTH)), lambda p: p.mul_(2)]
 )
-def test_other_writes_to_a_placeholder_raise_at_once(write: object, tmp_path: Path) -> None:
-    model = net()
-    with at_floor(model, tmp_path) as engine:
-        evict(engine)
-        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
-            write(next(model.parameters()))  # type: ignore[operator]
-
-
-def test_a_placeholder_has_the_right_shape_and_no_memory(tmp_path: Path) -> None:
-    model = net()
-    with at_floor(model, tmp_path) as engine:
-        evict(engine)
-        for param in model.parameters():
-            assert (param.shape, param.dtype, param.numel()) == ((WIDTH, WIDTH), torch.float32, WIDTH * WIDTH)
-            assert param.untyped_storage().nbytes() == 4
-        assert {s.value.place for s in engine.slots} == {Place.AWAY}
-
-
 def test_moving_to_where_it_is_changes_nothing(tmp_path: Path) -> None:
     model, plain = net(), net()
     with at_floor(model, tmp_path) as engine:
@@ -141,20 +191,30 @@ def test_conversions_are_refused(convert: object, tmp_path: Path) -> None:
         with pytest.raises(PagedModelError) as caught:
             convert(model)  # type: ignore[operator]
         text = str(caught.value)
-        assert text.startswith("cannot convert parameter 'weight' (torch.float32 on cpu) to ")
+        assert text.startswith("parameter 0.weight (torch.float32 on cpu) cannot be given data of torch.")
         assert text.endswith(
             "it is on pages. Load or build the model in the wanted dtype, or call "
             "`ptm_accel.engine_of(model).detach()` first."
         )
 
 
-@pytest.mark.parametrize("convert", [lambda m: m.to(memory_format=torch.channels_last), lambda m: m.share_memory()])
-def test_another_place_in_memory_is_refused(convert: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("convert", "said"),
+    [
+        (
+            lambda m: m.to(memory_format=torch.channels_last),
+            r"^cannot change how a parameter of 4 dimensions lies",
+        ),
+        (
+            lambda m: m.share_memory(),
+            r"^share_memory_ cannot work on a tensor of shape \(8, 3, 3, 3\)",
+        ),
+    ],
+)
+def test_another_place_in_memory_is_refused(convert: object, said: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3))
-    with at_floor(model, tmp_path):
-        said = r"^cannot change how parameter 'weight' of shape \(8, 3, 3, 3\) lies in memory .*it is on pages. Call "
-        with pytest.raises(PagedModelError, match=said):
-            convert(model)  # type: ignore[operator]
+    with at_floor(model, tmp_path), pytest.raises(PagedModelError, match=said):
+        convert(model)  # type: ignore[operator]
 
 
 def test_a_memory_format_that_says_nothing_of_linear_layers_changes_nothing(tmp_path: Path) -> None:
