@@ -12,7 +12,6 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.glibc import Glibc
 from ptm_accel.memory.heap import HeapTide
 
@@ -69,7 +68,9 @@ def test_what_is_freed_is_kept_where_all_fits(told: list[str], tmp_path: Path, d
 def test_it_is_watched_where_not_all_fits_any_more(told: list[str], tmp_path: Path) -> None:
     engine = trained(Engine.attach(model(), PTMConfig(host_memory="1GiB", disk=str(tmp_path), page_size="64KiB")))
     assert isinstance(engine.pool.room.keeper, Glibc)
-    engine.resize({Tier.HOST: engine.floor.total_bytes + 4 * MIB})
+    engine.pool.budget.capacity_bytes = engine.floor.total_bytes + 4 * MIB
+    engine.pool.room.shrink()
+    engine.adapt()
     assert engine.pool.room.keeper is None
     assert isinstance(engine.pool.room.tide, HeapTide)
     engine.close()

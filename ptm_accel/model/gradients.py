@@ -73,7 +73,7 @@ class Gradients:
     def hold_arrival(self) -> None:
         """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
         if self._arrival is None and self._arrival_bytes:
-            self._arrival = self._pool.room.reserve(self._arrival_bytes, Tag.GRAD, "the next gradient to arrive")
+            self._arrival = self._pool.hold(self._arrival_bytes, Tag.GRAD, "the next gradient to arrive")
 
     def expect_together(self, nbytes: int) -> None:
         """Widens the room held for arrivals: several gradients come out of one node (a compiled region) at once."""
