@@ -22,8 +22,6 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
-from ptm_accel.memory.glibc import Glibc
-from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from ptm_accel.memory.tide import MARGIN, Tide
@@ -253,21 +251,6 @@ def test_what_is_only_evaluated_gets_less(tmp_path: Path, attached: list[Engine]
     even = limits([third])[0]
     assert Engine.attach(fourth.model, evaluates=True) is fourth
     assert limits([third])[0] > even
-
-
-@pytest.mark.skipif(not Glibc.found(), reason="the C library does not tell what it holds")
-def test_the_heap_is_watched_once_there_are_steps(tmp_path: Path, attached: list[Engine]) -> None:
-    gc.collect()
-    floor = needs(model(), tmp_path, "host+disk")[0]
-    engine = attach(attached, model(), dials(floor + (64 << 10), tmp_path), evaluates=True)
-    assert engine.pool.copies_in
-    assert engine.pool.room.tide is None
-    engine.bind_optimizer(torch.optim.AdamW(engine.model.parameters(), fused=True))
-    assert isinstance(engine.pool.room.tide, HeapTide)
-    other = attach(attached, model(1), dials(floor + (68 << 10), tmp_path))
-    assert other.pool.room.tide is None, "there is one heap"
-    engine.close()
-    assert not HeapTide.watching()
 
 
 def test_an_optimizer_that_needs_less_leaves_more(tmp_path: Path, attached: list[Engine]) -> None:

@@ -426,7 +426,7 @@ class Pool:
         with self.lock:
             steps: list[Callable[[], object]] = [] if self.owed is None else [self.owed.give_up]
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
-            close_all([*steps, self._tensors.clear, self.room.settle, self.room.close], "a pool")
+            close_all([*steps, self._tensors.clear, self.room.settle], "a pool")
 
     def tensors(self) -> Iterator[PagedTensor]:
         """All living paged tensors."""

@@ -19,8 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import settle
-from ptm_accel.memory.glibc import Heap
-from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.leavers import Leaver, Unsaved
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.tide import Shapes, Tide
@@ -64,8 +62,7 @@ class Room:
         lock: the pool's lock.
 
     Attributes:
-        tide: watches the memory that is not pages', where it shares the budget.
-        keeper: the allocator that was told to keep what is freed, where all fits.
+        tide: watches the memory of the device that is not pages'; None on a CPU.
         compaction: closes up gaps between blocks, where they are cut from larger pieces.
     """
 
@@ -74,8 +71,7 @@ class Room:
     ) -> None:
         self.compute = compute
         self.budget = budget
-        self.tide: Tide | HeapTide | None = None
-        self.keeper: Heap | None = None
+        self.tide: Tide | None = None
         self.compaction: Compaction | None = None
         self._traffic = traffic
         self._evictor = evictor
@@ -100,10 +96,8 @@ class Room:
             BudgetError: nothing more can be moved; says who holds what.
         """
         with self._lock:
-            if isinstance(self.tide, Tide):
+            if self.tide is not None:
                 self.tide.look()
-            elif self.tide is not None:
-                self.tide.sample()
             if nbytes > self.budget.free_bytes:
                 self._make_room(nbytes, name)
             elif self._leavers and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
@@ -317,7 +311,7 @@ class Room:
         Raises:
             DeviceBudgetError: they leave less than the least that pages can work with.
         """
-        if isinstance(self.tide, Tide):
+        if self.tide is not None:
             with self._lock:
                 if self.tide.begin_pass(shapes, evaluates=evaluates):
                     self.shrink()
@@ -331,14 +325,6 @@ class Room:
             while self.budget.free_bytes < 0 and self._evictor.evict_one():
                 self.collect()
             self.budget.make_real_room()
-
-    def close(self) -> None:
-        """Other memory is watched no longer, nor kept when it is free."""
-        if isinstance(self.tide, HeapTide):
-            self.tide.close()
-        keeper, self.keeper = self.keeper, None
-        if keeper is not None and not HeapTide.watching():
-            keeper.let_be()
 
     def settle(self) -> None:
         """Waits for all transfers that still use leaving memory; their errors are for those whose bytes they move."""
@@ -370,16 +356,13 @@ class Room:
                 # The last transfer may have ended since its memory was last asked for.
                 self.collect()
                 short = nbytes > self.budget.free_bytes
-                if short and self._running() is None and not self._came_back() and not self._tide_gives_way():
+                if short and self._running() is None and not self._came_back():
                     raise self._refusal(nbytes, name)
             self.collect()
 
     def _came_back(self) -> bool:
         """Whether there is something to store, where there was nothing: a store has failed."""
         return self._evictor.idle_bytes > 0 or bool(self._failed_parts)
-
-    def _tide_gives_way(self) -> bool:
-        return self.tide is not None and self.tide.give_way()
 
     def _running(self) -> Transfer | None:
         """A transfer that still uses memory that is leaving."""

@@ -197,10 +197,6 @@ class Tide:
         self._card_bytes = card_bytes
         self._beside = weakref.WeakSet(beside)
 
-    def give_way(self) -> bool:
-        """Other memory cannot be asked for room: False."""
-        return False
-
     @property
     def high_water_bytes(self) -> int:
         """The most that was reserved beside pages so far, in training or in evaluation."""
