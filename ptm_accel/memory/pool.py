@@ -25,7 +25,6 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.closing import close_all
-from ptm_accel.memory.compaction import Compaction
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.handouts import Handouts
@@ -83,7 +82,7 @@ class Pool:
         self.lock = threading.RLock()
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(home, self.stats, self.timeline)
-        self.room = Room(compute, budget, self.traffic, self, self.lock)
+        self.room = Room(compute, budget, self.traffic, self, self.lock, card)
         self.extents = Extents(self)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
@@ -92,8 +91,6 @@ class Pool:
         self.handouts = Handouts(self)
         self.shelf = Shelf(has_home=home is not None)
         self.card = card
-        if card is not None:
-            self.room.compaction = Compaction(self, card)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self.copies_in = False

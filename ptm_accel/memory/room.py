@@ -11,27 +11,33 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
+from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.leavers import Leaver, Unsaved
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.shelf import Shelf
+from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.tide import Shapes, Tide
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.memory.transfer import Block, ComputeTier, Transfer, round_up
 from ptm_accel.units import format_bytes
 
-if TYPE_CHECKING:
-    from ptm_accel.memory.compaction import Compaction
-
 
 class Evictor(Protocol):
-    """Who can move something away."""
+    """Who can move something away.
+
+    Attributes:
+        shelf: what may be moved away now.
+    """
+
+    shelf: Shelf
 
     @property
     def idle_bytes(self) -> int:
@@ -40,6 +46,10 @@ class Evictor(Protocol):
 
     def evict_one(self) -> bool:
         """Moves the least recently used idle tensor away; False if there is none."""
+        ...
+
+    def evict(self, tensor: PagedTensor) -> None:
+        """Moves an idle tensor away."""
         ...
 
     def pinned(self) -> list[PagedTensor]:
@@ -60,23 +70,29 @@ class Room:
         traffic: counts waits.
         evictor: who makes room.
         lock: the pool's lock.
+        card: what large blocks are cut from; None where the tier has no slabs.
 
     Attributes:
         tide: watches the memory of the device that is not pages'; None on a CPU.
-        compaction: closes up gaps between blocks, where they are cut from larger pieces.
     """
 
     def __init__(
-        self, compute: ComputeTier, budget: Budget, traffic: Traffic, evictor: Evictor, lock: threading.RLock
+        self,
+        compute: ComputeTier,
+        budget: Budget,
+        traffic: Traffic,
+        evictor: Evictor,
+        lock: threading.RLock,
+        card: CardMemory | None = None,
     ) -> None:
         self.compute = compute
         self.budget = budget
         self.tide: Tide | None = None
-        self.compaction: Compaction | None = None
         self._traffic = traffic
         self._evictor = evictor
         self._leavers: list[Leaver] = []
         self._lock = lock
+        self._card = card
 
     @property
     def limit_bytes(self) -> int:
@@ -133,19 +149,43 @@ class Room:
                 return self.compute.allocate(nbytes)
             except DeviceBudgetError:
                 with self._lock:
-                    block = None if self.compaction is None else self.compaction.make(nbytes, needed=moves)
-                    if block is not None:
-                        return block
                     if not moves:
                         raise
                     left = len(self._leavers)
                     self.collect()
                     if len(self._leavers) != left or self._wait_for_one() or self.store_again():
                         continue
-                    if not self._evictor.evict_one():
-                        if self.compaction is None:
-                            raise
-                        return self.compaction.stretch(nbytes)
+                    if self._evict_range(nbytes) or self._evictor.evict_one():
+                        continue
+                    if self._card is None:
+                        raise
+                    # Nothing can leave any more: out of what is kept free for other memory.
+                    return self._card.allocate(nbytes, anywhere=True)
+
+    def _evict_range(self, nbytes: int) -> bool:
+        """Evicts what lies in the cheapest contiguous range of a slab; False if no range is long enough."""
+        if self._card is None or not self._card.cuts(nbytes):
+            return False
+        movable = {
+            run: tensor
+            for tensor in self._evictor.shelf.free()
+            if (run := _run_of(tensor)) is not None and tensor.place is not Place.ARRIVING and not tensor.viewed
+        }
+        runs = self._card.slabs.cheapest_range(nbytes, list(movable))
+        for run in runs or ():
+            if movable[run] in self._evictor.shelf:
+                self._evictor.evict(movable[run])
+        return bool(runs)
+
+    def _drain(self) -> None:
+        """Evicts what lies in slabs that are to be given back."""
+        if self._card is None or not self._card.slabs.draining:
+            return
+        for tensor in self._evictor.shelf.free():
+            run = _run_of(tensor)
+            if run is not None and run.slab.draining and tensor in self._evictor.shelf:
+                self._evictor.evict(tensor)
+        self.collect()
 
     def _wait_for_one(self) -> bool:
         """Waits for a transfer whose memory is leaving; False if there is none."""
@@ -294,8 +334,7 @@ class Room:
             else:
                 self.tide.resize(nbytes)
             self._make_room(0, "what is there already")
-            if self.compaction is not None and self.compaction.drain():
-                self.collect()
+            self._drain()
             self.budget.make_real_room()
 
     def glance(self) -> None:
@@ -320,8 +359,7 @@ class Room:
         """Moves idle tensors away until what is used is within a capacity that has been lowered."""
         with self._lock:
             self.collect()
-            if self.compaction is not None and self.compaction.drain():
-                self.collect()
+            self._drain()
             while self.budget.free_bytes < 0 and self._evictor.evict_one():
                 self.collect()
             self.budget.make_real_room()
@@ -377,3 +415,10 @@ class Room:
         below = "" if self._traffic.home is not None else " There is no tier below: set disk to a directory on an SSD."
         refusal = self.budget.refusal(nbytes, name)
         return type(refusal)(f"{refusal} Largest holders: {', '.join(holders) or 'none'}.{below}")
+
+
+def _run_of(tensor: PagedTensor) -> Run | None:
+    """Where a tensor lies in a slab; None for one that does not."""
+    extent = tensor.extent
+    region = None if extent is None or extent.block is None else extent.block.region
+    return region if isinstance(region, Run) else None
