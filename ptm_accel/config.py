@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,6 @@ def resolve(
     device_total_bytes: int | None,
     device_free_bytes: int | None = None,
     processes: int = 1,
-    scratch_bytes: Callable[[int], int] = lambda device: 0,
 ) -> ResolvedConfig:
     """Turns the dials into bytes on this machine, and checks the disk paths.
 
@@ -254,7 +253,6 @@ def resolve(
             ignored, since one file of dials may serve several machines.
         device_free_bytes: what others leave of that, where it is known.
         processes: how many on this machine train alike; each gets its part of a share, and sizes are for each.
-        scratch_bytes: what this process has on a file system, by its `st_dev`, for models on pages already.
 
     Raises:
         BudgetError: more is asked than the machine or its control group has.
@@ -265,7 +263,7 @@ def resolve(
     device_bytes, device_origin = _resolve_device(
         config.device_memory, device_total_bytes, device_free_bytes, page_bytes
     )
-    disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes, scratch_bytes)
+    disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes)
     default_page = page_bytes == parse_bytes(DEFAULT_PAGE_SIZE)
     return ResolvedConfig(
         page_bytes=page_bytes,
@@ -352,9 +350,7 @@ def _resolve_device(
     return nbytes, origin
 
 
-def _resolve_disk(
-    config: PTMConfig, processes: int, scratch_bytes: Callable[[int], int]
-) -> tuple[tuple[Path, ...], int | None, str]:
+def _resolve_disk(config: PTMConfig, processes: int) -> tuple[tuple[Path, ...], int | None, str]:
     if config.disk is None:
         return (), None, "off: no path given"
     disk = DiskConfig.load(config.disk)
@@ -364,8 +360,6 @@ def _resolve_disk(
     # Paths on one file system share its free space, so each file system counts once.
     file_systems = {path.stat().st_dev: path for path in paths}
     free_bytes = sum(psutil.disk_usage(str(path)).free for path in file_systems.values()) // processes
-    # The limit is one for all models of this process, and what the others have on disk already is part of it.
-    free_bytes += sum(scratch_bytes(device) for device in file_systems)
     asked = DISK_SHARE if disk.limit is None else disk.limit
     nbytes = check_size("disk.limit", asked, total_bytes=free_bytes)
     if nbytes > free_bytes:

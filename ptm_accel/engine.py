@@ -22,10 +22,10 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
 from ptm_accel.model.changes import Changes, changes_of, is_covered, outline, refuse_changes
 from ptm_accel.model.faults import same_place
+from ptm_accel.model.floor import Floor
 from ptm_accel.model.saved import uncover_outside
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
-from ptm_accel.sharing import share
 from ptm_accel.sizing import refuse_oversized_model
 from ptm_accel.trained_model import TrainedModel
 
@@ -60,15 +60,15 @@ class Engine(TrainedModel):
             config: the dials.
             memory: tiers made by the caller, instead of those of this machine.
             device: where compute happens; by default the current CUDA device, or the CPU where there is none.
-            evaluates: it is not going to be trained, so that other models with the same dials get more of them.
+            evaluates: it is not going to be trained, so that others that share the tiers have a larger share.
 
         Returns:
             the engine; a model that is already on pages keeps the one it has, which follows what has become of it.
 
         Raises:
-            ConfigError: contradictory dials, or other dials than a model on pages was given.
+            ConfigError: contradictory dials, or other dials than this model, or another one on the device, was given.
             UnsupportedError: a parameter or module that cannot be paged, by name.
-            BudgetError: less than the least budget the model can train under with any optimizer.
+            BudgetError: less than the least budget the model can train under with any optimizer, beside other models.
         """
         existing = engine_of(model) or engine_holding(model.parameters())
         if existing is not None:
@@ -77,7 +77,7 @@ class Engine(TrainedModel):
             existing.follow(model)
             if evaluates and existing.optimizer is None and not existing.evaluates:
                 existing.evaluates = True
-                existing.claim_again()
+                existing.say_need()
             return existing
         check_model(model)
         asked = config or PTMConfig()
@@ -282,10 +282,16 @@ class Engine(TrainedModel):
         finally:
             if self.optimizer is not None:
                 self.optimizer.on_host.close()
-        if self.party is not None and (heirs := self.party.others()):
-            heir = heirs[0]
-            assert heir.claim is not None
-            share(heir, heir.claim)
+        self._adapt_others()
+
+    def _needs(self, floor: Floor, states: Floor, expected: Floor) -> None:
+        super()._needs(floor, states, expected)
+        self._adapt_others()
+
+    def _adapt_others(self) -> None:
+        for other in living_engines():
+            if other is not self and other.memory.users is self.memory.users:
+                other.adapt()
 
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""

@@ -44,7 +44,7 @@ _MOVES = (
 
 
 class Metrics:
-    """Reads the counters of one engine's memory.
+    """Reads the counters of one engine's memory: what other models on the same tiers move is among them.
 
     Args:
         memory: the tiers.
@@ -202,8 +202,6 @@ class Metrics:
         steps = max(now.steps, 1)
         peaks = ", ".join(
             f"{tier.value} {format_bytes(n)} of {format_bytes(self.limit_bytes(tier))}"
-            # A model that came later has made this one move over.
-            f"{' (more before it was shared)' if n > self.limit_bytes(tier) else ''}"
             for tier, n in self.peaks().items()
         )
         disk = ""

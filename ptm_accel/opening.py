@@ -1,21 +1,25 @@
-"""Turns dials into tiers: resolves them for this machine and opens the memory they describe."""
+"""Turns dials into tiers: one set of tiers for each device, which all models of the process share."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
+from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.rates import disk_rates
 from ptm_accel.memory.device import CudaTier
-from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 
 logger = logging.getLogger(__name__)
+
+_MEMORY_DIALS = ("device_memory", "host_memory", "disk", "page_size")
 
 
 def _speeds(paths: Sequence[Path]) -> list[float] | None:
@@ -43,40 +47,102 @@ def default_device() -> torch.device:
     return torch.device("cuda", number if current == 0 and number < torch.cuda.device_count() else current)
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Tiers of this machine that are open for one device.
+
+    Attributes:
+        asked: the dials of who has opened them.
+        resolved: what they came to.
+        users: the models that have them.
+    """
+
+    asked: PTMConfig
+    resolved: ResolvedConfig
+    users: list[Memory]
+
+    def suits(self, config: PTMConfig) -> bool:
+        """Whether dials ask for these tiers: the same for memory, or none."""
+        asked = _of_memory(config)
+        return asked in (_of_memory(self.asked), _of_memory(PTMConfig()))
+
+
+_opened: dict[torch.device, _Opened] = {}
+
+
 def open_memory(
     config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
-    """Resolves the dials for this machine and opens its tiers, unless the caller brings `memory`; logs what was chosen.
+    """The tiers for a model: those that are open for the device already, or new ones; logs what was chosen.
+
+    Args:
+        config: the dials.
+        memory: tiers made by the caller, taken as they are; where a model has them already, they are shared with it.
+        device: where compute happens; by default `default_device`.
 
     Raises:
-        ConfigError: dials that this machine cannot meet.
+        ConfigError: dials that this machine cannot meet, or other tiers are open for the device.
         DiskError: a scratch file cannot be made.
     """
     if device is None:
         device = default_device()
     elif str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    opened = _living(device) if memory is None else None
+    if opened is not None and opened.suits(config):
+        resolved = replace(opened.resolved, update=config.update, master_weights=config.master_weights)
+        return resolved, opened.users[0].join()
+    resolved = _resolved(config, device)
+    if memory is not None:
+        return resolved, memory.join() if memory.pool.need.least_bytes else memory
+    if opened is not None:
+        if _tiers(resolved) != _tiers(opened.resolved):
+            raise ConfigError(
+                f"models of one process share their memory on {device}: one is on pages already with "
+                f"{_figures(opened.resolved)}, and another was given {_figures(resolved)}. Give all of them the same, "
+                "or take those that are not used any more off their pages: engine_of(model).detach()."
+            )
+        return resolved, opened.users[0].join()
+    capacities = Capacities(
+        page_bytes=resolved.page_bytes,
+        host_bytes=resolved.host_bytes,
+        device_bytes=resolved.device_bytes,
+        disk_bytes=resolved.disk_limit_bytes,
+        disk_paths=resolved.disk_paths,
+        disk_weights=_speeds(resolved.disk_paths),
+    )
+    memory = build_memory(capacities, device)
+    _opened[device] = _Opened(config, resolved, memory.users)
+    for line in resolved.lines():
+        logger.info("%s", line)
+    return resolved, memory
+
+
+def _living(device: torch.device) -> _Opened | None:
+    """The tiers that are open for a device; models that nobody uses any more go first, with their pages."""
+    opened = _opened.get(device)
+    if opened is not None and opened.users:
+        gc.collect()
+    # Those of the parent are of no use in a fork.
+    return opened if opened is not None and opened.users and opened.users[0].is_own else None
+
+
+def _resolved(config: PTMConfig, device: torch.device) -> ResolvedConfig:
     total = free = None
     if device.type == "cuda":
         total, free = torch.cuda.get_device_properties(device).total_memory, CudaTier.left(device)
-    resolved = resolve(
-        config,
-        device_total_bytes=total,
-        device_free_bytes=free,
-        processes=local_processes(),
-        scratch_bytes=scratch_bytes,
-    )
-    if memory is None:
-        capacities = Capacities(
-            page_bytes=resolved.page_bytes,
-            host_bytes=resolved.host_bytes,
-            device_bytes=resolved.device_bytes,
-            disk_bytes=resolved.disk_limit_bytes,
-            disk_paths=resolved.disk_paths,
-            disk_weights=_speeds(resolved.disk_paths),
-        )
-        memory = build_memory(capacities, device)
-        memory.dials = {tier: budget.capacity_bytes for tier, budget in memory.budgets.items()}
-        for line in resolved.lines():
-            logger.info("%s", line)
-    return resolved, memory
+    return resolve(config, device_total_bytes=total, device_free_bytes=free, processes=local_processes())
+
+
+def _of_memory(config: PTMConfig) -> PTMConfig:
+    """The dials without those that say nothing about memory."""
+    return replace(config, update=PTMConfig().update, master_weights=None)
+
+
+def _tiers(resolved: ResolvedConfig) -> ResolvedConfig:
+    """As `_of_memory`, of what they come to."""
+    return replace(resolved, update="", master_weights=None, origins={})
+
+
+def _figures(resolved: ResolvedConfig) -> str:
+    return ", ".join(line.partition(" (")[0] for line in resolved.lines() if line.startswith(_MEMORY_DIALS))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -22,6 +20,7 @@ from ptm_accel.memory.mapped_files import scratch_origin
 from ptm_accel.memory.origin import Origin, Origins
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
+from ptm_accel.memory.tenants import Need
 from ptm_accel.memory.tide import Tide
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.metrics import Metrics
@@ -34,7 +33,6 @@ from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
-from ptm_accel.sharing import Claim, claim_of, party_of, share
 from ptm_accel.sizing import hint_about_masters, idle_fits_below, refuse_below, refuse_homeless
 from ptm_accel.ways import know_way
 
@@ -64,7 +62,7 @@ class PagedModel:
         gradients: their gradients.
         floor: the least budget it can train under.
         run_ahead: what is known of its passes, and moves pages before they are needed.
-        evaluates: whether it is not meant to be trained: it needs less of budgets that are shared.
+        evaluates: whether it is not meant to be trained: its share of the tiers is less.
     """
 
     count: ClassVar[int] = 0
@@ -91,7 +89,6 @@ class PagedModel:
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out
         self.evaluates = False
-        self.party = party_of(memory, asked)
         self._together_bytes = 0
         self._buffers: Reservation | None = None
         self._outline: Outline = ()
@@ -142,7 +139,7 @@ class PagedModel:
         self._needs(least, least, adamw)
 
     def _needs(self, floor: Floor, states: Floor, expected: Floor) -> None:
-        """The least budget is known, or another one than before: budgets are divided anew where they are shared.
+        """The least budget is known, or another one than before.
 
         Args:
             floor: the least budget.
@@ -150,57 +147,47 @@ class PagedModel:
             expected: with the optimizer that there is, or that is expected, to be named in errors.
 
         Raises:
-            BudgetError: the budgets are less than that; nothing has been changed then.
+            BudgetError: the budgets are less than that and what other models need; nothing has been changed then.
         """
-        before = self._share(floor, states, expected)
-        try:
-            refuse_below(self.memory, floor, expected)
-            refuse_homeless(self.memory, states, expected)
-        except BaseException:
-            if self.party is not None and before is not None:
-                share(self.party, before)
-            raise
-        self.floor, self._states, self._expected = floor, states, expected
-        self.pool.least_bytes, self.pool.whole_bytes = floor.total_bytes, floor.whole_bytes
-        if self.pool.room.tide is not None:
-            self.pool.room.tide.need(self._least_beside_activations(floor))
+        refuse_below(self.memory, floor, expected)
+        refuse_homeless(self.memory, self._counted(states), self._counted(expected))
+        self.floor, self._states = floor, states
+        self.say_need()
 
-    def claim_again(self) -> None:
-        """Divides budgets anew by what is known of this model now."""
-        self._share(self.floor, self._states, self._expected)
-
-    def _share(self, floor: Floor, states: Floor, expected: Floor) -> Claim | None:
-        """Divides budgets with other models of this process that have the same dials; returns the claim before."""
-        party = self.party
-        if party is None:
-            return None
-        if party.others():
-            # Models that nobody uses any more go, with their pages, before the budget is divided.
-            gc.collect()
-        before = party.claim
-        evaluated = sum(slot.value.slot_bytes for slot in self.slots) if self.evaluates else 0
-        floor = replace(floor, total_bytes=max(floor.total_bytes, self._together_bytes))
-        claim = claim_of(
+    def say_need(self) -> None:
+        """Makes known to the pool what the model needs, by what is known of it now."""
+        floor, states = self._counted(self.floor), self._counted(self._states)
+        least = max(floor.total_bytes, self._together_bytes)
+        self.pool.need = Need(
             type(self.model).__name__,
-            floor,
-            states,
-            self.memory,
-            expected_bytes=expected.total_bytes,
-            page_bytes=self.config.page_bytes,
-            evaluated_bytes=evaluated,
+            least_bytes=least,
+            whole_bytes=max(floor.whole_bytes, least),
+            known_bytes=states.whole_bytes,
+            away_bytes=states.states_bytes - states.fixed_bytes,
         )
-        share(party, claim)
-        return before
+        if self.pool.room.tide is not None:
+            self.pool.room.tide.need(self._least_beside_activations())
 
-    def share_again(self) -> None:
-        """Divides budgets anew where somebody who had a part of them has left."""
-        if self.party is not None and self.party.stale:
-            self.claim_again()
+    def _counted(self, floor: Floor) -> Floor:
+        """What counts of a floor: a model that is only evaluated has no gradients."""
+        if not self.evaluates:
+            return floor
+        values = floor.fixed_bytes + sum(slot.value.slot_bytes for slot in self.slots)
+        whole = values + floor.moving_bytes
+        return replace(
+            floor,
+            states_bytes=min(floor.states_bytes, values),
+            whole_bytes=min(floor.whole_bytes, whole),
+        )
+
+    def adapt(self) -> None:
+        """Another model has come to the tiers or has left them, or needs something else: plans are made anew."""
+        self.run_ahead.resized()
+        self._decide_to_plan()
+        self._hold_norms()
 
     def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
         self._size_up(values)
-        if self.party is not None:
-            self.party.resize = _resizing(self)
         # What stays for long among activations leaves holes there.
         self.pool.copies_in = self.pool.card is not None
         self._bring_in(list(self.slots), values)
@@ -216,7 +203,7 @@ class PagedModel:
         buffers = sum(b.nbytes for b in self.model.buffers())
         if self._buffers is not None:
             self._buffers.release()
-        self._buffers = pool.room.reserve(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
+        self._buffers = pool.hold(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
         self._set_malloc()
         self._decide_to_plan()
         left = 0
@@ -261,46 +248,23 @@ class PagedModel:
         """Whether pages have to leave."""
         return self.pool.home is not None and not self._all_fits()
 
-    def resize(self, capacities: Mapping[Tier, int]) -> None:
-        """Gives the tiers other capacities, between two steps.
-
-        Args:
-            capacities: in bytes, of some of the tiers.
-
-        Raises:
-            BudgetError: what is in use cannot be moved away now; nothing has been changed then.
-            DiskError: moving it failed.
-        """
-        if any(nbytes < self.memory.capacity_bytes(tier) for tier, nbytes in capacities.items()):
-            self.settle()
-        if self.gradients is not None:
-            self.gradients.norms.release()
-        self.memory.resize(capacities)
-        self.run_ahead.resized()
-        if self.gradients is not None:
-            self._set_malloc()
-            self._decide_to_plan()
-            self._hold_norms()
-
-    def _least_beside_activations(self, floor: Floor) -> int:
+    def _least_beside_activations(self) -> int:
         """What pages keep until it is known what activations leave: what they work with, or what has no other place."""
         # Where all is together in memory that is shared, what is below is the rest of the same memory.
         tiers = self.memory.budgets.items()
         below = sum(budget.capacity_bytes for tier, budget in tiers if tier is not self.pool.budget.tier)
-        return max(floor.total_bytes * 5 // 4, floor.whole_bytes - below)
+        return max(self.pool.least_bytes * 5 // 4, self.pool.whole_bytes - below)
 
     def _watch_tide(self, card: CardMemory) -> None:
-        total = self.pool.budget.capacity_bytes
         if isinstance(self.pool.compute, CudaTier) and self.asked.device_memory is not None:
             # What is derived leaves the rest of the card for what is not torch's.
-            self.pool.compute.limit(self.memory.dials.get(Tier.DEVICE, total))
-        least = self._least_beside_activations(self.floor)
-        # What was at work on the card before, and is gone, is no part of what is beside these pages.
-        card.trim()
-        self.pool.room.tide = Tide(self.pool.budget, total, least, card, follows=self.evaluates)
-        self.pool.room.shrink()
-        # Now that there is one, it is to know of those of other models on the card.
-        self.claim_again()
+            self.pool.compute.limit(self.pool.room.limit_bytes)
+        if self.pool.room.tide is None:
+            total = self.pool.budget.capacity_bytes
+            # What was at work on the card before, and is gone, is no part of what is beside these pages.
+            card.trim()
+            self.pool.room.tide = Tide(self.pool.budget, total, self._least_beside_activations(), card)
+            self.pool.room.shrink()
 
     def refresh_compiled(self, model: nn.Module | None = None) -> None:
         """Looks for what `torch.compile` has compiled since the model was put on pages.
@@ -322,13 +286,14 @@ class PagedModel:
         needed = region_bytes(region, self.floor, landing)
         if needed > self._together_bytes:
             self._together_bytes = needed
-            self.claim_again()
-        refuse_oversized_region(region, needed, self.pool.budget)
+            self.say_need()
+        others = sum(other.pool.need.least_bytes for other in self.memory.others)
+        refuse_oversized_region(region, needed + others, self.pool.budget)
         self.gradients.expect_together(region.grad_bytes)
 
     def _leave_card(self) -> None:
         """Gives slabs back, so that the card has room for ordinary tensors: what is in them leaves, if it can."""
-        if self.pool.card is not None:
+        if self.pool.card is not None and not self.memory.others:
             self.pool.card.confine(0)
             if idle_fits_below(self.memory):
                 self.pool.room.shrink()
@@ -369,9 +334,9 @@ class PagedModel:
         narrow = [s.value for s in self.slots if s.param.requires_grad and is_narrow(s.value.dtype)]
         if self.config.master_weights is None or self.pool.budget.tier is not Tier.HOST or not narrow:
             return
-        capacity, floor = self.pool.room.limit_bytes, self.floor
-        if floor.whole_bytes <= capacity:
-            spare = capacity - floor.whole_bytes
+        capacity, floor = self.pool.share_bytes, self.floor
+        if self._all_fits():
+            spare = self.pool.budget.capacity_bytes - self.pool.whole_bytes
         else:
             spare = min(capacity // _OF_BUDGET_FOR_NORMS, floor.total_bytes // 4, capacity - 2 * floor.total_bytes)
         largest = max(value.numel for value in narrow) * 4
@@ -382,13 +347,13 @@ class PagedModel:
         if self.run_ahead.enabled and self.run_ahead.rates is None:
             trained = [slot.value for slot in self.slots if slot.param.requires_grad]
             paths = self.config.disk_paths
-            know_way(self.run_ahead, self.metrics, self.memory, paths, trained, self.floor.whole_bytes)
+            know_way(self.run_ahead, self.metrics, self.memory, paths, trained, self.pool.whole_bytes)
 
     def _sums(self) -> Sums:
         return Sums.NONE if self.gradients is None else self.gradients.sums()
 
     def _all_fits(self) -> bool:
-        return self.floor.whole_bytes <= self.pool.budget.capacity_bytes
+        return self.pool.whole_bytes <= self.pool.budget.capacity_bytes
 
 
 def _origin_of(slot: ParamSlot, origins: Origins) -> Origin | None:
@@ -399,14 +364,3 @@ def _origin_of(slot: ParamSlot, origins: Origins) -> Origin | None:
     if not slot.value.movable or not slot.param.requires_grad:
         return None
     return scratch_origin(slot.param.data) or origins.of(slot.param.data)
-
-
-def _resizing(model: PagedModel) -> Callable[[Mapping[Tier, int]], None]:
-    """`model.resize`, without keeping the model alive."""
-    known, memory = weakref.ref(model), model.memory
-
-    def resize(capacities: Mapping[Tier, int]) -> None:
-        alive = known()
-        (memory if alive is None else alive).resize(capacities)
-
-    return resize

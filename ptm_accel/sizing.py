@@ -13,6 +13,7 @@ from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
+from ptm_accel.memory.tenants import Need
 from ptm_accel.model.floor import Floor
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.units import format_bytes
@@ -26,7 +27,7 @@ def dial_of(memory: Memory) -> str:
 
 
 def refuse_below(memory: Memory, floor: Floor, expected: Floor) -> None:
-    """Refuses a budget of the compute tier below the floor.
+    """Refuses a budget of the compute tier below the floor, and what other models that share it need at the least.
 
     Args:
         memory: the tiers.
@@ -37,18 +38,21 @@ def refuse_below(memory: Memory, floor: Floor, expected: Floor) -> None:
         BudgetError: with the figure to set and the tensor that is the reason.
     """
     capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
-    if capacity < floor.total_bytes:
-        more = with_adamw(expected.total_bytes) if expected.total_bytes > floor.total_bytes else ""
+    others = [(need.name, need.least_bytes) for need in _others(memory)]
+    least = floor.total_bytes + sum(nbytes for _, nbytes in others)
+    if capacity < least:
+        missing = expected.total_bytes - floor.total_bytes
+        more = with_adamw(least + missing) if missing > 0 else ""
         raise BudgetError(
             f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
             f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
-            f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {dial} to at least "
-            f"{floor.total_bytes} bytes{more}."
+            f"{format_bytes(floor.moving_bytes)} for {floor.reason}){_beside(others)}. Set {dial} to at least "
+            f"{least} bytes{more}{_or_detach(others)}."
         )
 
 
 def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
-    """Refuses tiers that cannot hold all states of the model together.
+    """Refuses tiers that cannot hold all states of the model and of others that share them together.
 
     Args:
         memory: the tiers.
@@ -60,27 +64,47 @@ def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
         BudgetError: with the figures and the dial to set.
     """
     capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
-    if capacity >= floor.whole_bytes:
+    others = _others(memory)
+    whole = floor.whole_bytes + sum(need.known_bytes for need in others)
+    if capacity >= whole:
         return
     states, unknown = format_bytes(floor.states_bytes), expected.states_bytes - floor.states_bytes
     if memory.pool.home is None:
-        more = with_adamw(expected.whole_bytes) if unknown else ""
+        named = [(need.name, need.known_bytes) for need in others]
+        more = with_adamw(whole - floor.whole_bytes + expected.whole_bytes) if unknown else ""
         raise BudgetError(
             f"{dial} is {format_bytes(capacity)} and the states of this model take {states}, "
-            f"{format_bytes(floor.whole_bytes)} with what a step needs beside them, with no tier below for what "
-            f"does not fit. Set disk to a directory on an SSD, or {dial} to at least {floor.whole_bytes} bytes{more}."
+            f"{format_bytes(floor.whole_bytes)} with what a step needs beside them{_beside(named)}, with no tier below "
+            f"for what does not fit. Set disk to a directory on an SSD, or {dial} to at least {whole} bytes{more}"
+            f"{_or_detach(named)}."
         )
     below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
-    missing = floor.states_bytes - floor.fixed_bytes - sum(below.values())
+    away = [(need.name, need.away_bytes) for need in others]
+    missing = floor.states_bytes - floor.fixed_bytes + sum(nbytes for _, nbytes in away) - sum(below.values())
     if missing > 0:
-        named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
+        tiers = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
         more = with_adamw(missing + unknown) if unknown else ""
         raise BudgetError(
-            f"the states of this model take {states}, more than {dial} ({format_bytes(capacity)}), and "
-            f"the tiers below hold too little of them ({named}). "
+            f"the states of this model take {states}{_beside(away)}, more than {dial} ({format_bytes(capacity)}), and "
+            f"the tiers below hold too little of them ({tiers}). "
             f"{'Raise the limit of disk, or add a path,' if Tier.DISK in below else 'Set disk, or raise host_memory'} "
-            f"by at least {missing} bytes{more}."
+            f"by at least {missing} bytes{more}{_or_detach(away)}."
         )
+
+
+def _others(memory: Memory) -> list[Need]:
+    """What the other models need that share the tiers."""
+    return [other.pool.need for other in memory.others]
+
+
+def _beside(others: list[tuple[str, int]]) -> str:
+    """Names the other models, with the bytes of each; nothing where there are none."""
+    named = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in others)
+    return f", beside other models of this process that share it ({named})" if others else ""
+
+
+def _or_detach(others: list[tuple[str, int]]) -> str:
+    return ", or take a model that is not used any more off its pages: engine_of(model).detach()" if others else ""
 
 
 def with_adamw(nbytes: int) -> str:
@@ -133,7 +157,9 @@ def refuse_oversized_model(memory: Memory, values: Iterable[PagedTensor]) -> Non
 
 
 def idle_fits_below(memory: Memory) -> bool:
-    """Whether all that may leave the compute tier would have room below."""
+    """Whether all that may leave the compute tier would have room below; not while other models work there."""
+    if memory.others:
+        return False
     pool = memory.pool
     below = (budget for tier, budget in memory.budgets.items() if tier is not pool.budget.tier)
     return pool.idle_bytes <= sum(budget.free_bytes for budget in below)

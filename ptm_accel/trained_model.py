@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -14,8 +14,6 @@ from torch import nn
 
 from ptm_accel.config import BLOCKING, PTMConfig, ResolvedConfig
 from ptm_accel.distributed.replicas import Replicas
-from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
@@ -134,7 +132,7 @@ class TrainedModel(PagedModel):
         """How much an optimizer step holds at a time: enough to be fast, little enough that most stays where it is."""
         if self._all_fits():
             return _LARGEST_BATCH_BYTES
-        return min(_LARGEST_BATCH_BYTES, (self.pool.budget.capacity_bytes - self.floor.total_bytes) // 8)
+        return min(_LARGEST_BATCH_BYTES, (self.pool.share_bytes - self.floor.total_bytes) // 8)
 
     def _meet_trainable(self) -> None:
         """Follows changes of `requires_grad` since the model was put on pages (layers frozen or unfrozen)."""
@@ -163,28 +161,13 @@ class TrainedModel(PagedModel):
             for region in self.residency.regions.running():
                 self._meet_region(region)
 
-    def resize(self, capacities: Mapping[Tier, int]) -> None:
-        """See `PagedModel.resize`.
-
-        Raises:
-            UnsupportedError: in the middle of a step whose updates have begun in its backward.
-        """
-        less = any(nbytes < self.memory.capacity_bytes(tier) for tier, nbytes in capacities.items())
-        if less and self.optimizer is not None and self.optimizer.in_backward.chase is not None:
-            raise UnsupportedError(
-                "another model was to be put on pages with the same dials between a backward and its optimizer.step(), "
-                "and updates of that step have begun: nothing can be given to it now. Put it on pages before the "
-                "backward, or after the step."
-            )
-        super().resize(capacities)
-
     # ---- a step -----------------------------------------------------------------------------------------------
 
     def _may_overlap(self) -> bool:
         """Whether an update may run beside a pass: there is something to move, and room for the worst of both."""
         least = self.floor.total_bytes + self.floor.moving_bytes
         wanted = self.run_ahead.enabled and self.config.update != BLOCKING
-        return wanted and not self._all_fits() and least <= self.pool.budget.capacity_bytes
+        return wanted and not self._all_fits() and least <= self.pool.share_bytes
 
     def _may_update_in_backward(self) -> bool:
         optimizer = self.optimizer
@@ -314,7 +297,6 @@ class TrainedModel(PagedModel):
 
     def synchronise(self) -> None:
         """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
-        self.share_again()
         self._meet_newcomers()
         if self.gradients is not None:
             self.gradients.meet_given()

@@ -56,7 +56,7 @@ def _know_link(
 ) -> None:
     """Makes known what the way between a device and its home is worth, and updates on the device."""
     disk = memory.disk
-    if disk is not None and whole_bytes <= memory.capacity_bytes(Tier.HOST):
+    if disk is not None and whole_bytes <= memory.budgets[Tier.HOST].capacity_bytes:
         disk = None
     run_ahead.link_use = partial(_use_of_way, device, disk)
     rates = device_rates(device.device)

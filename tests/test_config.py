@@ -17,9 +17,6 @@ from ptm_accel import machine
 from ptm_accel.config import DiskConfig, PTMConfig, ResolvedConfig, check_disk_path, resolve
 from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import MemoryLimit
-from ptm_accel.memory.budget import Budget, Tier
-from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.units import GIB, KIB, MIB
 
 DIALS = "device_memory, host_memory, disk, update, page_size, master_weights"
@@ -357,20 +354,6 @@ class TestDisk:
         )
         with pytest.raises(BudgetError, match=re.escape(message)):
             self.resolve(tmp_path, limit="11GiB")
-
-    def test_what_this_process_has_on_disk_is_part_of_the_limit(self, tmp_path: Path) -> None:
-        """Else a second model would be refused the limit that the first one was given."""
-        here = tmp_path.stat().st_dev
-        dials = PTMConfig(disk=DiskConfig(paths=(str(tmp_path),), limit="11GiB"))
-        held = resolve(dials, device_total_bytes=None, scratch_bytes={here: 2 * GIB}.__getitem__)
-        assert held.disk_limit_bytes == 11 * GIB
-        budget, file = Budget(Tier.DISK, 64 * MIB), scratch_bytes(here)
-        tier = DiskTier([tmp_path], budget)
-        tier.preallocate(32 * MIB)
-        assert scratch_bytes(here) - file == 32 * MIB
-        assert scratch_bytes(here + 1) == 0
-        tier.close()
-        assert scratch_bytes(here) == file
 
     def test_paths_are_expanded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "a").mkdir()

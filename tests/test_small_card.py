@@ -18,7 +18,6 @@ from ptm_accel import trained_model
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DeviceBudgetError
-from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.tide import Tide
@@ -194,20 +193,6 @@ def test_a_model_is_taken_off_a_card_that_its_pages_have_filled() -> None:
         assert states // 4 <= card.allocated < states // 3
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_part_of_a_card_that_another_model_gets_is_given_back() -> None:
-    model = llama(6)
-    states = 4 * sum(p.nbytes for p in model.parameters())
-    with on_card(model, states * 7 // 10) as (engine, card):
-        optimizer = engine.bind_optimizer(adamw(model))
-        train(model, optimizer, [256] * 3)
-        assert engine.pool.card is not None
-        before = engine.pool.card.held_bytes
-        engine.resize({Tier.DEVICE: states * 4 // 10})
-        assert engine.pool.card.held_bytes < before - states // 5
-        assert card.allocated < before - states // 5
-        train(model, optimizer, [256] * 2)
 
 
 def test_where_all_fits_nothing_moves_and_nothing_is_planned_once_a_step_was_seen() -> None:

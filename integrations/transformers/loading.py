@@ -202,7 +202,7 @@ class _Reader:
             nbytes = sum(param.nbytes for param in lacking)
             if nbytes:
                 what = f"{len(lacking)} parameters that the checkpoint lacks"
-                self._missing.append(self._pool.room.reserve(nbytes, Tag.PARAM, what))
+                self._missing.append(self._pool.hold(nbytes, Tag.PARAM, what))
             original(model, missing_keys, *rest)
 
         return move

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import enum
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.units import format_bytes
@@ -40,28 +38,6 @@ class Tag(enum.Enum):
 
 
 _DIAL = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk"}
-
-
-class Common:
-    """A capacity that several budgets of one tier have together, beside what each of them may use.
-
-    Args:
-        capacity_bytes: the limit of what they use together.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.lock = threading.RLock()
-        self.budgets: weakref.WeakSet[Budget] = weakref.WeakSet()
-
-    def beside(self, budget: Budget) -> list[Budget]:
-        """The others."""
-        return [other for other in list(self.budgets) if other is not budget]
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that any of them may still charge."""
-        return self.capacity_bytes - sum(budget.used_bytes for budget in self.budgets)
 
 
 Reclaimer = Callable[[int], int]
@@ -113,53 +89,18 @@ class Budget:
         self.peak_bytes = 0
         self._by_tag: Counter[Tag] = Counter()
         self._lock = threading.RLock()
-        self._common: Common | None = None
         self._kept_bytes: Callable[[], int] | None = None
         self._reclaim: Reclaimer | None = None
 
     @property
     def free_bytes(self) -> int:
         """Bytes that may still be charged."""
-        own, common = self.capacity_bytes - self.used_bytes, self._common
-        return own if common is None else min(own, common.free_bytes)
-
-    def join(self, common: Common | None) -> None:
-        """From now on a capacity is shared with other budgets, or with none."""
-        if self._common is not None:
-            self._common.budgets.discard(self)
-        self._common = common
-        if common is not None:
-            common.budgets.add(self)
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """While it lasts no other thread charges this, or one that shares its capacity."""
-        common = self._common
-        with nullcontext() if common is None else common.lock:
-            yield
+        return self.capacity_bytes - self.used_bytes
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that are taken of the tier: what is charged, and what is kept beside it."""
         return self.used_bytes + (self._kept_bytes() if self._kept_bytes else 0)
-
-    @property
-    def left_bytes(self) -> int:
-        """What may be taken of the tier here: the capacity, less what others that share one have taken of it."""
-        # Read once: the last other one may leave meanwhile.
-        common = self._common
-        if common is None:
-            return self.capacity_bytes
-        others = sum(other.resident_bytes for other in common.beside(self))
-        return min(self.capacity_bytes, common.capacity_bytes - others)
-
-    def reclaim_from_others(self, nbytes: int) -> int:
-        """Has those that share a capacity free up to `nbytes` that they keep; returns how many they freed."""
-        freed, common = 0, self._common
-        for other in [] if common is None else common.beside(self):
-            if freed < nbytes and other._reclaim is not None:
-                freed += other._reclaim(nbytes - freed)
-        return freed
 
     def used_by_tag(self) -> dict[Tag, int]:
         """Charged bytes by tag, tags without a charge left out."""
@@ -182,13 +123,6 @@ class Budget:
         Raises:
             BudgetError: the bytes do not fit (`DeviceBudgetError` on the device tier).
         """
-        common = self._common
-        if common is None:
-            return self._reserve(nbytes, tag, name, allocates)
-        with common.lock:
-            return self._reserve(nbytes, tag, name, allocates)
-
-    def _reserve(self, nbytes: int, tag: Tag, name: str, allocates: bool) -> Reservation:
         with self._lock:
             if nbytes > self.free_bytes:
                 raise self.refusal(nbytes, name)
@@ -234,15 +168,9 @@ class Budget:
     def refusal(self, nbytes: int, name: str) -> BudgetError:
         """The error that says why `nbytes` cannot be charged."""
         used = ", ".join(f"{tag.value} {format_bytes(n)}" for tag, n in self.used_by_tag().items()) or "nothing"
-        capacity, others = self.capacity_bytes, 0
-        if self._common is not None and self._common.free_bytes < capacity - self.used_bytes:
-            # What other models of the process have of it, not this one's part, is what leaves no room.
-            capacity = self._common.capacity_bytes
-            others = capacity - self._common.free_bytes - self.used_bytes
-            used += f"; other models that have the same dials {format_bytes(others)}"
         text = (
             f"{self.tier.value} budget: cannot place {format_bytes(nbytes)} for {name}: "
-            f"{format_bytes(self.used_bytes + others)} of {format_bytes(capacity)} are in use ({used}) "
+            f"{format_bytes(self.used_bytes)} of {format_bytes(self.capacity_bytes)} are in use ({used}) "
             f"and none of it can be moved away now; set {_DIAL[self.tier]} higher"
         )
         if self.tier is Tier.DEVICE:

@@ -74,7 +74,7 @@ class DiskTier:
 
     Args:
         paths: one folder for each scratch file; the best is one for each drive.
-        budget: of the disk tier; the limit of all files together, and of those of others that it shares one with.
+        budget: of the disk tier; the limit of all files together.
         io_threads_per_path: transfers at the same time on each path.
         block_bytes: the greatest transfer, and what is dealt to a path at a time; a multiple of `GRAIN_BYTES`.
         weights: the speed of each path; equal by default.
@@ -126,11 +126,6 @@ class DiskTier:
         self._slots = StripedSlots(weights, block_bytes, self._limit_bytes, self._grow)
         # A tier that was forgotten, or is open at exit, ends its threads all the same.
         self._shut = weakref.finalize(self, self._lanes.close)
-        me = weakref.ref(self)
-        budget.set_reclaimer(
-            lambda: 0 if (tier := me()) is None else tier.size_bytes - tier._slots.used_bytes,
-            lambda nbytes: 0 if (tier := me()) is None else tier._give_up(nbytes),
-        )
 
     @property
     def bytes_read(self) -> int:
@@ -182,16 +177,14 @@ class DiskTier:
         assert nbytes > 0, f"slot of {nbytes} bytes for {name}"
         self._start_call(f"reserving room for {name}")
         nbytes = round_up(nbytes, GRAIN_BYTES)
-        with self.budget.undisturbed():
-            reservation = self.budget.reserve(nbytes, tag, name, allocates=True)
-            try:
-                self._have_others_give(nbytes, name)
-                with self._lanes.lock:
-                    slot = DiskSlot(name, nbytes, self._slots.allocate(nbytes), reservation)
-                    self._live.add(slot)
-            except BaseException:
-                reservation.release()
-                raise
+        reservation = self.budget.reserve(nbytes, tag, name)
+        try:
+            with self._lanes.lock:
+                slot = DiskSlot(name, nbytes, self._slots.allocate(nbytes), reservation)
+                self._live.add(slot)
+        except BaseException:
+            reservation.release()
+            raise
         return slot
 
     def free(self, handle: DiskSlot) -> None:
@@ -303,28 +296,6 @@ class DiskTier:
         inside = 0 <= offset <= offset + nbytes <= handle.nbytes
         assert inside, f"[{offset}, {offset + nbytes}) of {handle.name}, which has {handle.nbytes} bytes"
 
-    def _have_others_give(self, nbytes: int, name: str) -> None:
-        """Has files of others under the same limit become smaller, where these must grow and may not otherwise."""
-        # Not under the lock of the lanes, since the others' are taken here.
-        missing = self._slots.used_bytes + nbytes - self._limit_bytes()
-        if missing <= 0 or self._slots.used_bytes + nbytes <= self._slots.size_bytes:
-            return
-        given = self.budget.reclaim_from_others(missing)
-        if given < missing:
-            raise BudgetError(
-                f"disk budget: cannot place {format_bytes(nbytes)} for {name}: scratch files of other models of this "
-                f"process, which share disk.limit, hold {format_bytes(missing - given)} too much of it that is not in "
-                f"use, and their file system does not take it back; set disk.limit higher, or set disk.paths to "
-                f"folders on a local disk."
-            )
-
-    def _give_up(self, nbytes: int) -> int:
-        """Makes the files smaller by up to `nbytes` that no slot uses; returns by how much."""
-        with self._lanes.lock:
-            if self.closed:
-                return 0
-            return self._slots.give_up(nbytes, lambda path, offset, length: self._files[path].punch(offset, length))
-
     def _drop(self, slot: DiskSlot) -> None:
         self._live.discard(slot)
         # Room first, charge second: who gets the charge relies on the room.
@@ -335,7 +306,7 @@ class DiskTier:
         return self._slots.files[segment.path].is_used(segment.offset, segment.nbytes)
 
     def _limit_bytes(self) -> int:
-        return self.budget.left_bytes // GRAIN_BYTES * GRAIN_BYTES
+        return self.budget.capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
 
     def _grow(self, path: int, least: int, wish: int) -> int:
         return self._files[path].grow(least, wish)

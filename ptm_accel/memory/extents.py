@@ -39,6 +39,7 @@ class Extents:
             # Whoever brings it in need not be the only one who uses it.
             with torch.inference_mode(False):
                 return self.make(tensor, moves=moves)
+        assert not self._pool.closed, f"the model of {tensor.name} is no longer on pages"
         reservation, block = self._pool.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
         octets = block.buffer
         assert octets is not None

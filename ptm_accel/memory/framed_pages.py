@@ -54,22 +54,6 @@ class FramedPages:
                     self._spill(victims, admitting=True)
             return budget.free_bytes
 
-    def fit(self) -> None:
-        """Spills pages until frames are within a host budget that has been lowered.
-
-        Raises:
-            BudgetError: not enough of them can be moved to the disk now.
-            DiskError: spilling failed.
-        """
-        with self._lock:
-            budget = self._frames.budget
-            while self.make_room(0) < 0 or not budget.make_real_room():
-                # Slabs that are pinned are resident whole: more pages have to go, until one of those is empty.
-                if not (victims := self._victims(0)):
-                    name = "the pages that are there already"
-                    raise self._no_room(0, name, budget.refusal(0, name))
-                self._spill(victims, admitting=True)
-
     def _mapped_bytes(self, more: Sequence[Page] = ()) -> int:
         """Bytes of frames that living snapshots map, and of those that one more would."""
         return sum(page.nbytes for page in (*more, *(page for page in self._framed if page.mapped())))

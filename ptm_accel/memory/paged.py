@@ -5,7 +5,7 @@ from __future__ import annotations
 import cmath
 import enum
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,6 +13,9 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
+
+if TYPE_CHECKING:
+    from ptm_accel.memory.pool import Pool
 
 
 class Place(enum.Enum):
@@ -123,6 +126,7 @@ class PagedTensor:
         pins: how many pins are held.
         movable: False for small tensors that stay in the compute tier.
         occupant: who is told about comings and goings.
+        owner: the pool that has made it.
         stores: stores that may still be running.
         unsaved: what is in memory that it has let go of, and not known to be in the home yet.
     """
@@ -139,6 +143,7 @@ class PagedTensor:
         "numel",
         "occupant",
         "origin",
+        "owner",
         "pins",
         "place",
         "shape",
@@ -163,6 +168,7 @@ class PagedTensor:
         self.pins = 0
         self.movable = True
         self.occupant: Occupant | None = None
+        self.owner: Pool | None = None
         self.stores: list[Transfer] = []
         self.unsaved: list[Unsaved] = []
 

@@ -12,6 +12,7 @@ What is moved on demand is moved while the caller waits. Somebody who knows what
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
-from ptm_accel.memory.budget import Budget, Tag
+from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.closing import close_all
 from ptm_accel.memory.copies import settle
@@ -37,6 +38,7 @@ from ptm_accel.memory.room import Room
 from ptm_accel.memory.salvage import Salvage
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.snapshots import Snapshots
+from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
 from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import ComputeTier, Home
@@ -55,7 +57,10 @@ def _keeps_results(mode: object) -> bool:
 
 
 class Pool:
-    """Paged tensors over one compute tier and one home.
+    """Paged tensors of one model over one compute tier and one home.
+
+    Several models have a pool each over the same tiers (`beside`). What is accessed must be a pool's own; any of them
+    may move away tensors of the others.
 
     Args:
         compute: where kernels run.
@@ -65,8 +70,9 @@ class Pool:
 
     Attributes:
         card: see above.
-        least_bytes: what accesses need at their worst moment; views that are kept leave at least that.
-        whole_bytes: with so much nothing ever moves; 0 where that is not known.
+        tenants: all pools over these tiers.
+        need: what the model needs of them.
+        closed: whether nothing can be brought in any more.
         timeline: tells where time goes on a device; None where compute is carried out as it is called.
         copies_in: bytes that are adopted are copied into the tier's own memory, so that those of the allocator they
             came from are free again at once.
@@ -83,20 +89,59 @@ class Pool:
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(home, self.stats, self.timeline)
         self.room = Room(compute, budget, self.traffic, self, self.lock, card)
+        self.shelf = Shelf(has_home=home is not None)
+        self.tenants = Tenants(budget)
+        self.card = card
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes what a pool does not share with others over the same tiers."""
         self.extents = Extents(self)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
         self.salvage = Salvage(self)
         self.snapshots = Snapshots(self)
         self.handouts = Handouts(self)
-        self.shelf = Shelf(has_home=home is not None)
-        self.card = card
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
-        self.copies_in = False
-        self.least_bytes = self.whole_bytes = 0
+        self.copies_in = self.closed = False
+        self.need = Need()
         self._silent = False
         self._tensors: dict[int, PagedTensor] = {}
+        self._held: list[Reservation] = []
+        self.tenants.pools.append(self)
+
+    def beside(self) -> Pool:
+        """A pool over the same tiers for the tensors of another model."""
+        other = copy.copy(self)
+        with self.lock:
+            other._begin()
+        return other
+
+    @property
+    def least_bytes(self) -> int:
+        """What accesses of all models need at their worst moments; views that are kept leave at least that."""
+        return self.tenants.least_bytes
+
+    @property
+    def whole_bytes(self) -> int:
+        """With so much of the compute tier nothing ever moves; 0 where that is not known."""
+        return self.tenants.whole_bytes
+
+    @property
+    def share_bytes(self) -> int:
+        """What plans of this model may count on of the compute tier."""
+        return self.tenants.share_bytes(self)
+
+    def hold(self, nbytes: int, tag: Tag, name: str) -> Reservation:
+        """Charges bytes that are no tensor's, until they are released or the pool is closed.
+
+        Raises:
+            BudgetError: no room can be made.
+        """
+        held = self.room.reserve(nbytes, tag, name)
+        self._held = [*(other for other in self._held if other.live), held]
+        return held
 
     # ---- life of a tensor ------------------------------------------------------------------------------------
 
@@ -106,6 +151,7 @@ class Pool:
         """A new paged tensor, every element `fill`; takes no memory yet."""
         tensor = PagedTensor(name, tag, shape, dtype, fill)
         tensor.movable = movable
+        tensor.owner = self
         with self.lock:
             self._tensors[id(tensor)] = tensor
         return tensor
@@ -358,12 +404,12 @@ class Pool:
         if victim is not None:
             self.evict(victim)
             return True
-        return self.owed is not None and self.owed.give_way()
+        return any(pool.owed is not None and pool.owed.give_way() for pool in self.tenants.pools)
 
     def victim(self) -> PagedTensor | None:
-        """Who is to leave next: the adviser's choice, or the least recently used; None if nobody can."""
-        idle = self.shelf.in_order()
-        victim = self.adviser.victim(idle) if self.adviser is not None else None
+        """Who is to leave next: its adviser's choice, or the least recently used; None if nobody can."""
+        giver, idle = self.tenants.giver(self.shelf.in_order())
+        victim = giver.adviser.victim(idle) if giver is not None and giver.adviser is not None else None
         if victim is None:
             victim = next(iter(idle), None)
         if victim is None:
@@ -415,14 +461,19 @@ class Pool:
             return self.snapshots.take(tensor)
 
     def close(self) -> None:
-        """Drops every tensor and gives all memory back. Idempotent; pins must have ended.
+        """Drops every tensor and gives their memory back. Idempotent; pins must have ended.
 
         Raises:
             BaseException: the first error; all else has been dropped all the same.
         """
         with self.lock:
+            if self.closed:
+                return
+            self.closed = True
             steps: list[Callable[[], object]] = [] if self.owed is None else [self.owed.give_up]
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
+            steps += [held.release for held in self._held if held.live]
+            self.tenants.pools.remove(self)
             close_all([*steps, self._tensors.clear, self.room.settle], "a pool")
 
     def tensors(self) -> Iterator[PagedTensor]:
@@ -430,8 +481,8 @@ class Pool:
         return iter(list(self._tensors.values()))
 
     def pinned(self) -> list[PagedTensor]:
-        """Those that somebody pins."""
-        return [t for t in self._tensors.values() if t.pins]
+        """Those that somebody pins, of all models."""
+        return [t for pool in self.tenants.pools for t in pool.tensors() if t.pins]
 
     def check_integrity(self) -> None:
         """Checks every tensor's place, and that the charges of extents and leavers are within the budget's use.
@@ -442,7 +493,7 @@ class Pool:
         with self.lock:
             self.room.collect()
             charged = self.room.leaving_bytes
-            for tensor in self._tensors.values():
+            for tensor in [tensor for pool in self.tenants.pools for tensor in pool.tensors()]:
                 tensor.check()
                 if tensor.extent is not None:
                     charged += tensor.extent.reservation.nbytes

@@ -322,21 +322,6 @@ class Room:
     def _failed_parts(self) -> list[Leaver]:
         return [leaver for leaver in self._leavers if leaver.failed_part]
 
-    def resize(self, nbytes: int) -> None:
-        """Gives the tier another capacity; idle tensors are moved away until what is used is within it.
-
-        Raises:
-            BudgetError: what is used cannot be moved away now.
-        """
-        with self._lock:
-            if self.tide is None:
-                self.budget.capacity_bytes = nbytes
-            else:
-                self.tide.resize(nbytes)
-            self._make_room(0, "what is there already")
-            self._drain()
-            self.budget.make_real_room()
-
     def glance(self) -> None:
         """Called in forwards: where all pages are there already, nothing is charged, and other memory still grows."""
         if self.tide is not None:

@@ -10,7 +10,6 @@ import os
 import re
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from ptm_accel.units import format_bytes
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _STALLS_ALLOWED = 3
-_BLOCK_BYTES = 512
-"""The unit of `st_blocks`, whatever the file system's own blocks are."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -64,19 +61,6 @@ class Io:
         self.background = background or (CLibrary if preadv is None and pwritev is None else None)
 
 
-_open: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
-
-
-def scratch_bytes(device: int) -> int:
-    """What the scratch files of this process take of a file system.
-
-    Args:
-        device: its number (`st_dev`).
-    """
-    states = [os.fstat(file.fd) for file in list(_open) if file.fd >= 0]
-    return sum(state.st_blocks * _BLOCK_BYTES for state in states if state.st_dev == device)
-
-
 class ScratchFile:
     """An unlinked file of mode 0600 in a folder; nothing is left of it after a crash.
 
@@ -105,7 +89,6 @@ class ScratchFile:
         except BaseException:
             self.close()
             raise
-        _open.add(self)
 
     def grow(self, least: int, wish: int) -> int:
         """Makes the file longer by `wish` bytes, or by `least` where that is all there is; returns by how much.

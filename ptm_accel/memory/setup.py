@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from ptm_accel.errors import BudgetError
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.memory.closing import close_all
@@ -20,7 +19,6 @@ from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.pinned import host_pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ComputeTier, Home
-from ptm_accel.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,33 +42,50 @@ class Capacities:
     disk_weights: Sequence[float] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Memory:
-    """The tiers of one engine, and the pool over them.
+    """The tiers of one device as one model has them: a pool of its own, over tiers that other models may share.
 
     Attributes:
         pool: paged tensors over the compute tier.
         budgets: the budget of each tier that there is.
         disk: the disk tier, for its counters; None without one.
-        parts: what is closed at the end, in order.
-        dials: the capacities that its user set, which other models of this process may have been given as well; empty
-            for memory that somebody made for one model.
-        when_closed: called once, at its end.
+        parts: what is closed with the last pool, in order.
         device: the device, for its counters; None without one.
+        users: one for each model that has these tiers open, this one among them.
+        closed: whether this model has given up its part.
     """
 
     pool: Pool
     budgets: dict[Tier, Budget]
     disk: DiskTier | None
     parts: list[ComputeTier | Home | FramePool]
-    closed: bool = False
-    dials: Mapping[Tier, int] = field(default_factory=dict)
-    when_closed: Callable[[], None] | None = None
     device: DeviceTier | None = None
+    users: list[Memory] = field(default_factory=list)
+    closed: bool = False
     _owner: int = field(default_factory=os.getpid, init=False)
 
+    def __post_init__(self) -> None:
+        """Takes its place among the users."""
+        self.users.append(self)
+
+    def join(self) -> Memory:
+        """The same tiers for another model."""
+        assert not self.closed, "tiers that are closed"
+        return Memory(self.pool.beside(), self.budgets, self.disk, self.parts, self.device, self.users)
+
+    @property
+    def others(self) -> list[Memory]:
+        """Those of the other models that have these tiers open."""
+        return [user for user in self.users if user is not self]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has made it, and no other that this one is a fork of."""
+        return os.getpid() == self._owner
+
     def close(self) -> None:
-        """Gives everything back. Idempotent; does nothing in a fork of the process that has made it.
+        """Gives back what the model has; the last one closes the tiers. Idempotent; does nothing in a fork.
 
         Raises:
             BaseException: the first error of a part; the others have been closed all the same, and their errors logged.
@@ -78,56 +93,10 @@ class Memory:
         if self.closed:
             return
         self.closed = True
-        self._close()
-
-    def _close(self) -> None:
-        if os.getpid() != self._owner:
-            # A fork shares the memory under a device with the process that trains, and has none of its threads.
-            return
-        steps = [self.pool.close, *(part.close for part in self.parts)]
-        if self.when_closed is not None:
-            steps.append(self.when_closed)
-        close_all(steps, "memory")
-
-    def resize(self, capacities: Mapping[Tier, int]) -> None:
-        """Gives tiers other capacities; what is in use beyond one is moved to the tier below.
-
-        Args:
-            capacities: in bytes, of some of the tiers.
-
-        Raises:
-            BudgetError: what is in use cannot be moved away now, or host memory under a device would hold no frame; the
-                capacities are what they were.
-            DiskError: moving it failed.
-        """
-        home, host_bytes = self.pool.home, capacities.get(Tier.HOST)
-        if isinstance(home, FrameHome) and host_bytes is not None and host_bytes < home.page_bytes:
-            frame = format_bytes(home.page_bytes)
-            raise BudgetError(
-                f"host_memory: {format_bytes(host_bytes)} cannot hold a frame of {frame}, a size that was chosen for "
-                f"what there was at first, and stays; set host_memory to at least {frame}, or begin with less."
-            )
-        before = {tier: self.capacity_bytes(tier) for tier in capacities}
-        try:
-            self._resize({tier: nbytes for tier, nbytes in capacities.items() if nbytes != before[tier]})
-        except BaseException:
-            self._resize({tier: nbytes for tier, nbytes in before.items() if nbytes != self.capacity_bytes(tier)})
-            raise
-
-    def capacity_bytes(self, tier: Tier) -> int:
-        """What a tier was given; of a device, other memory takes a part at times."""
-        pool = self.pool
-        return pool.room.limit_bytes if tier is pool.budget.tier else self.budgets[tier].capacity_bytes
-
-    def _resize(self, capacities: Mapping[Tier, int]) -> None:
-        pool = self.pool
-        for tier, nbytes in capacities.items():
-            if tier is not pool.budget.tier:
-                self.budgets[tier].capacity_bytes = nbytes
-        if Tier.HOST in capacities and isinstance(pool.home, FrameHome):
-            pool.home.fit()
-        if pool.budget.tier in capacities:
-            pool.room.resize(capacities[pool.budget.tier])
+        # A fork shares the memory under a device with the process that trains, and has none of its threads.
+        if self.is_own:
+            self.users.remove(self)
+            close_all([self.pool.close, *(part.close for part in self.parts if not self.users)], "memory")
 
     def check_integrity(self) -> None:
         """Checks the conservation laws of every tier."""

@@ -13,8 +13,6 @@ is larger than all before it: what it takes is not known either.
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Iterable
 from typing import Protocol
 
 from ptm_accel.errors import DeviceBudgetError
@@ -69,15 +67,12 @@ class Tide:
 
     Args:
         budget: the device budget; its capacity is changed.
-        total_bytes: what pages and their part of all other memory may take together (`device_memory`).
+        total_bytes: what pages and all other memory may take together (`device_memory`).
         least_bytes: the least that pages can work with.
         card: the card's memory.
-        follows: there are no optimizer steps of its own: those of other models on the card count.
     """
 
-    def __init__(
-        self, budget: Budget, total_bytes: int, least_bytes: int, card: Card, *, follows: bool = False
-    ) -> None:
+    def __init__(self, budget: Budget, total_bytes: int, least_bytes: int, card: Card) -> None:
         self._budget = budget
         self.total_bytes = total_bytes
         self._wanted_bytes = least_bytes
@@ -93,9 +88,6 @@ class Tide:
         self._rising = False
         self._evaluating = False
         self._seen: list[tuple[Shapes, bool]] = []
-        self._follows = follows
-        self._card_bytes = total_bytes
-        self._beside: weakref.WeakSet[Tide] = weakref.WeakSet()
         self._give(self._least_bytes)
 
     @property
@@ -171,32 +163,6 @@ class Tide:
         self.look()
         return self._budget.capacity_bytes < before
 
-    def resize(self, total_bytes: int) -> None:
-        """Another budget is given.
-
-        Raises:
-            DeviceBudgetError: other memory leaves less than the least that pages can work with.
-        """
-        if not self._beside:
-            self._card_bytes = total_bytes
-        self.total_bytes = total_bytes
-        if self._warming:
-            self._give(self._least_bytes)
-        else:
-            self._set_capacity()
-
-    def join(self, card_bytes: int, beside: Iterable[Tide]) -> None:
-        """There are pages of other models on the card, or none any more.
-
-        Other memory is taken off each model's part in proportion, so off all of them together once.
-
-        Args:
-            card_bytes: what all of them were given together.
-            beside: the others.
-        """
-        self._card_bytes = card_bytes
-        self._beside = weakref.WeakSet(beside)
-
     @property
     def high_water_bytes(self) -> int:
         """The most that was reserved beside pages so far, in training or in evaluation."""
@@ -224,11 +190,10 @@ class Tide:
         beside = self._card.beside_bytes()
         # What is charged and lies in no block of ours.
         self._loose_bytes = max(self._loose_bytes, self._budget.used_bytes - self._card.live_bytes)
-        for tide in (self, *self._beside):
-            if beside > tide.high_water_bytes:
-                tide._most[tide._evaluates] = beside
-                tide._rising = tide._risen = True
-                tide._steady = False
+        if beside > self.high_water_bytes:
+            self._most[self._evaluates] = beside
+            self._rising = self._risen = True
+            self._steady = False
         if self._rising and not self._warming:
             self._set_capacity()
 
@@ -240,22 +205,20 @@ class Tide:
         """
         self.sample()
         self._steady, self._risen = not self._risen, False
-        for tide in (self, *(other for other in self._beside if other._follows)):
-            tide._set_capacity()
+        self._set_capacity()
 
     def _set_capacity(self) -> None:
         self._rising = self._warming = self._evaluating = False
         most = self._kept_free_for[self._evaluates]
         if self.high_water_bytes > most * _RISE:
             most = self._kept_free_for[self._evaluates] = self.high_water_bytes
-        kept_free = int(most * MARGIN * self.total_bytes / max(self._card_bytes, 1))
-        left = self.total_bytes - kept_free
+        left = self.total_bytes - int(most * MARGIN)
         # What is charged and is torch's to allocate is in what was seen of it already.
         pages = min(left + self._loose_bytes, self.total_bytes)
         if pages < self._least_bytes:
             raise DeviceBudgetError(
                 f"ptm_accel: the device is out of memory. activations and workspaces took "
-                f"{format_bytes(self.high_water_bytes)} of {format_bytes(self._card_bytes)}, which leaves "
+                f"{format_bytes(self.high_water_bytes)} of {format_bytes(self.total_bytes)}, which leaves "
                 f"{format_bytes(max(left, 0))} for pages, and they need {format_bytes(self._least_bytes)}; set "
                 "device_memory higher, turn activation checkpointing on, or use a smaller batch."
             )

@@ -289,7 +289,8 @@ class Following:
         wanted = self._next_use(route, coming, self._position)
         free = pool.budget.free_bytes + pool.room.ending_bytes
         while free < coming.slot_bytes + beside_bytes:
-            spared = self._wanted_last(tuple(pool.shelf.in_order()), accessed)
+            own = [tensor for tensor in pool.shelf.in_order() if tensor.owner is pool]
+            spared = self._wanted_last(own, accessed)
             if spared is None or self._next_use(route, spared, self._position) <= wanted:
                 return
             free += spared.slot_bytes

@@ -73,7 +73,7 @@ class Gradients:
         """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
         # One that is being computed on pages may have the room that was held for it.
         if self._landing is None and self._landing_bytes and not self.landings.under_way:
-            self._landing = self._pool.room.reserve(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
+            self._landing = self._pool.hold(self._landing_bytes, Tag.GRAD, "the next gradient to arrive")
 
     def expect_together(self, nbytes: int) -> None:
         """Widens the room held for arrivals: several gradients come out of one node (a compiled region) at once."""

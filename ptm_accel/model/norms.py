@@ -6,9 +6,9 @@ import threading
 
 import torch
 
-from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
-from ptm_accel.memory.transfer import Block
 
 NORM_TYPE = 2.0
 
@@ -33,7 +33,7 @@ class Norms:
     def __init__(self, pool: Pool, wide: bool) -> None:
         self.wide = wide
         self._pool = pool
-        self._room: tuple[Reservation, Block] | None = None
+        self._room: PagedTensor | None = None
         # Gradients leave, and have their norms taken then, in whichever thread makes room.
         self._lock = threading.Lock()
 
@@ -45,17 +45,17 @@ class Norms:
         """
         self.release()
         if nbytes:
-            self._room = self._pool.room.take_block(nbytes, Tag.GRAD, "norms of gradients")
+            # A tensor like any other, so that it ends with the pool.
+            room = self._pool.create("norms of gradients", Tag.GRAD, torch.Size([nbytes]), torch.uint8, movable=False)
+            self._pool.make(room)
+            self._room = room
 
     def release(self) -> None:
         """Gives the room back."""
         with self._lock:
             room, self._room = self._room, None
         if room is not None:
-            reservation, block = room
-            octets = block.buffer
-            assert octets is not None
-            self._pool.room.leave(octets, block, reservation)
+            self._pool.forget(room)
 
     def of(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
         """The norm of one gradient.
@@ -67,10 +67,10 @@ class Norms:
         if not (self.wide and is_narrow(gradient.dtype)):
             return _norm(gradient, norm_type)
         with self._lock:
-            octets = None if self._room is None else self._room[1].buffer
+            extent = None if self._room is None else self._room.extent
             nbytes = gradient.numel() * 4
-            if octets is not None and nbytes <= octets.numel():
-                copied = octets[:nbytes].view(torch.float32).view(gradient.shape)
+            if extent is not None and nbytes <= extent.tensor.numel():
+                copied = extent.tensor[:nbytes].view(torch.float32).view(gradient.shape)
                 gradient = copied.copy_(gradient)
             return _norm(gradient, norm_type, torch.float32)
 

@@ -108,7 +108,7 @@ class RunAhead(Following):
         sums = self.sums()
         updates = self._when_updated(kind, sums)
         key = (kind, sums, updates)
-        capacity = self._pool.budget.capacity_bytes
+        capacity = self._pool.share_bytes
         route = self.routes.get(key)
         if route is not None and self._needs_plan(route, capacity):
             watch = route.watch
@@ -232,7 +232,7 @@ class RunAhead(Following):
             tally.foretold_took_s += took_s
 
     def resized(self) -> None:
-        """The budget has another size, which is no tide that may turn: plans are made anew for it at once."""
+        """The share has another size, which is no tide that may turn: plans are made anew for it at once."""
         self._ways.clear()
         for route in self.routes.values():
             route.watch.budget = Backoff()
@@ -332,7 +332,7 @@ class RunAhead(Following):
             again: there is one for the same budget that was made with memory warm: what is best is not far from that.
             present: what is known of such passes now.
         """
-        capacity = self._pool.budget.capacity_bytes
+        capacity = self._pool.share_bytes
         # The same pass under another budget: more of it must not make for a slower plan.
         before = (known for known in self.routes.values() if known.recorded is recorded and known.updates is updates)
         # The next pass is of another kind where several make a step, and only the first has updates beside it.

@@ -148,7 +148,10 @@ class Turns(TrainerCallback):
     def _change(self, engine: Engine, args: Any) -> None:
         self._turn, self._steps = self._left.pop(), 0
         args.max_grad_norm = self._turn.configuration.clip
-        engine.resize({Tier.HOST: parse_bytes(self._turn.configuration.host_memory)})
+        engine.settle()
+        engine.pool.budget.capacity_bytes = parse_bytes(self._turn.configuration.host_memory)
+        engine.pool.room.shrink()
+        engine.adapt()
 
 
 def link_use(engine: Engine) -> LinkUse:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError
-from ptm_accel.memory.budget import Budget, Common, Reservation, Tag, Tier
+from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 
 
 def test_charging_and_giving_back() -> None:
@@ -59,21 +59,6 @@ def test_a_refusal_has_the_numbers_and_the_dial(tier: Tier, dial: str) -> None:
     assert not isinstance(caught.value, DeviceBudgetError)
     assert isinstance(caught.value, MemoryError)
     assert budget.used_bytes == 7 << 19
-
-
-def test_a_refusal_of_what_is_shared_has_the_numbers_of_all() -> None:
-    first, second = Budget(Tier.DISK, 4 << 20), Budget(Tier.DISK, 4 << 20)
-    common = Common(4 << 20)
-    first.join(common)
-    second.join(common)
-    first.reserve(3 << 20, Tag.PARAM, "a")
-    second.reserve(1 << 19, Tag.STATE, "b")
-    with pytest.raises(BudgetError) as caught:
-        second.reserve(1 << 20, Tag.STATE, "c")
-    assert str(caught.value) == (
-        "disk budget: cannot place 1.00 MiB for c: 3.50 MiB of 4.00 MiB are in use (state 512.00 KiB; other models "
-        "that have the same dials 3.00 MiB) and none of it can be moved away now; set disk higher."
-    )
 
 
 def test_a_refusal_of_a_device_reads_like_torchs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -642,24 +641,6 @@ def test_make_room_spills_for_others() -> None:
     assert s.home.make_room(2 * PAGE) == PAGE
     assert [s.states(h)[0] for h in handles] == [DISK] * 3 + [BLANK]
     reservation.release()
-    s.close()
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_it_fits_a_budget_that_is_lowered(pinned: bool) -> None:
-    """Slabs that are pinned are resident whole: more has to go than what is too much."""
-    s = Setup(pages=16, slots=16, pin=(lambda address, nbytes: lambda: None) if pinned else None)
-    handles = [s.new(1, f"h{number}") for number in range(15)]
-    for number, handle in enumerate(handles):
-        s.store(handle, number)
-    order = random.Random(0).sample(range(15), 15)
-    for number in order:
-        s.load(handles[number])
-    s.host.capacity_bytes = 8 * PAGE
-    s.home.fit()
-    assert s.host.used_bytes + s.frames.kept_bytes <= 8 * PAGE
-    for number, handle in enumerate(handles):
-        assert (s.load(handle) == number).all()
     s.close()
 
 

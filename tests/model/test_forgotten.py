@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.tiers import config, open_memory
 IN_ITS_OWN_THREAD = """
 import gc, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from torch import nn
 from ptm_accel.engine import Engine
@@ -42,7 +44,7 @@ def collecting(self, *args):
 def forget():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
     memory = open_memory("host+disk", 1 << 20, Path(sys.argv[1]))
-    memory.when_closed = closed.set
+    memory.parts.append(SimpleNamespace(close=closed.set))
     engine = Engine.attach(model, config(), memory=memory)
     model(torch.ones(2, 64)).sum().backward()
     ScratchFile.move = collecting
@@ -98,7 +100,7 @@ def test_threads_of_our_own_close_nothing(where: Callable[[Callable[[], object]]
     def forget() -> weakref.ref[nn.Module]:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
         memory = open_memory("host+disk", 1 << 20, tmp_path)
-        memory.when_closed = lambda: found.append(threading.current_thread())
+        memory.parts.append(SimpleNamespace(close=lambda: found.append(threading.current_thread())))  # type: ignore[arg-type]
         Engine.attach(model, config(), memory=memory)
         with torch.no_grad():
             model(torch.ones(2, 64))

@@ -16,7 +16,6 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.ahead import Ahead
-from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.following import Following
@@ -485,7 +484,8 @@ def test_plans_for_other_times_begin_from_the_way_of_the_last(tmp_path: Path, mo
         # Holes in the heap may change the budget as well, and then all ways are looked at.
         assert set(begun) == {(False, False), (True, True)}
         begun.clear()
-        engine.resize({Tier.HOST: engine.memory.capacity_bytes(Tier.HOST) + 65536})
+        engine.pool.budget.capacity_bytes += 65536
+        engine.adapt()
         step(model, optimizer, 16)
         engine.settle()
         assert begun[0] == (False, False), "what was best for another budget may be far from it"
@@ -499,8 +499,9 @@ def test_a_budget_that_is_given_is_planned_for_at_once(tmp_path: Path, monkeypat
             step(model, optimizer, number)
             engine.pool.budget.capacity_bytes += 4096 if number % 2 else -4096
         assert beside_updates(engine).watch.budget.wait > 1
-        before = engine.memory.capacity_bytes(Tier.HOST)
-        engine.resize({Tier.HOST: before + 65536})
+        before = engine.pool.budget.capacity_bytes
+        engine.pool.budget.capacity_bytes += 65536
+        engine.adapt()
         step(model, optimizer, 12)
         engine.settle()
         # But for holes in the heap, which are taken off.
@@ -531,7 +532,8 @@ def test_later_plans_of_many_accesses_begin_from_the_way_of_the_last(
             assert begun[0] is None
             assert any(begun), "of passes with updates and without, each from their own"
             begun.clear()
-            engine.resize({Tier.HOST: engine.memory.capacity_bytes(Tier.HOST) + 65536})
+            engine.pool.budget.capacity_bytes += 65536
+            engine.adapt()
             for number in range(6, 8):
                 step(model, optimizer, number)
             assert begun[0] is None, "another budget may be divided in another way"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_views_that_are_kept_leave_the_least_budget(tmp_path: Path) -> None:
         viewed = [s.value for s in engine.slots if s.value.viewed]
         assert viewed
         assert sum(value.slot_bytes for value in viewed if value.movable) <= pool.budget.capacity_bytes // 4
-        pool.least_bytes = pool.budget.capacity_bytes
+        pool.need = replace(pool.need, least_bytes=pool.budget.capacity_bytes)
         del kept
         again = model.state_dict()
         viewed = [s.value for s in engine.slots if s.value.viewed]

@@ -1,0 +1,84 @@
+"""The pools over the same tiers: what each of them may count on, and whose tensors leave when there is no room.
+
+Models of one process that compute on one device share its tiers. Each has a pool of its own, for its tensors; budgets,
+home and order of eviction are common. No part of a budget is set apart: a model may use whatever is free. Its plans
+count on its share, and tensors leave the pool that is furthest beyond its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ptm_accel.memory.budget import Budget
+from ptm_accel.memory.paged import PagedTensor
+
+if TYPE_CHECKING:
+    from ptm_accel.memory.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one model needs of the tiers, in bytes.
+
+    Attributes:
+        name: of the model, for messages.
+        least_bytes: the least budget of the compute tier.
+        whole_bytes: with so much of the compute tier nothing of it ever moves; 0 if that is not known.
+        known_bytes: the same, without the state of an optimizer that there is not yet.
+        away_bytes: what the tiers below hold of it where it does not fit; without such state, too.
+    """
+
+    name: str = ""
+    least_bytes: int = 0
+    whole_bytes: int = 0
+    known_bytes: int = 0
+    away_bytes: int = 0
+
+
+class Tenants:
+    """The pools that share a compute tier.
+
+    Args:
+        budget: of that tier.
+
+    Attributes:
+        pools: those that are open.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.pools: list[Pool] = []
+        self._budget = budget
+
+    @property
+    def least_bytes(self) -> int:
+        """The least budget of all models together."""
+        return sum(pool.need.least_bytes for pool in self.pools)
+
+    @property
+    def whole_bytes(self) -> int:
+        """With so much nothing ever moves; 0 where that is not known."""
+        return sum(pool.need.whole_bytes for pool in self.pools)
+
+    def share_bytes(self, pool: Pool) -> int:
+        """What a model may count on: its least, and of the rest as much as it could make use of, in proportion."""
+        capacity = self._budget.capacity_bytes
+        if len(self.pools) == 1:
+            return capacity
+        spare, wish = max(capacity - self.least_bytes, 0), self.whole_bytes - self.least_bytes
+        more = pool.need.whole_bytes - pool.need.least_bytes
+        return pool.need.least_bytes + spare * more // max(wish, spare, 1)
+
+    def giver(self, idle: Iterable[PagedTensor]) -> tuple[Pool | None, Iterable[PagedTensor]]:
+        """The pool that is furthest beyond its share, and its part of `idle`, in the same order."""
+        if len(self.pools) == 1:
+            return self.pools[0], idle
+        parts = {pool: [tensor for tensor in idle if tensor.owner is pool] for pool in self.pools}
+        beyond = {
+            pool: sum(tensor.slot_bytes for tensor in part) - self.share_bytes(pool)
+            for pool, part in parts.items()
+            if part
+        }
+        giver = max(beyond, key=lambda pool: beyond[pool], default=None)
+        return giver, () if giver is None else parts[giver]
