@@ -325,9 +325,7 @@ class Room:
     def glance(self) -> None:
         """Called in forwards: where all pages are there already, nothing is charged, and other memory still grows."""
         if self.tide is not None:
-            with self._lock:
-                if self.tide.glance():
-                    self.shrink()
+            self._adjust(self.tide.look)
 
     def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> None:
         """A forward begins whose activations may need more than those before it (`Tide.begin_pass`).
@@ -336,9 +334,15 @@ class Room:
             DeviceBudgetError: they leave less than the least that pages can work with.
         """
         if self.tide is not None:
-            with self._lock:
-                if self.tide.begin_pass(shapes, evaluates=evaluates):
-                    self.shrink()
+            self._adjust(partial(self.tide.begin_pass, shapes, evaluates=evaluates))
+
+    def _adjust(self, look: Callable[[], None]) -> None:
+        """Evicts what is too much where a look at other memory lowers the capacity."""
+        with self._lock:
+            before = self.budget.capacity_bytes
+            look()
+            if self.budget.capacity_bytes < before:
+                self.shrink()
 
     def shrink(self) -> None:
         """Moves idle tensors away until what is used is within a capacity that has been lowered."""
