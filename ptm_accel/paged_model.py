@@ -15,8 +15,7 @@ from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.glibc import Glibc
-from ptm_accel.memory.heap import HeapTide
+from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
 from ptm_accel.memory.mapped_files import scratch_origin
 from ptm_accel.memory.origin import Origin, Origins
 from ptm_accel.memory.paged import PagedTensor
@@ -206,7 +205,7 @@ class PagedModel:
         if self._buffers is not None:
             self._buffers.release()
         self._buffers = pool.hold(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
-        heap = self._watch_heap() if pool.room.tide is None else None
+        self._set_malloc()
         self._decide_to_plan()
         left = 0
         # Where all fits, nothing has to be copied either.
@@ -221,9 +220,9 @@ class PagedModel:
                 pool.adopt(slot.value, slot.param.data)
                 left += slot.value.nbytes
             slot.come_onto_pages(self.residency, pool.compute.device)
-            if heap is not None and left > _RETURN_EVERY_BYTES:
+            if left > _RETURN_EVERY_BYTES:
                 left = 0
-                heap.give_back()
+                give_back_freed()
             if not slot.value.movable:
                 pool.fault(slot.value)
         trainable = [s for s in self.slots if s.param.requires_grad]
@@ -238,32 +237,13 @@ class PagedModel:
         self.refresh_compiled()
         self._outline = outline(self.model)
 
-    def _watch_heap(self) -> Glibc | None:
-        """Has the C library's heap watched, where it lies beside the pages and there is too little room for them."""
-        pool = self.pool
-        if self._heap_is_elsewhere() or not self._runs_short():
-            return None
-        pool.copies_in = True
-        if HeapTide.watching():
-            # There is one heap, whatever the number of models: its holes are taken off one budget.
-            return None
-        pool.room.keeper = None
-        heap = Glibc()
-        heap.give_back()
-        if heap.tells and not self.evaluates:
-            # Whether blocks are kept is decided from step to step.
-            pool.room.tide = HeapTide(pool.budget, self.floor.total_bytes * 5 // 4, heap)
-        return heap
-
-    def _keep_heap(self) -> None:
-        """Has the C library keep what is freed, where all pages fit: there is room for it."""
-        if not self._heap_is_elsewhere() and not self._runs_short() and not HeapTide.watching():
-            self.pool.room.keeper = Glibc()
-            self.pool.room.keeper.keep(large=True)
-
-    def _heap_is_elsewhere(self) -> bool:
-        """Whether the C library's heap is not known, or not where pages are."""
-        return self.pool.budget.tier is not Tier.HOST or not Glibc.found()
+    def _set_malloc(self) -> None:
+        """Has the C library keep freed blocks where all pages fit, and give large ones back where they do not."""
+        if self.pool.budget.tier is Tier.HOST:
+            short = self._runs_short()
+            # The blocks of adopted tensors are freed one by one.
+            self.pool.copies_in |= short
+            set_kept_blocks(large=not short)
 
     def _runs_short(self) -> bool:
         """Whether pages have to leave."""

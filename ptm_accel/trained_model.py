@@ -96,12 +96,10 @@ class TrainedModel(PagedModel):
         except BaseException:
             self.evaluates = evaluated
             raise
+        self._set_malloc()
         self._decide_to_plan()
         # What is to spare depends on the optimizer.
         self._hold_norms()
-        if self.pool.room.tide is None:
-            self._watch_heap()
-        self._keep_heap()
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None

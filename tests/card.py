@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.card_memory import CardMemory, device_refusal
-from ptm_accel.memory.mock_device import POISON, MockDevice
 from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.transfer import Block
 from ptm_accel.model.meter import storage_key
 from ptm_accel.units import MIB
+from tests.mock_device import POISON, MockDevice
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ptm_accel.memory.mock_device import MockDevice
+from tests.mock_device import MockDevice
 
 
 class FakeEvent:

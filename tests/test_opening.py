@@ -14,10 +14,10 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from ptm_accel.sizing import refuse_oversized_model
 from ptm_accel.units import GIB
+from tests.mock_device import MockDevice
 from tests.tiers import AMPLE, at_floor, on_pages
 
 FAST, SLOW = LinkRates(4e9, 4e9, 4e9), LinkRates(1e9, 1e9, 1e9)

@@ -218,7 +218,7 @@ def test_where_all_fits_nothing_moves_and_nothing_is_planned_once_a_step_was_see
 def test_a_batch_that_leaves_pages_too_little_is_refused_with_the_numbers() -> None:
     with on_card(model := llama(2), 256 * MIB) as (engine, _):
         train(model, engine.bind_optimizer(adamw(model)), [4096])
-        most, least = tide_of(engine).high_water_bytes, tide_of(engine)._least_bytes
+        most, least = tide_of(engine).high_water_bytes, tide_of(engine).least_bytes
     # Enough for the step as it was, but not for that and an eighth.
     with (
         on_card(model := llama(2), most * 106 // 100 + least) as (engine, _),

@@ -14,8 +14,8 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from tests.mock_device import MockCopy, MockDevice
 
 PAGE = 4096
 AMPLE = 64 << 20

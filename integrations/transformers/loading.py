@@ -24,7 +24,7 @@ from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.glibc import Trimmer
+from ptm_accel.memory.malloc import set_kept_blocks
 from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory
@@ -160,7 +160,8 @@ class _Reader:
         self._loaded: dict[str, nn.Parameter] = {}
         self._missing: list[Reservation] = []
         self._sized = False
-        self._trimmer = Trimmer()
+        # Tensors that are only read to be copied onto pages are given back as they are freed.
+        set_kept_blocks(large=False)
         self._engine: Engine | None = None
 
     def redirect(self, original: Setter) -> Setter:
@@ -241,7 +242,6 @@ class _Reader:
         return nn.Parameter(data, requires_grad=value.is_floating_point())
 
     def _put(self, name: str, value: torch.Tensor) -> PagedTensor:
-        self._trimmer.passed(value.nbytes)
         pages = create_value(name, value, self._pool, small=self._small)
         self._pool.fault(pages, write=True).copy_(value)
         return pages

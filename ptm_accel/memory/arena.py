@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict
 
 import torch
 
-from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tier
-from ptm_accel.memory.mapping import HUGE_PAGE_BYTES, MappedRun, anonymous_run
+from ptm_accel.memory.mapping import MappedRun, anonymous_run
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block
 
 
 class HostArena:
     """Hands out blocks of anonymous host memory (see `ComputeTier`).
 
-    The first touch of fresh memory costs more than filling it, many times more where a hypervisor must find it first.
-    So runs that come back are kept as long as charged + kept bytes fit the budget. A new block is a kept run of its
-    size, or is put together from the huge pages of others, oldest first: the kernel moves them, nothing is copied.
-    Only what cannot be had so (ends of less than a huge page) is fresh, and as much of what is kept is unmapped for it.
+    The first touch of fresh memory costs more than filling it, many times more on a virtual machine. So freed runs are
+    kept by size for the next blocks, as long as charged + kept bytes fit the budget; the size that was freed least
+    recently is unmapped first.
 
     Live + kept bytes stay under the capacity if callers charge before they `allocate` (`Budget.reserve`, which has kept
     runs unmapped where the bytes will not come from `allocate`), and give the charge back just before they `recycle`.
@@ -36,8 +34,8 @@ class HostArena:
         self.budget = budget
         self.live_bytes = 0
         self.kept_bytes = 0
-        self._kept: dict[int, deque[tuple[int, MappedRun]]] = {}
-        self._age = 0
+        # Free runs by size; the size that was freed least recently comes first.
+        self._kept: OrderedDict[int, list[MappedRun]] = OrderedDict()
         self._closed = False
         self._lock = threading.RLock()
         budget.set_reclaimer(lambda: self.kept_bytes, self.reclaim)
@@ -51,76 +49,24 @@ class HostArena:
         assert nbytes > 0 and nbytes % ALIGN_BYTES == 0, f"block of {nbytes} bytes"
         with self._lock:
             assert not self._closed, "allocate on a closed arena"
-            run = self._kept_run(nbytes) or self._composed(nbytes)
+            run = self._take(nbytes) if nbytes in self._kept else self._fresh(nbytes)
             self.live_bytes += nbytes
-            excess = self._excess_bytes()
-            if excess > 0:
-                self.reclaim(excess)
+            self.reclaim(self._excess_bytes())
         return Block(run.tensor(), run)
 
-    def _kept_run(self, nbytes: int) -> MappedRun | None:
-        """A kept run of this size."""
-        runs = self._kept.get(nbytes)
-        if not runs:
-            return None
-        # The newest is the likeliest to be in a cache still.
-        run = runs.pop()[1]
-        if not runs:
-            del self._kept[nbytes]
-        self.kept_bytes -= nbytes
-        return run
-
-    def _composed(self, nbytes: int) -> MappedRun:
-        """A new run with the memory of kept ones in it, as far as that goes."""
-        try:
-            run = anonymous_run(nbytes, "a tensor in use")
-        except BudgetError:
-            if not self.kept_bytes:
-                raise
-            # The number of mappings is limited too.
-            self.reclaim(self.kept_bytes)
-            run = anonymous_run(nbytes, "a tensor in use")
-        end = nbytes % HUGE_PAGE_BYTES
-        if end in self._kept:
-            # An end of just that size, as sizes are few.
-            age = self._kept[end][0][0]
-            self._give(self._take(end), age, end, run.address + nbytes - end)
-        filled, whole = 0, nbytes - end
-        while filled < whole and (oldest := self._oldest_huge()) is not None:
-            age, size = oldest
-            part = min(size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, whole - filled)
-            given = self._give(self._take(size), age, part, run.address + filled)
-            filled += given
-            if given < part:
-                break
-        return run
-
-    def _oldest_huge(self) -> tuple[int, int] | None:
-        """Age and size of the oldest kept run that has a huge page."""
-        return min(((runs[0][0], size) for size, runs in self._kept.items() if size >= HUGE_PAGE_BYTES), default=None)
-
-    def _give(self, source: MappedRun, age: int, nbytes: int, target: int) -> int:
-        """Moves the front of a kept run that was taken; what is left of it is kept as before."""
-        given = source.give_front(nbytes, target)
-        self.kept_bytes -= given
-        if source.nbytes:
-            self._keep(source, age)
-        return given
-
     def _take(self, size: int) -> MappedRun:
-        """Takes the oldest kept run of a size from among them; its bytes are still counted as kept."""
+        """A kept run of a size; the newest, which is the likeliest to be in a cache still."""
         runs = self._kept[size]
-        run = runs.popleft()[1]
+        run = runs.pop()
         if not runs:
             del self._kept[size]
+        self.kept_bytes -= size
         return run
 
-    def _keep(self, run: MappedRun, age: int) -> None:
-        runs = self._kept.setdefault(run.nbytes, deque())
-        runs.append((age, run))
-        if len(runs) > 1 and runs[-2][0] > age:
-            # What is left of an old run is as old as it was.
-            self._kept[run.nbytes] = deque(sorted(runs, key=lambda entry: entry[0]))
+    def _fresh(self, nbytes: int) -> MappedRun:
+        # Before it is mapped, since the number of mappings is limited too.
+        self.reclaim(self._excess_bytes())
+        return anonymous_run(nbytes, "a tensor in use")
 
     def recycle(self, block: Block) -> None:
         """Takes back a block whose storage has died; the run is kept for the next blocks."""
@@ -129,24 +75,21 @@ class HostArena:
         block.buffer = block.region = None
         with self._lock:
             self.live_bytes -= run.nbytes
-            self._age += 1
-            self._keep(run, self._age)
+            self._kept.setdefault(run.nbytes, []).append(run)
+            self._kept.move_to_end(run.nbytes)
             self.kept_bytes += run.nbytes
             del run
             # Somebody may have reserved between the release of this block's charge and now. A `reserve` from here on
             # sees the run among the kept ones.
-            excess = self.kept_bytes if self._closed else self._excess_bytes()
-            if excess > 0:
-                self.reclaim(excess)
+            self.reclaim(self.kept_bytes if self._closed else self._excess_bytes())
 
     def reclaim(self, nbytes: int) -> int:
-        """Unmaps kept runs, oldest first, until at least `nbytes` are free or none is left; returns the bytes."""
+        """Unmaps kept runs until at least `nbytes` are free or none is left; returns the bytes."""
         freed = 0
         with self._lock:
-            while freed < nbytes and self.kept_bytes:
-                size = min(self._kept, key=lambda size: self._kept[size][0][0])
+            while freed < nbytes and self._kept:
+                size = next(iter(self._kept))
                 self._take(size)
-                self.kept_bytes -= size
                 freed += size
         return freed
 
@@ -159,7 +102,7 @@ class HostArena:
     def check_integrity(self) -> None:
         """Raises `AssertionError` with the numbers if live + kept bytes do not add up."""
         with self._lock:
-            kept = sum(run.nbytes for runs in self._kept.values() for _, run in runs)
+            kept = sum(run.nbytes for runs in self._kept.values() for run in runs)
             capacity = self.budget.capacity_bytes
             whole = kept == self.kept_bytes and self.live_bytes >= 0 and self.live_bytes + kept <= capacity
             if not whole:

@@ -86,8 +86,7 @@ class CardMemory:
         allocator: where it comes from.
 
     Attributes:
-        slabs: what large blocks are cut from; changed with the lock held.
-        lock: who has it, sees nothing change.
+        slabs: what large blocks are cut from.
     """
 
     _open: ClassVar[weakref.WeakSet[CardMemory]] = weakref.WeakSet()
@@ -96,14 +95,13 @@ class CardMemory:
         self._allocator = allocator
         self.slabs = Slabs(allocator.empty, allocator.give_up, allocator.trim, allocator.granule_bytes)
         self._small_bytes = 0
-        # A handler of signals may look at pages in the middle of a copy.
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         CardMemory._open.add(self)
 
     @property
     def live_bytes(self) -> int:
         """Bytes in blocks handed out and not yet recycled."""
-        with self.lock:
+        with self._lock:
             return self.slabs.used_bytes + self._small_bytes
 
     @property
@@ -122,7 +120,7 @@ class CardMemory:
             DeviceBudgetError: there is no piece of that size.
         """
         check_block_size(nbytes)
-        with self.lock:
+        with self._lock:
             if nbytes <= self._allocator.small_bytes:
                 memory = self._allocator.empty(nbytes)
                 if memory is None:
@@ -132,11 +130,7 @@ class CardMemory:
             run = self.slabs.stretch(nbytes) if anywhere else self.slabs.take(nbytes)
             if run is None:
                 raise self._allocator.refusal(nbytes)
-            return self.block_of(run)
-
-    def block_of(self, run: Run) -> Block:
-        """A block for a run of its slabs; `recycle` gives it back."""
-        return Block(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run)
+            return Block(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run)
 
     def cuts(self, nbytes: int) -> bool:
         """Whether blocks of that size are cut from slabs."""
@@ -144,7 +138,7 @@ class CardMemory:
 
     def recycle(self, block: Block) -> None:
         """Takes back a block whose storage has died."""
-        with self.lock:
+        with self._lock:
             if isinstance(block.region, Run):
                 self.slabs.give(block.region)
             else:
@@ -154,7 +148,7 @@ class CardMemory:
 
     def confine(self, nbytes: int) -> None:
         """Slabs may take so much together from now on; of those that are too many nothing more is given."""
-        with self.lock:
+        with self._lock:
             self.slabs.confine(nbytes)
 
     def beside_bytes(self) -> int:
@@ -173,12 +167,12 @@ class CardMemory:
 
     def close(self) -> None:
         """Gives memory back as blocks come back."""
-        with self.lock:
+        with self._lock:
             self.slabs.close()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if slabs do not add up, or if more is held than is reserved."""
-        with self.lock:
+        with self._lock:
             self.slabs.check_integrity()
             reserved = self._allocator.reserved()
             if not 0 <= self._small_bytes <= self.held_bytes <= reserved:

@@ -26,7 +26,6 @@ HUGE_PAGE_BYTES = 2 << 20
 """Runs of at least this size are aligned to it and ask for huge pages."""
 
 _MAP_FIXED = 0x10
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _PYBUF_WRITE = 0x200
@@ -39,11 +38,6 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MREMAP: Any = getattr(_LIBC, "mremap", None)
-if _MREMAP is not None:
-    _MREMAP.restype = ctypes.c_void_p
-    _MREMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.restype = ctypes.py_object
 _view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -68,47 +62,13 @@ class MappedRun:
         nbytes: the length.
     """
 
-    __slots__ = ("__weakref__", "_unmap", "address", "nbytes")
+    __slots__ = ("__weakref__", "address", "nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
-        self._own()
-
-    def _own(self) -> None:
-        self._unmap = weakref.finalize(self, _LIBC.munmap, self.address, self.nbytes)
         # At exit the kernel unmaps, after the last thread that could still touch the bytes.
-        self._unmap.atexit = False
-
-    def give_front(self, nbytes: int, target: int) -> int:
-        """Moves the memory of the first `nbytes` to the addresses from `target` on, in place of what is mapped there.
-
-        The kernel changes page tables and copies nothing; huge pages stay whole. Afterwards the run is what is left of
-        it: nobody may hold a tensor over it.
-
-        Args:
-            nbytes: a multiple of `HUGE_PAGE_BYTES`, not more than the run has; or all that it has.
-            target: an address, mapped by the caller.
-
-        Returns:
-            how many bytes were moved: fewer where the kernel would not go on, or cannot do this at all.
-        """
-        whole = nbytes % HUGE_PAGE_BYTES == 0 or nbytes == self.nbytes
-        assert 0 < nbytes <= self.nbytes and whole, f"{nbytes} of {self.nbytes} bytes"
-        moved = 0
-        # One at a time: what was itself put together is several mappings, which cannot be moved in one call.
-        while moved < nbytes:
-            part = min(HUGE_PAGE_BYTES, nbytes - moved)
-            if not _move(self.address + moved, target + moved, part):
-                break
-            moved += part
-        if moved:
-            self._unmap.detach()
-            self.address += moved
-            self.nbytes -= moved
-            if self.nbytes:
-                self._own()
-        return moved
+        weakref.finalize(self, _LIBC.munmap, address, nbytes).atexit = False
 
     def tensor(self) -> torch.Tensor:
         """The bytes as a new 1-D `uint8` tensor, whose storage keeps the mapping alive."""
@@ -219,14 +179,6 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int,
 def _map_anonymous(nbytes: int) -> int:
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     return _map(None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-
-
-def _move(source: int, target: int, nbytes: int) -> bool:
-    """Moves the memory at some addresses to others; whether that was done."""
-    if _MREMAP is None:
-        return False
-    moved = _MREMAP(source, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, target)
-    return moved is not None and moved != _FAILED
 
 
 def _map_aligned(nbytes: int) -> int:

@@ -26,7 +26,6 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.closing import close_all
-from ptm_accel.memory.compaction import Compaction
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.handouts import Handouts
@@ -89,12 +88,10 @@ class Pool:
         self.lock = threading.RLock()
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(home, self.stats, self.timeline)
-        self.room = Room(compute, budget, self.traffic, self, self.lock)
+        self.room = Room(compute, budget, self.traffic, self, self.lock, card)
         self.shelf = Shelf(has_home=home is not None)
         self.tenants = Tenants(budget)
         self.card = card
-        if card is not None:
-            self.room.compaction = Compaction(self, card)
         self._begin()
 
     def _begin(self) -> None:
@@ -477,8 +474,6 @@ class Pool:
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
             steps += [held.release for held in self._held if held.live]
             self.tenants.pools.remove(self)
-            if not self.tenants.pools:
-                steps.append(self.room.close)
             close_all([*steps, self._tensors.clear, self.room.settle], "a pool")
 
     def tensors(self) -> Iterator[PagedTensor]:

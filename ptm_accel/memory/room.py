@@ -11,29 +11,33 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
+from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import settle
-from ptm_accel.memory.glibc import Heap
-from ptm_accel.memory.heap import HeapTide
 from ptm_accel.memory.leavers import Leaver, Unsaved
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.shelf import Shelf
+from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.tide import Shapes, Tide
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.memory.transfer import Block, ComputeTier, Transfer, round_up
 from ptm_accel.units import format_bytes
 
-if TYPE_CHECKING:
-    from ptm_accel.memory.compaction import Compaction
-
 
 class Evictor(Protocol):
-    """Who can move something away."""
+    """Who can move something away.
+
+    Attributes:
+        shelf: what may be moved away now.
+    """
+
+    shelf: Shelf
 
     @property
     def idle_bytes(self) -> int:
@@ -42,6 +46,10 @@ class Evictor(Protocol):
 
     def evict_one(self) -> bool:
         """Moves the least recently used idle tensor away; False if there is none."""
+        ...
+
+    def evict(self, tensor: PagedTensor) -> None:
+        """Moves an idle tensor away."""
         ...
 
     def pinned(self) -> list[PagedTensor]:
@@ -62,25 +70,29 @@ class Room:
         traffic: counts waits.
         evictor: who makes room.
         lock: the pool's lock.
+        card: what large blocks are cut from; None where the tier has no slabs.
 
     Attributes:
-        tide: watches the memory that is not pages', where it shares the budget.
-        keeper: the allocator that was told to keep what is freed, where all fits.
-        compaction: closes up gaps between blocks, where they are cut from larger pieces.
+        tide: watches the memory of the device that is not pages'; None on a CPU.
     """
 
     def __init__(
-        self, compute: ComputeTier, budget: Budget, traffic: Traffic, evictor: Evictor, lock: threading.RLock
+        self,
+        compute: ComputeTier,
+        budget: Budget,
+        traffic: Traffic,
+        evictor: Evictor,
+        lock: threading.RLock,
+        card: CardMemory | None = None,
     ) -> None:
         self.compute = compute
         self.budget = budget
-        self.tide: Tide | HeapTide | None = None
-        self.keeper: Heap | None = None
-        self.compaction: Compaction | None = None
+        self.tide: Tide | None = None
         self._traffic = traffic
         self._evictor = evictor
         self._leavers: list[Leaver] = []
         self._lock = lock
+        self._card = card
 
     @property
     def limit_bytes(self) -> int:
@@ -100,10 +112,8 @@ class Room:
             BudgetError: nothing more can be moved; says who holds what.
         """
         with self._lock:
-            if isinstance(self.tide, Tide):
+            if self.tide is not None:
                 self.tide.look()
-            elif self.tide is not None:
-                self.tide.sample()
             if nbytes > self.budget.free_bytes:
                 self._make_room(nbytes, name)
             elif self._leavers and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
@@ -139,19 +149,43 @@ class Room:
                 return self.compute.allocate(nbytes)
             except DeviceBudgetError:
                 with self._lock:
-                    block = None if self.compaction is None else self.compaction.make(nbytes, needed=moves)
-                    if block is not None:
-                        return block
                     if not moves:
                         raise
                     left = len(self._leavers)
                     self.collect()
                     if len(self._leavers) != left or self._wait_for_one() or self.store_again():
                         continue
-                    if not self._evictor.evict_one():
-                        if self.compaction is None:
-                            raise
-                        return self.compaction.stretch(nbytes)
+                    if self._evict_range(nbytes) or self._evictor.evict_one():
+                        continue
+                    if self._card is None:
+                        raise
+                    # Nothing can leave any more: out of what is kept free for other memory.
+                    return self._card.allocate(nbytes, anywhere=True)
+
+    def _evict_range(self, nbytes: int) -> bool:
+        """Evicts what lies in the cheapest contiguous range of a slab; False if no range is long enough."""
+        if self._card is None or not self._card.cuts(nbytes):
+            return False
+        movable = {
+            run: tensor
+            for tensor in self._evictor.shelf.free()
+            if (run := _run_of(tensor)) is not None and tensor.place is not Place.ARRIVING and not tensor.viewed
+        }
+        runs = self._card.slabs.cheapest_range(nbytes, list(movable))
+        for run in runs or ():
+            if movable[run] in self._evictor.shelf:
+                self._evictor.evict(movable[run])
+        return bool(runs)
+
+    def _drain(self) -> None:
+        """Evicts what lies in slabs that are to be given back."""
+        if self._card is None or not self._card.slabs.draining:
+            return
+        for tensor in self._evictor.shelf.free():
+            run = _run_of(tensor)
+            if run is not None and run.slab.draining and tensor in self._evictor.shelf:
+                self._evictor.evict(tensor)
+        self.collect()
 
     def _wait_for_one(self) -> bool:
         """Waits for a transfer whose memory is leaving; False if there is none."""
@@ -291,9 +325,7 @@ class Room:
     def glance(self) -> None:
         """Called in forwards: where all pages are there already, nothing is charged, and other memory still grows."""
         if self.tide is not None:
-            with self._lock:
-                if self.tide.glance():
-                    self.shrink()
+            self._adjust(self.tide.look)
 
     def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> None:
         """A forward begins whose activations may need more than those before it (`Tide.begin_pass`).
@@ -301,28 +333,25 @@ class Room:
         Raises:
             DeviceBudgetError: they leave less than the least that pages can work with.
         """
-        if isinstance(self.tide, Tide):
-            with self._lock:
-                if self.tide.begin_pass(shapes, evaluates=evaluates):
-                    self.shrink()
+        if self.tide is not None:
+            self._adjust(partial(self.tide.begin_pass, shapes, evaluates=evaluates))
+
+    def _adjust(self, look: Callable[[], None]) -> None:
+        """Evicts what is too much where a look at other memory lowers the capacity."""
+        with self._lock:
+            before = self.budget.capacity_bytes
+            look()
+            if self.budget.capacity_bytes < before:
+                self.shrink()
 
     def shrink(self) -> None:
         """Moves idle tensors away until what is used is within a capacity that has been lowered."""
         with self._lock:
             self.collect()
-            if self.compaction is not None and self.compaction.drain():
-                self.collect()
+            self._drain()
             while self.budget.free_bytes < 0 and self._evictor.evict_one():
                 self.collect()
             self.budget.make_real_room()
-
-    def close(self) -> None:
-        """Other memory is watched no longer, nor kept when it is free."""
-        if isinstance(self.tide, HeapTide):
-            self.tide.close()
-        keeper, self.keeper = self.keeper, None
-        if keeper is not None and not HeapTide.watching():
-            keeper.let_be()
 
     def settle(self) -> None:
         """Waits for all transfers that still use leaving memory; their errors are for those whose bytes they move."""
@@ -354,16 +383,13 @@ class Room:
                 # The last transfer may have ended since its memory was last asked for.
                 self.collect()
                 short = nbytes > self.budget.free_bytes
-                if short and self._running() is None and not self._came_back() and not self._tide_gives_way():
+                if short and self._running() is None and not self._came_back():
                     raise self._refusal(nbytes, name)
             self.collect()
 
     def _came_back(self) -> bool:
         """Whether there is something to store, where there was nothing: a store has failed."""
         return self._evictor.idle_bytes > 0 or bool(self._failed_parts)
-
-    def _tide_gives_way(self) -> bool:
-        return self.tide is not None and self.tide.give_way()
 
     def _running(self) -> Transfer | None:
         """A transfer that still uses memory that is leaving."""
@@ -378,3 +404,10 @@ class Room:
         below = "" if self._traffic.home is not None else " There is no tier below: set disk to a directory on an SSD."
         refusal = self.budget.refusal(nbytes, name)
         return type(refusal)(f"{refusal} Largest holders: {', '.join(holders) or 'none'}.{below}")
+
+
+def _run_of(tensor: PagedTensor) -> Run | None:
+    """Where a tensor lies in a slab; None for one that does not."""
+    extent = tensor.extent
+    region = None if extent is None or extent.block is None else extent.block.region
+    return region if isinstance(region, Run) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 
 
 class RunSpace:
@@ -50,20 +50,6 @@ class RunSpace:
         if length > self.free:
             return None
         return min((gap for gap in self._lengths.values() if gap >= length), default=None)
-
-    def is_free(self, start: int, length: int) -> bool:
-        """Whether all of a run is free."""
-        at = bisect_right(self._starts, start) - 1
-        return at >= 0 and start + length <= self._starts[at] + self._lengths[self._starts[at]]
-
-    def claim(self, start: int, length: int) -> None:
-        """Takes a run that is free."""
-        assert self.is_free(start, length), f"run {start}+{length} is not free"
-        gap = self._starts[bisect_right(self._starts, start) - 1]
-        end = gap + self._remove(gap)
-        self._insert(gap, start - gap)
-        self._insert(start + length, end - start - length)
-        self.free -= length
 
     def give(self, start: int, length: int) -> None:
         """Gives back a run that `take` returned."""

@@ -12,7 +12,7 @@ with what is used; a run that is larger than that has one of its size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,6 @@ class Slabs:
     Attributes:
         limit_bytes: what slabs may take together.
         held_bytes: what they take.
-        given: how many runs have come back so far.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class Slabs:
     ) -> None:
         self.limit_bytes = 1 << 62
         self.held_bytes = 0
-        self.given = 0
         self._acquire = acquire
         self._give_up = give_up
         self._released = released
@@ -110,16 +108,41 @@ class Slabs:
 
     def take(self, nbytes: int) -> Run | None:
         """A run of `nbytes`; None if none is free in one piece and the limit leaves no room for another slab."""
-        run = self.cut(nbytes)
+        run = self._cut(nbytes, self.usable())
         return run if run is not None or not self._grow(nbytes) else self._cut(nbytes, self._slabs[-1:])
 
     def usable(self) -> list[Slab]:
         """The slabs that runs are cut from."""
         return [slab for slab in self._slabs if not slab.draining]
 
-    def cut(self, nbytes: int) -> Run | None:
-        """As `take`, out of the slabs that there are."""
-        return self._cut(nbytes, self.usable())
+    def cheapest_range(self, nbytes: int, movable: Sequence[Run]) -> list[Run] | None:
+        """The runs to give back so that `nbytes` come free in one piece.
+
+        Args:
+            nbytes: how many.
+            movable: the runs that may be given back.
+
+        Returns:
+            those in the range of gaps and `movable` runs that has the fewest used bytes; None if none is long enough.
+        """
+        best: tuple[int, list[Run]] | None = None
+        for slab in self.usable():
+            parts: list[tuple[int, int, Run | None]] = [(*gap, None) for gap in slab.runs.gaps()]
+            parts += [(run.offset, run.nbytes, run) for run in movable if run.slab is slab]
+            parts.sort(key=lambda part: part[0])
+            begin = used = 0
+            for at, (start, length, run) in enumerate(parts):
+                if at and parts[at - 1][0] + parts[at - 1][1] != start:
+                    # A run between the two stays.
+                    begin, used = at, 0
+                used += 0 if run is None else length
+                while begin <= at and start + length - parts[begin][0] >= nbytes:
+                    if best is None or used < best[0]:
+                        best = used, [run for *_, run in parts[begin : at + 1] if run is not None]
+                    _, first, dropped = parts[begin]
+                    used -= 0 if dropped is None else first
+                    begin += 1
+        return None if best is None else best[1]
 
     def stretch(self, nbytes: int) -> Run | None:
         """As `take`, wherever the memory is, beyond the limit too: nothing can leave for it any more."""
@@ -129,7 +152,6 @@ class Slabs:
     def give(self, run: Run) -> None:
         """Takes a run back."""
         slab = run.slab
-        self.given += 1
         slab.runs.give(run.offset, run.nbytes)
         if not slab.used_bytes and slab.draining:
             self._release([slab])

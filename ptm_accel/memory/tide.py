@@ -1,65 +1,37 @@
-"""The tide: device memory that is not ours rises and falls through a step, and pages take what it leaves.
+"""The share of a device that pages leave to activations and workspaces.
 
-Activations and workspaces come from the same allocator as our slabs, and nobody announces them. So what the allocator
-has reserved beside the slabs is read before each charge. What the allocator keeps for its next requests is in it, and
-so are the pieces that are of no use: the most it came to is what steps like those before will do with, however their
-requests fall. Pages get the rest. It is kept apart for evaluation, which may take more or less than training.
+These come from the same allocator as pages, and nobody announces them. So what the allocator has reserved beside the
+slabs of pages is read before charges, and its high-water mark plus a margin is kept free; pages get the rest. Training
+and evaluation have a mark each.
 
-Until one step has been seen, pages get the least they can work with, which leaves all other room to the first step's
-activations (PatrickStar's warm-up, arXiv 2108.05818, does the same with a fixed share). So they do again where a batch
-is larger than all before it: what it takes is not known either.
+Until one step has been seen pages get the least they can work with, which leaves all other room to the activations of
+the first step (PatrickStar's warm-up, arXiv 2108.05818, does the same with a fixed share). So they do again where a
+batch is larger than all before it.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Protocol
+from collections.abc import Sequence
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Budget
+from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.units import format_bytes
 
 MARGIN = 1.125
-"""What was seen is kept free with this factor: the same operations need more where they are interleaved otherwise."""
+"""The high-water mark is kept free with this factor: the same operations need more where they interleave otherwise."""
 
 _RISE = 1.03
-"""Pages make way for what rises by more than this factor; for less there is the margin."""
+"""The mark is raised by what exceeds it by this factor; for less there is the margin."""
 
-_LOOK_EVERY_S = 1e-3
-"""What is reserved changes as new shapes come, and there are thousands of reservations in a step."""
-
+_LOOK_EVERY_S, _LOOK_WITHIN_S = 1e-3, 1e-2
 _LOOK_SHARE = 0.01
-_LOOK_WITHIN_S = 1e-2
-"""The part of the time that may be spent on asking for it, once a step has come to no more than those before it; and
-however long it once took, it is asked for again within the latter.
-"""
-
-_MOST_KINDS = 32
-"""How many kinds of batches are kept of which none is larger than another one in all its dimensions."""
+"""The allocator is asked at most this share of the time, within the bounds above: it takes a while to answer."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Those of the tensors that a forward is given."""
-
-
-class Card(Protocol):
-    """A card's memory, as the tide sees it."""
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes in blocks of these pages."""
-        ...
-
-    def beside_bytes(self) -> int:
-        """Bytes that are reserved on the card and that no pages hold."""
-        ...
-
-    def confine(self, nbytes: int) -> None:
-        """What these pages hold may take so much together."""
-        ...
-
-    def trim(self) -> None:
-        """What nobody uses is no longer reserved."""
-        ...
 
 
 class Tide:
@@ -70,177 +42,133 @@ class Tide:
         total_bytes: what pages and all other memory may take together (`device_memory`).
         least_bytes: the least that pages can work with.
         card: the card's memory.
+
+    Attributes:
+        total_bytes: see above.
+        warming: whether pages have the least, since what goes on beside them has not been seen whole.
     """
 
-    def __init__(self, budget: Budget, total_bytes: int, least_bytes: int, card: Card) -> None:
-        self._budget = budget
+    def __init__(self, budget: Budget, total_bytes: int, least_bytes: int, card: CardMemory) -> None:
         self.total_bytes = total_bytes
+        self.warming = True
+        self._budget = budget
         self._wanted_bytes = least_bytes
         self._card = card
-        self._most = {False: 0, True: 0}
-        self._kept_free_for = {False: 0, True: 0}
+        # By phase: whether a pass evaluates.
+        self._marks = {False: 0, True: 0}
+        self._largest = {False: [-1.0] * 3, True: [-1.0] * 3}
         self._evaluates = False
+        # Whether an optimizer step will say that what is new has been seen whole; otherwise the next pass does.
+        self._in_step = False
         self._loose_bytes = 0
         self._look_at_s = 0.0
-        # Whether the last step has come to no more than those before it, and whether this one has so far.
-        self._steady = self._risen = False
-        self._warming = True
-        self._rising = False
-        self._evaluating = False
-        self._seen: list[tuple[Shapes, bool]] = []
-        self._give(self._least_bytes)
+        self._give_least()
 
     @property
-    def _least_bytes(self) -> int:
+    def least_bytes(self) -> int:
+        """The least that pages can work with."""
         return min(self.total_bytes, self._wanted_bytes)
-
-    @property
-    def warming(self) -> bool:
-        """Whether pages have the least, since what goes on beside them has not been seen whole."""
-        return self._warming
-
-    def need(self, least_bytes: int) -> None:
-        """Pages need more than was known: an optimizer has been chosen."""
-        self._wanted_bytes = least_bytes
-        if self._budget.capacity_bytes < self._least_bytes:
-            self._give(self._least_bytes)
-
-    def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> bool:
-        """A forward begins.
-
-        Args:
-            shapes: of what it is given.
-            evaluates: it keeps nothing for a backward: nobody will say when it has ended, but for the next that begins.
-
-        Returns:
-            whether the capacity is lower than before, and what is too much is to be moved away.
-
-        Raises:
-            DeviceBudgetError: other memory leaves less than the least that pages can work with.
-        """
-        before = self._budget.capacity_bytes
-        self.sample()
-        known = [trained for seen, trained in self._seen if _is_within(shapes, seen, evaluates)]
-        if any(known) or (evaluates and known):
-            # Such a batch was trained on, or such a one evaluated, which needs less.
-            self._turn(evaluates=not any(known))
-            if self._warming and self._evaluating:
-                self._set_capacity()
-        else:
-            # A step that trains is seen whole when it ends; a pass that evaluates, when the next one begins.
-            self._evaluating = evaluates and (self._evaluating or not self._warming or not self._seen)
-            others = [entry for entry in self._seen if not (_is_within(entry[0], shapes, False) and not evaluates)]
-            self._seen = [*others, (shapes, not evaluates)][-_MOST_KINDS:]
-            self._warming = True
-            self._steady, self._risen = False, True
-            self._turn(evaluates=self._evaluating)
-            self._give(self._least_bytes)
-        return self._budget.capacity_bytes < before
-
-    def _turn(self, *, evaluates: bool) -> None:
-        """From training to evaluation, or back: what the one has left reserved is not for the other to count."""
-        if evaluates != self._evaluates:
-            self._evaluates = evaluates
-            self._card.trim()
-            self._most[evaluates] = max(self._most[evaluates], self._card.beside_bytes())
-            if not self._warming:
-                self._set_capacity()
-
-    def glance(self) -> bool:
-        """Called in forwards: where all pages are there already, a pass charges nothing, and other memory still grows.
-
-        Asking the allocator takes a while, and where pages have less than half there is nothing to ask for.
-
-        Returns:
-            whether the capacity is lower than before, and what is too much is to be moved away.
-
-        Raises:
-            DeviceBudgetError: other memory leaves less than the least that pages can work with.
-        """
-        if self._warming or 2 * self._budget.used_bytes < self.total_bytes:
-            return False
-        before = self._budget.capacity_bytes
-        self.look()
-        return self._budget.capacity_bytes < before
-
-    def give_way(self) -> bool:
-        """Other memory cannot be asked for room: False."""
-        return False
 
     @property
     def high_water_bytes(self) -> int:
         """The most that was reserved beside pages so far, in training or in evaluation."""
-        return self._most[self._evaluates]
+        return self._marks[self._evaluates]
 
-    def look(self) -> None:
-        """Called before every reservation: `sample`, unless that was just done. Asking the allocator takes a while.
+    def need(self, least_bytes: int) -> None:
+        """Pages need more than was known: an optimizer has been chosen."""
+        self._wanted_bytes = least_bytes
+        if self._budget.capacity_bytes < self.least_bytes:
+            self._give_least()
 
-        Raises:
-            DeviceBudgetError: other memory leaves less than the least that pages can work with.
-        """
-        now_s = time.perf_counter()
-        if now_s >= self._look_at_s:
-            self.sample()
-            done_s = time.perf_counter()
-            spared_s = min((done_s - now_s) / _LOOK_SHARE, _LOOK_WITHIN_S) if self._steady else 0.0
-            self._look_at_s = done_s + max(_LOOK_EVERY_S, spared_s)
-
-    def sample(self) -> None:
-        """Notes how high the tide is.
-
-        Raises:
-            DeviceBudgetError: other memory leaves less than the least that pages can work with.
-        """
-        beside = self._card.beside_bytes()
-        # What is charged and lies in no block of ours.
-        self._loose_bytes = max(self._loose_bytes, self._budget.used_bytes - self._card.live_bytes)
-        if beside > self.high_water_bytes:
-            self._most[self._evaluates] = beside
-            self._rising = self._risen = True
-            self._steady = False
-        if self._rising and not self._warming:
-            self._set_capacity()
-
-    def end_step(self) -> None:
-        """Called after every optimizer step.
+    def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> None:
+        """A forward begins; one that `evaluates` keeps nothing for a backward, and no optimizer step follows it.
 
         Raises:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
         self.sample()
-        self._steady, self._risen = not self._risen, False
+        size, factor = _size_of(shapes), MARGIN if evaluates else 1.0
+        if self._is_known(size, factor, evaluates=False):
+            # A batch that was trained on needs no more where it is evaluated.
+            self._begin_known(evaluates=False)
+        elif evaluates and self._is_known(size, factor, evaluates=True):
+            self._begin_known(evaluates=True)
+        else:
+            self._largest[evaluates] = [max(*both) for both in zip(size, self._largest[evaluates], strict=True)]
+            # An evaluation in the middle of a step that is new does not end it.
+            self._in_step = not evaluates or (self.warming and self._in_step)
+            self.warming = True
+            self._turn(evaluates=not self._in_step)
+            self._give_least()
+
+    def _is_known(self, size: Sequence[float], factor: float, *, evaluates: bool) -> bool:
+        """Whether a batch is no larger than those before it; text that is generated grows by a token each time."""
+        return all(one <= factor * most for one, most in zip(size, self._largest[evaluates], strict=True))
+
+    def _begin_known(self, *, evaluates: bool) -> None:
+        turned = self._turn(evaluates=evaluates)
+        if (turned and not self.warming) or (self.warming and not self._in_step):
+            self._set_capacity()
+
+    def _turn(self, *, evaluates: bool) -> bool:
+        """From training to evaluation, or back: what the one has left reserved is not for the other to count."""
+        if evaluates == self._evaluates:
+            return False
+        self._evaluates = evaluates
+        self._card.trim()
+        self._note()
+        return True
+
+    def look(self) -> None:
+        """Called before every reservation and read: `sample`, unless that was just done."""
+        now_s = time.perf_counter()
+        if now_s >= self._look_at_s:
+            self.sample()
+            done_s = time.perf_counter()
+            spared_s = min((done_s - now_s) / _LOOK_SHARE, _LOOK_WITHIN_S)
+            self._look_at_s = done_s + max(_LOOK_EVERY_S, spared_s)
+
+    def sample(self) -> None:
+        """Raises the high-water mark to what is reserved beside pages now."""
+        if self._note() and not self.warming:
+            self._set_capacity()
+
+    def end_step(self) -> None:
+        """Called after every optimizer step."""
+        self._note()
         self._set_capacity()
 
+    def _note(self) -> bool:
+        """Whether the high-water mark has risen."""
+        # What is charged and lies in no block of ours.
+        self._loose_bytes = max(self._loose_bytes, self._budget.used_bytes - self._card.live_bytes)
+        beside = self._card.beside_bytes()
+        if beside <= self.high_water_bytes * _RISE:
+            return False
+        self._marks[self._evaluates] = beside
+        return True
+
     def _set_capacity(self) -> None:
-        self._rising = self._warming = self._evaluating = False
-        most = self._kept_free_for[self._evaluates]
-        if self.high_water_bytes > most * _RISE:
-            most = self._kept_free_for[self._evaluates] = self.high_water_bytes
-        left = self.total_bytes - int(most * MARGIN)
-        # What is charged and is torch's to allocate is in what was seen of it already.
+        self.warming = self._in_step = False
+        left = self.total_bytes - int(self.high_water_bytes * MARGIN)
+        # What is charged and is torch's to allocate is in the mark already.
         pages = min(left + self._loose_bytes, self.total_bytes)
-        if pages < self._least_bytes:
+        if pages < self.least_bytes:
             raise DeviceBudgetError(
                 f"ptm_accel: the device is out of memory. activations and workspaces took "
                 f"{format_bytes(self.high_water_bytes)} of {format_bytes(self.total_bytes)}, which leaves "
-                f"{format_bytes(max(left, 0))} for pages, and they need {format_bytes(self._least_bytes)}; set "
+                f"{format_bytes(max(left, 0))} for pages, and they need {format_bytes(self.least_bytes)}; set "
                 "device_memory higher, turn activation checkpointing on, or use a smaller batch."
             )
         self._budget.capacity_bytes = pages
         self._card.confine(max(left, 0))
 
-    def _give(self, nbytes: int) -> None:
-        self._budget.capacity_bytes = nbytes
-        self._card.confine(nbytes)
+    def _give_least(self) -> None:
+        self._budget.capacity_bytes = self.least_bytes
+        self._card.confine(self.least_bytes)
 
 
-def _is_within(shapes: Shapes, seen: Shapes, roughly: bool) -> bool:
-    """Whether a batch is in no dimension larger than another one; or by no more than what `MARGIN` allows for.
-
-    Where text is generated each forward is given a token more than the one before.
-    """
-    factor = MARGIN if roughly else 1.0
-    return len(shapes) == len(seen) and all(
-        len(one) == len(other) and all(size <= factor * most for size, most in zip(one, other, strict=True))
-        for one, other in zip(shapes, seen, strict=True)
-    )
+def _size_of(shapes: Shapes) -> Sequence[float]:
+    """How large a batch is: elements, longest dimension, and the geometric mean of both (for attention's squares)."""
+    numel, longest = sum(map(math.prod, shapes)), max((size for shape in shapes for size in shape), default=0)
+    return numel, longest, math.sqrt(numel * longest)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptm_accel.memory.glibc import Trimmer
+from ptm_accel.memory.malloc import set_kept_blocks
 from ptm_accel.memory.mapped_files import MappedFiles, is_in_a_file
 
 
@@ -29,7 +29,8 @@ class ScratchParameters:
     def __init__(self, files: MappedFiles, least_bytes: int) -> None:
         self._files = files
         self._least_bytes = least_bytes
-        self._trimmer = Trimmer()
+        # Tensors that are only read to be copied into files are given back as they are freed.
+        set_kept_blocks(large=False)
 
     def install(self) -> Callable[[], None]:
         """Has every parameter taken that a module registers from now on, in this process.
@@ -62,4 +63,3 @@ class ScratchParameters:
             return
         if param.layout == torch.strided and param.is_contiguous() and not is_in_a_file(param.data):
             param.data = self._files.copy_of(param.data)
-            self._trimmer.passed(param.nbytes)

@@ -89,8 +89,6 @@ def paged(name: str, card_bytes: int, count: int, expected: list[float]) -> list
         cells += [f"{SCALE * card.peak_reserved / GIB:.2f}", str(card.flushes - flushes)]
         cells.append(f"{SCALE * (tier.counts['bytes_in'] - before[0]) / GIB:.2f}")
         cells.append(f"{pool.stats.faults - before[1]} / {pool.stats.hits - before[2]}")
-        assert pool.room.compaction is not None
-        cells.append(f"{SCALE * pool.room.compaction.moved_bytes / GIB / count:.2f}")
         cells.append(failed or ("bit-identical" if losses == expected else "DIFFERENT"))
         engine.close()
     memory.close()
@@ -109,7 +107,7 @@ def main() -> None:
     print("\nSizes in GiB, as they would be on the card; the last step of", options.steps, "for what is a step's.\n")
     print(
         "| shape, card | states | pages hold | most beside them | most reserved | limit met | loaded, a step | "
-        "faults / sent for ahead, a step | moved within the card, a step | losses |\n|" + " --- |" * 10
+        "faults / sent for ahead, a step | losses |\n|" + " --- |" * 9
     )
     for name in options.shapes:
         expected = list(steps(model := model_of(name), adamw(model), name, options.steps))

@@ -24,10 +24,10 @@ from ptm_accel.memory.frame_runs import kept_runs, whole_runs
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.mapping import FilePiece
-from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.memory.pinned import HostPin
 from ptm_accel.memory.transfer import Block, Home, Transfer
 from tests.descriptors import open_files
+from tests.mock_device import MockCopy, MockDevice
 
 UNIT = 4096
 PAGE = 4 * UNIT

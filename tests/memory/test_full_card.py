@@ -9,10 +9,10 @@ import torch
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
+from tests.mock_device import MockDevice
 from tests.tiers import PAGE, jitter
 
 ON_CARD = 3

@@ -9,8 +9,8 @@ import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.frame_home import HeldRun
-from ptm_accel.memory.mock_device import MockDevice
 from tests.memory.test_frame_home import CLEAN, DISK, FRAME, PAGE, UNIT, Setup
+from tests.mock_device import MockDevice
 
 
 def settled(run: HeldRun) -> torch.Tensor:

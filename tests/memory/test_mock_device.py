@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptm_accel.errors import DeviceBudgetError, PTMError
 from ptm_accel.memory.device import DeviceTier
 from ptm_accel.memory.link import CopyDirection
-from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.memory.transfer import Block
+from tests.mock_device import MockCopy, MockDevice
 
 N = 4096
 

@@ -14,9 +14,9 @@ import torch
 
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.mock_device import MockDevice
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.units import GIB, MIB
+from tests.mock_device import MockDevice
 from tests.tiers import MEMORIES, open_memory
 
 
@@ -55,7 +55,7 @@ FORKED = """
 import os, sys, torch
 from pathlib import Path
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.mock_device import MockDevice
+from tests.mock_device import MockDevice
 from ptm_accel.memory.setup import Capacities, build_memory
 
 disk = [Path(sys.argv[1])] if len(sys.argv) > 1 else []
@@ -79,7 +79,8 @@ memory.close()
 def test_what_a_fork_closes_is_not_its_parents(disk: bool, tmp_path: Path) -> None:
     """Memory under a device is shared with it."""
     command = [sys.executable, "-W", "ignore", "-c", FORKED, *([str(tmp_path)] if disk else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 True\n"
 

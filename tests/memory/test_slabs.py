@@ -183,3 +183,28 @@ def test_runs_never_overlap_and_what_is_held_stays_within_what_was_allowed(data:
         slabs.give(run)
     slabs.confine(0)
     assert source.left == total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_cheapest_range_is_that_of_a_search_over_all(data: st.DataObject) -> None:
+    size = 32 * GRANULE
+    slabs = make(Source(), limit=size)
+    live: list[Run] = []
+    while (run := slabs.take(data.draw(st.integers(1, 8 * GRANULE)))) is not None:
+        live.append(run)
+    for run in [run for run in live if data.draw(st.booleans())]:
+        live.remove(run)
+        slabs.give(run)
+    movable = [run for run in live if data.draw(st.booleans())]
+    nbytes = data.draw(st.integers(1, size))
+    costs = list[int]()
+    for start in range(size - nbytes + 1):
+        inside = [run for run in live if run.offset < start + nbytes and start < run.offset + run.nbytes]
+        if set(inside) <= set(movable):
+            costs.append(sum(run.nbytes for run in inside))
+    found = slabs.cheapest_range(nbytes, movable)
+    assert (None if found is None else sum(run.nbytes for run in found)) == min(costs, default=None)
+    for run in found or []:
+        slabs.give(run)
+    assert found is None or slabs.take(nbytes) is not None

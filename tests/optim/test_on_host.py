@@ -20,7 +20,6 @@ from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.frame_home import FrameHome, HeldRun
-from ptm_accel.memory.mock_device import MockCopy, MockDevice
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.model.floor import FUSED_ADAMW
 from ptm_accel.model.run_ahead import RunAhead
@@ -31,6 +30,7 @@ from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.units import Unit
 from ptm_accel.optim.worker import Job, Worker
+from tests.mock_device import MockCopy, MockDevice
 from tests.plain_loop import Recipe, assert_same, same_bits, train_with_masters
 from tests.plain_loop import train as train_entry
 from tests.stacks import adamw, backward, stack
