@@ -396,8 +396,7 @@ class TrainedModel(PagedModel):
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
         self.settle()
         self.memory.check_integrity()
-        self.pool.handouts.collect()
-        pinned = [tensor for tensor in self.pool.pinned() if not self.pool.handouts.holds(tensor)]
+        pinned = self.pool.pinned()
         assert not pinned, f"pinned while idle: {pinned}"
 
 

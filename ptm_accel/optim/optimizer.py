@@ -35,7 +35,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     """Wraps a `torch.optim.Optimizer` whose parameters are on pages.
 
     It shares the wrapped optimizer's parameter groups and hyperparameters, so schedulers and callbacks see them as
-    usual. `state` reads and writes what is on pages (`ptm_accel.optim.shown`); `state_dict()` has all of it.
+    usual. What it keeps for parameters is on pages: `state_dict()` reads it, `load_state_dict()` writes it, and `state`
+    is refused.
 
     Args:
         inner: the user's optimizer, made over the model's own parameters.
@@ -79,7 +80,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         # a fused optimizer says about loss scaling (in its kernel) is not true of us.
         self.__dict__.pop("step", None)
         self.__dict__.pop("_step_supports_amp_scaling", None)
-        # Looked at through a property, which lets an update that is under way end first.
+        # A property stands in its place.
         self.__dict__.pop("state", None)
         self._param_groups: list[dict[str, Any]] = self.__dict__.pop("param_groups")
         self._patch_step_function()
@@ -95,7 +96,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._stepped = stepped
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
         self._scale: torch.Tensor | None = None
-        self._states = States(inner, slots, pool, masters=master_weights, settle=self.settle)
+        self._states = States(inner, slots, pool, masters=master_weights)
         self._hands = Hands("ptm_accel arithmetic")
         self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._hands)
         on_host = run_ahead.updates_on_host
@@ -129,7 +130,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         uncover_outside()
         refuse_shown(self._gradients.slots(), "optimizer.step() was called")
         self._run_ahead.end_step()
-        self._states.meet_given()
         if self.in_backward.chase is None:
             self.settle()
             self.expect(self.param_groups)
@@ -250,17 +250,20 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """What it keeps for each parameter, to be read and written (`ptm_accel.optim.shown`)."""
-        if not self._closed:
-            self.settle()
-            self._states.meet_given()
-        return self.inner.state
+        """Not to be had: what it keeps for parameters is on pages.
+
+        Raises:
+            UnsupportedError: always; names what reads and writes it.
+        """
+        raise UnsupportedError(
+            f"optimizer.state of {type(self.inner).__name__} is on pages and cannot be read or written in place. Read "
+            "optimizer.state_dict()['state'], whose keys number the parameters of all groups, and write with "
+            "optimizer.load_state_dict()."
+        )
 
     @state.setter
     def state(self, value: Any) -> None:
-        self.inner.state = value
-        if not self._closed:
-            self._states.meet_given()
+        self.state  # noqa: B018
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch.
@@ -340,8 +343,6 @@ class PagedOptimizer(torch.optim.Optimizer):
     def states(self) -> States:
         """What it keeps for each parameter, as the last step leaves it."""
         self.settle()
-        if not self._closed:
-            self._states.meet_given()
         return self._states
 
     def weights_changed(self) -> None:

@@ -1,11 +1,9 @@
-"""What an optimizer keeps for each parameter, on pages: taken over, set, forgotten, shown."""
+"""What an optimizer keeps for each parameter, on pages: taken over, set, forgotten, read."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
-from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import ParamSlot, SlotTable
-from ptm_accel.optim.shown import ShownEntries, ShownState
 from ptm_accel.optim.units import ParamState
 
 MASTER_KEY = "master"
@@ -27,16 +24,14 @@ class States:
     """The state of every parameter of an optimizer.
 
     Args:
-        inner: the user's optimizer; its `state` becomes what shows the pages.
+        inner: the user's optimizer; what is in its `state` for a parameter moves to the pages.
         slots: the model's parameters.
         pool: where the state lives.
         masters: keep an fp32 master of every narrower parameter.
-        settle: carries out what is left of the last step.
 
     Attributes:
         pool: see above.
         masters: see above.
-        shown: what `optimizer.state` is.
 
     Raises:
         UnsupportedError: the optimizer holds a parameter that the model does not have.
@@ -49,22 +44,14 @@ class States:
         pool: Pool,
         *,
         masters: bool,
-        settle: Callable[[], None],
     ) -> None:
         self.pool = pool
         self.masters = masters
         self._inner = inner
         self._slots = slots
         self._met: dict[int, ParamState] = {}
-        # What is not on pages: of the parts that stand for parameters in a step, and what has no parameter.
-        self._plain: defaultdict[Any, Any] = inner.state
-        # Who holds what `shown` gave, by parameter; and what was removed from the optimizer while somebody held it.
-        self._entries: WeakValueDictionary[int, ShownEntries] = WeakValueDictionary()
-        self._removed: list[tuple[ref[ShownEntries], ParamState]] = []
         for param in self.params():
             self.of(self.slot(param))
-        self.shown = ShownState(self, self._plain, settle)
-        inner.state = self.shown  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[ParamState]:
         """The state of every parameter that the optimizer has met."""
@@ -101,11 +88,6 @@ class States:
             self._adopt(state)
         return state
 
-    def known(self, key: object) -> ParamState | None:
-        """The state of a parameter that the optimizer has met; None of anything else."""
-        slot = self._slots.of(key) if isinstance(key, torch.Tensor) else None
-        return None if slot is None else self._met.get(id(slot))
-
     def named(self, name: str) -> ParamState:
         """The state of the parameter called `name`.
 
@@ -129,10 +111,8 @@ class States:
 
     def _adopt(self, state: ParamState) -> None:
         """Takes over state that the optimizer already has: made in its constructor, or by earlier steps."""
-        given = self._plain.get(state.slot.param, {})
-        for key, value in list(given.items()):
+        for key, value in self._inner.state.pop(state.slot.param, {}).items():
             self.put(state, key, value)
-        self._plain.pop(state.slot.param, None)
 
     def put(self, state: ParamState, key: str, value: Any, dtype: torch.dtype | None = None) -> None:
         """Sets one entry of a parameter's state.
@@ -230,80 +210,8 @@ class States:
             if state.master is not None:
                 self.pool.forget(state.master)
         self._met.clear()
-        self._tidy(all_of_it=True)
-        self._inner.state = self._plain
 
-    # ---- how it is seen, and changed through that --------------------------------------------------------------
-
-    def meet_given(self) -> None:
-        """Takes over what somebody has given the user's own optimizer as its `state`.
-
-        Raises:
-            UnsupportedError: it is not a dictionary of dictionaries; nothing has been changed.
-            BudgetError: no room for it.
-        """
-        given: object = self._inner.state
-        if given is not self.shown:
-            self._inner.state = self.shown  # type: ignore[assignment]
-            self.shown.become(given)
-        self._tidy()
-
-    def entries_shown(self, state: ParamState, settle: Callable[[], None]) -> ShownEntries:
-        """A parameter's state as `optimizer.state` shows it; the same object as long as somebody holds it."""
-        shown = self._entries.get(id(state))
-        if shown is None:
-            shown = self._entries[id(state)] = ShownEntries(state, self, settle)
-        return shown
-
-    def assign(self, state: ParamState, key: str, value: Any) -> None:
-        """Gives one entry of a parameter's state another value; whoever holds what there was keeps that.
-
-        Raises:
-            BudgetError: no room for it; nothing has been changed.
-        """
-        tensor = self._page(state.slot, key, value) if is_full(state.slot, value) else None
-        if key in state.paged or key in state.small:
-            self.remove(state, key)
-        if tensor is None:
-            state.small[key] = value
-        else:
-            state.paged[key] = tensor
-
-    def remove(self, state: ParamState, key: str) -> None:
-        """Forgets one entry of a parameter's state."""
-        if key in state.paged:
-            self.pool.forget(state.paged.pop(key))
-        else:
-            del state.small[key]
-
-    def exchange(self, state: ParamState, values: Mapping[str, Any]) -> None:
-        """Gives a parameter other state, but for its master; whoever holds what there was keeps that.
-
-        Raises:
-            BudgetError: no room for it; nothing has been changed.
-        """
-        made = ParamState(state.slot)
-        try:
-            for key, value in values.items():
-                self.assign(made, key, value)
-        except BaseException:
-            self._forget_all_but(made, ())
-            raise
-        before = ParamState(state.slot, state.paged, state.small)
-        state.paged, state.small = made.paged, made.small
-        shown = self._entries.pop(id(state), None)
-        if shown is None:
-            self._forget_all_but(before, ())
-        else:
-            shown.kept = before
-            self._removed.append((ref(shown), before))
-
-    def _tidy(self, *, all_of_it: bool = False) -> None:
-        """Forgets what was removed and is held by nobody any more."""
-        gone = [state for shown, state in self._removed if all_of_it or shown() is None]
-        self._removed = [] if all_of_it else [each for each in self._removed if each[0]() is not None]
-        for state in gone:
-            self._forget_all_but(state, ())
+    # ---- how it is read ----------------------------------------------------------------------------------------
 
     def entries(self, state: ParamState) -> Iterator[tuple[str, PagedTensor | Any]]:
         """What is kept for a parameter as (key, paged tensor or other value), its master included."""
