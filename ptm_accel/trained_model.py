@@ -23,9 +23,8 @@ from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.looks import Look, refuse_shown
 from ptm_accel.model.norms import clip_coefficient, total_norm
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.rehearsal import rehearse
 from ptm_accel.optim.states import slot_of
-from ptm_accel.optim.support import appetite_of, grain_of
+from ptm_accel.optim.support import appetite_of, grain_of, measured_state
 from ptm_accel.paged_model import PagedModel
 from ptm_accel.sizing import refuse_gathering
 
@@ -83,10 +82,9 @@ class TrainedModel(PagedModel):
             for param in group["params"]:
                 # Before the one that there is gives up its state.
                 slot_of(self.slots, param)
-        # Those that are refused by name are not tried.
         grain_of(optimizer)
         masters = self.config.master_weights is not None
-        state_tensors = rehearse(optimizer, masters=masters, device=self.pool.compute.device)
+        state_tensors = measured_state(optimizer, masters=masters, device=self.pool.compute.device)
         self._meet_trainable()
         floor = self._floor(appetite_of(optimizer, state_tensors=state_tensors))
         evaluated, self.evaluates = self.evaluates, False

@@ -23,9 +23,9 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import Extent
-from ptm_accel.optim.blank_state import blank_state
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.states import States
+from ptm_accel.optim.support import blank_state
 from tests.plain_loop import same_bits
 from tests.tiers import on_pages, open_memory
 
