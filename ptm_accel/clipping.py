@@ -70,7 +70,8 @@ def clip_grad_norm(
         the norm before clipping, a scalar.
 
     Raises:
-        UnsupportedError: only a part of the parameters that have gradients was given, or some that are not the model's.
+        UnsupportedError: only a part of the model's parameters that have gradients was given, or some of another model
+            on pages.
         RuntimeError: see `error_if_nonfinite`; nothing has been clipped.
     """
     _refuse_part(engine, parameters, "clip_grad_norm_")
@@ -103,9 +104,11 @@ def clip_grads_with_norm(
     _refuse_part(engine, parameters, "clip_grads_with_norm_")
     engine.synchronise()
     given = engine.gradients.among(parameters)
+    coefficient = clip_coefficient(total_norm, float(max_norm))
     if given:
-        coefficient = clip_coefficient(total_norm, float(max_norm)).to(engine.pool.compute.device)
-        engine.scale_gradients(coefficient, given)
+        engine.scale_gradients(coefficient.to(engine.pool.compute.device), given)
+    for gradient in engine.other_gradients(parameters):
+        gradient.mul_(coefficient.to(gradient.device))
 
 
 def clip_grad_value(
@@ -120,7 +123,7 @@ def clip_grad_value(
         foreach: has no effect.
 
     Raises:
-        UnsupportedError: some parameters are not the model's.
+        UnsupportedError: some parameters are of another model on pages.
     """
     assert engine.gradients is not None
     given = _own(engine, parameters, "clip_grad_value_")
@@ -129,6 +132,8 @@ def clip_grad_value(
         if engine.optimizer is not None:
             engine.optimizer.in_backward.refuse("gradients were clipped by value")
             engine.optimizer.apply_scale()
+        for gradient in engine.other_gradients(parameters):
+            gradient.clamp_(-float(clip_value), float(clip_value))
         for grad in engine.gradients.present():
             if id(grad.slot.param) in given and grad.value is not None:
                 with engine.pool.pin(grad.value, write=True) as total:
@@ -177,18 +182,18 @@ def _refuse_part(engine: Engine, parameters: Sequence[torch.Tensor], name: str) 
 
 
 def _own(engine: Engine, parameters: Sequence[torch.Tensor], name: str) -> set[int]:
-    """The parameters that are the engine's, by identity; others may have no gradients."""
+    """The parameters that are the engine's, by identity; others may be of no model on pages."""
     from ptm_accel.engine import engine_holding
     from ptm_accel.model.looks import refuse_shown
 
     assert engine.gradients is not None
     refuse_shown(engine.gradients.slots(), f"{name} was called")
     others = [param for param in parameters if engine.slots.of(param) is None]
-    strange = [param for param in others if param.grad is not None or engine_holding([param]) is not None]
+    strange = [param for param in others if engine_holding([param]) is not None]
     if strange:
         raise UnsupportedError(
-            f"{name} was given {len(parameters)} parameters, and {len(strange)} with gradients are not of the model "
-            "that has the others on pages. Clip each model by itself: pass model.parameters()."
+            f"{name} was given {len(parameters)} parameters, and {len(strange)} of them are of another model on pages "
+            "than the others. Clip each model by itself: pass model.parameters()."
         )
     return {id(param) for param in parameters} - {id(param) for param in others}
 

@@ -9,7 +9,7 @@ the optimizer nor the numbers change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -97,8 +97,8 @@ class Arithmetic:
         Returns:
             what the optimizer has left in its state for each window.
         """
-        inner, present = self._inner, self._inner.param_groups
-        # Its own may be other ones by now. Some count steps in them: every part of a step starts from the same count.
+        inner = self._inner
+        # Its own may be other ones by now.
         groups: list[dict[str, Any]] = [
             {**values, "params": []} | ({NAMES: []} if NAMES in values else {}) for values in hyper
         ]
@@ -113,21 +113,16 @@ class Arithmetic:
                     slot = unit.state.slot
                     group[NAMES].append(hyper[unit.group][NAMES].get(id(slot.param), slot.name))
                 params.append(param)
-            inner.param_groups = [group for group in groups if group["params"]]
             with pieces if pieces is not None else nullcontext():
-                bare_step(inner)
+                step_over(inner, groups, hyper)
             if pieces is not None:
                 pieces.check_done()
             for unit, param in zip(units, params, strict=True):
                 param.grad = None
                 if pieces is None:
                     self._keep(unit, param)
-            # Those whose updates may come after their step change nothing in them.
-            for group, before, now in zip(groups, hyper, present, strict=False):
-                now.update({k: v for k, v in group.items() if k not in ("params", NAMES) and v is not before.get(k)})
             return [inner.state.pop(param, {}) for param in params]
         finally:
-            inner.param_groups = present
             for param in params:
                 inner.state.pop(param, None)
 
@@ -349,6 +344,29 @@ def _follow(unit: Unit, master: torch.Tensor, value: torch.Tensor) -> None:
         master.copy_(value)
     elif unit.state.differs:
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
+
+
+def step_over(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], hyper: Sequence[Mapping[str, Any]]
+) -> None:
+    """One step over other parameters than the optimizer's groups have; hyperparameters that it changes are changed.
+
+    Some count steps in their groups: every part of a step starts from the same count.
+
+    Args:
+        optimizer: the user's.
+        groups: what the step is to find as its groups; those without parameters are left out.
+        hyper: the hyperparameters of each group, as they were at the beginning of the step.
+    """
+    present = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        bare_step(optimizer)
+    finally:
+        optimizer.param_groups = present
+    # Those whose updates may come after their step change nothing in them.
+    for group, before, now in zip(groups, hyper, present, strict=False):
+        now.update({k: v for k, v in group.items() if k not in ("params", NAMES) and v is not before.get(k)})
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:

@@ -21,6 +21,7 @@ from ptm_accel.model.saved import uncover_outside
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.dict_hooks import after_loading, after_saving, before_loading, before_saving
 from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.hyperparameters import hyperparameters
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.overlap import Overlap
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
@@ -36,7 +37,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     It shares the wrapped optimizer's parameter groups and hyperparameters, so schedulers and callbacks see them as
     usual. What it keeps for parameters is on pages: `state_dict()` reads it, `load_state_dict()` writes it, and `state`
-    is refused.
+    is refused. Parameters that are not the model's are ordinary tensors, and updated too (`ptm_accel.optim.others`).
 
     Args:
         inner: the user's optimizer, made over the model's own parameters.
@@ -54,7 +55,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
 
     Raises:
-        UnsupportedError: the optimizer cannot run on pages, or holds a parameter that the model does not have.
+        UnsupportedError: the optimizer cannot run on pages.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
         self._scale: torch.Tensor | None = None
         self._states = States(inner, slots, pool, masters=master_weights)
+        self.others = self._states.others
         self._hands = Hands("ptm_accel arithmetic")
         self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._hands)
         on_host = run_ahead.updates_on_host
@@ -152,10 +154,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _work(self) -> Work:
         work: Work = []
         for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                slot = self._states.slot(param)
-                grad = self._gradients.known(slot)
-                if grad is not None and grad.value is not None:
+            for slot in map(self._states.slot, group["params"]):
+                grad = None if slot is None else self._gradients.known(slot)
+                if slot is not None and grad is not None and grad.value is not None:
                     work.append((index, self._states.of(slot), grad))
         return work
 
@@ -172,6 +173,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             # What somebody has put in the place of its values is what is updated.
             state.slot.meet()
         scale, self._scale = self._scale, None
+        others = hyperparameters(self.param_groups) if self.others.gradients() else None
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         # Only of those that are known to be element-wise is it known that their order does not matter.
@@ -196,6 +198,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._overlap.close(later, order, scale)
         elif order is not None and later:
             self._overlap.begin(later, order, scale)
+        if others is not None:
+            self.others.step(others)
 
     # ---- the step, before it is asked for ----------------------------------------------------------------------
 
@@ -275,9 +279,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
                 the gradients.
         """
+        self.drop_gradients(set_to_none)
+        self.others.zero_grad(set_to_none)
+
+    def drop_gradients(self, set_to_none: bool = True) -> None:
+        """As `zero_grad`, of the model's parameters alone."""
         self.in_backward.refuse("gradients were dropped")
-        known = [self._gradients.known(self._states.slot(param)) for param in self._states.params()]
-        gradients = [grad for grad in known if grad is not None]
+        gradients = [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
         refuse_looked_at(gradients)
         self._scale = None
         for grad in gradients:
@@ -303,8 +311,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _present(self, *, own: bool) -> list[GradSlot]:
         """The gradients that there are of the parameters that it holds, or of all others."""
-        held = {id(param) for param in self._states.params()}
-        return [grad for grad in self._gradients.present() if (id(grad.slot.param) in held) is own]
+        held = {id(slot) for slot in self._states.held()}
+        return [grad for grad in self._gradients.present() if (id(grad.slot) in held) is own]
 
     @torch.no_grad()
     def change_gradients(self, change: Callable[[torch.Tensor], object]) -> None:
@@ -319,8 +327,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.in_backward.refuse("gradients were changed")
         self._synchronise()
         self.apply_scale()
-        for param in self._states.params():
-            grad = self._gradients.known(self._states.slot(param))
+        for gradient in self.others.gradients():
+            change(gradient)
+        for slot in self._states.held():
+            grad = self._gradients.known(slot)
             if grad is not None and grad.value is not None:
                 with self._pool.pin(grad.value, write=True) as total:
                     change(total)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from ptm_accel.errors import CheckpointError, UnsupportedError
+from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.optim.others import Other, Others
 from ptm_accel.optim.units import ParamState
 
 MASTER_KEY = "master"
@@ -32,9 +34,8 @@ class States:
     Attributes:
         pool: see above.
         masters: see above.
+        others: the optimizer's parameters that the model does not have.
 
-    Raises:
-        UnsupportedError: the optimizer holds a parameter that the model does not have.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class States:
         self._inner = inner
         self._slots = slots
         self._met: dict[int, ParamState] = {}
-        for param in self.params():
-            self.of(self.slot(param))
+        self.others = Others(inner, slots)
+        for slot in self.held():
+            self.of(slot)
 
     def __iter__(self) -> Iterator[ParamState]:
         """The state of every parameter that the optimizer has met."""
@@ -59,18 +61,22 @@ class States:
 
     # ---- which parameter ---------------------------------------------------------------------------------------
 
-    def params(self) -> Iterator[nn.Parameter]:
-        """The parameters of all groups, in order."""
-        for group in self._inner.param_groups:
-            yield from group["params"]
+    def held(self) -> Iterator[ParamSlot]:
+        """The model's parameters in all groups, in order."""
+        params = (param for group in self._inner.param_groups for param in group["params"])
+        return (slot for param in params if (slot := self._slots.of(param)) is not None)
 
-    def groups(self) -> list[list[ParamSlot]]:
+    def groups(self) -> list[list[ParamSlot | Other]]:
         """The parameters of each group, in its order."""
-        return [[self.slot(param) for param in group["params"]] for group in self._inner.param_groups]
+        others = {id(other.param): other for other in self.others}
+        return [
+            [self._slots.of(param) or others[id(param)] for param in group["params"]]
+            for group in self._inner.param_groups
+        ]
 
-    def slot(self, param: nn.Parameter) -> ParamSlot:
-        """See `slot_of`."""
-        return slot_of(self._slots, param)
+    def slot(self, param: nn.Parameter) -> ParamSlot | None:
+        """Where a parameter of the optimizer lives; None if it is not the model's."""
+        return self._slots.of(param)
 
     def met(self, slot: ParamSlot) -> ParamState | None:
         """The state of a parameter that the optimizer has met."""
@@ -96,15 +102,15 @@ class States:
         """
         slot = self._slots.by_name.get(name)
         # Nearly always it has met it; to look through all parameters for each would take their number squared.
-        held = slot is not None and (id(slot) in self._met or any(param is slot.param for param in self.params()))
+        held = slot is not None and (id(slot) in self._met or any(slot is other for other in self.held()))
         if slot is None or not held:
             raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
         return self.of(slot)
 
     def are_of(self, slots: SlotTable) -> bool:
-        """Whether the optimizer's parameters are among those of a model, and of the shapes that its state is of."""
+        """Whether what the optimizer holds of the model is still there, and of the shapes that its state is of."""
         shapes = ((tensor.shape, state.slot.value.shape) for state in self for tensor in state.paged.values())
-        here = all(slots.of(param) is not None for param in self.params())
+        here = all(slots.of(slot.param) is not None for slot in self.held())
         return here and all(kept == shape for kept, shape in shapes)
 
     # ---- what is kept ------------------------------------------------------------------------------------------
@@ -164,7 +170,7 @@ class States:
 
         What is full-size is cast to the dtype that the parameter is updated in.
         """
-        dtype = self.dtype_of(state)
+        dtype = self.dtype_of(state.slot)
         self._forget_all_but(state, values.keys())
         for key, value in values.items():
             before = state.paged.get(key)
@@ -176,9 +182,9 @@ class States:
             alone = value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
             self.put(state, key, alone, dtype)
 
-    def dtype_of(self, state: ParamState) -> torch.dtype | None:
+    def dtype_of(self, slot: ParamSlot | Other) -> torch.dtype | None:
         """The dtype that torch gives what it loads for a parameter: of what is updated. None for the value's own."""
-        param = (state.master or state.slot.value).dtype
+        param = (slot.value if isinstance(slot, Other) else self.of(slot).wide).dtype
         return param if param.is_floating_point else None
 
     def _forget_all_but(self, state: ParamState, keys: Collection[str]) -> None:
@@ -229,32 +235,12 @@ class States:
 
     def named_entries(self) -> Iterator[tuple[str, str, PagedTensor | Any]]:
         """Every entry of every parameter, in the optimizer's order, as (parameter name, key, tensor or value)."""
-        for param in self.params():
-            state = self.of(self.slot(param))
-            for key, value in self.entries(state):
-                yield state.slot.name, key, value
+        for slot in chain.from_iterable(self.groups()):
+            entries = self.others.entries(slot).items() if isinstance(slot, Other) else self.entries(self.of(slot))
+            for key, value in entries:
+                yield slot.name, key, value
 
 
-def is_full(slot: ParamSlot, value: object) -> bool:
+def is_full(slot: ParamSlot | Other, value: object) -> bool:
     """Whether `value` has an element for each of the parameter's, and so belongs on pages."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
-
-
-def slot_of(slots: SlotTable, param: nn.Parameter) -> ParamSlot:
-    """Where a parameter of an optimizer lives.
-
-    Raises:
-        UnsupportedError: it is not the model's, or has no elements.
-    """
-    slot = slots.of(param)
-    if slot is None and not param.numel():
-        raise UnsupportedError(
-            f"the optimizer holds a parameter without elements, of shape {tuple(param.shape)}, for which there is no "
-            "page. Call requires_grad_(False) on it, and make the optimizer of those that require gradients."
-        )
-    if slot is None:
-        raise UnsupportedError(
-            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's. "
-            "Make the optimizer from model.parameters() after the model is complete."
-        )
-    return slot
