@@ -29,7 +29,6 @@ from safetensors.torch import save_file
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
-from ptm_accel.optim.dict_hooks import after_loading, before_saving, warn_of_unread, warn_of_unsaved
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.others import Other
 from ptm_accel.optim.state_dicts import Groups, completed, converted
@@ -70,6 +69,8 @@ def saved_last(directory: Path, plain: Iterable[Path]) -> Path | None:
 def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shard_bytes: int = 1 << 30) -> None:
     """Writes an optimizer's state; needs no memory beyond the budgets but for the part of a shard without values yet.
 
+    There is no state dictionary here, so hooks on one (`register_state_dict_post_hook` and its like) are not run.
+
     Args:
         optimizer: the optimizer.
         directory: an existing directory; optimizer state that it holds is replaced, plain one too. Write into one from
@@ -83,8 +84,6 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
     """
     directory = Path(directory)
     optimizer.refuse_lost_step()
-    before_saving(optimizer)
-    warn_of_unsaved(optimizer)
     for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
     writer = _Encoder()
@@ -232,8 +231,6 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         optimizer.expect(groups)
         _apply(optimizer, saved, groups)
     optimizer.restored()
-    warn_of_unread(optimizer)
-    after_loading(optimizer)
 
 
 def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None:

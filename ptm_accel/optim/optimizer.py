@@ -19,8 +19,7 @@ from ptm_accel.model.looks import refuse_looked_at, refuse_shown
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import uncover_outside
 from ptm_accel.model.slots import SlotTable
-from ptm_accel.optim.dict_hooks import after_loading, after_saving, before_loading, before_saving
-from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import hyperparameters
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.overlap import Overlap
@@ -99,11 +98,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._scale: torch.Tensor | None = None
         self._states = States(inner, slots, pool, masters=master_weights)
         self.others = self._states.others
-        self._hands = Hands("ptm_accel arithmetic")
-        self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._hands)
+        self._threads = CoreThreads("ptm_accel arithmetic")
+        self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._threads)
         on_host = run_ahead.updates_on_host
         spent = run_ahead.spent_on_host
-        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._hands)
+        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._threads)
         self._overlap = Overlap(self._sweep, self.on_host, self._states, run_ahead)
         self.in_backward = self._overlap.in_backward
         self._closed = False
@@ -376,8 +375,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostStepError: an update has failed since the state was loaded last.
         """
         self.refuse_lost_step()
-        before_saving(self)
-        return after_saving(self, state_dict_of(self.states, self.param_groups))
+        for before in list(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
+        made = state_dict_of(self.states, self.param_groups)
+        for after in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = after(self, made)
+            made = made if changed is None else changed
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
@@ -386,14 +390,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             CheckpointError: other parameter groups than this optimizer's.
             BudgetError: with what they say updates need more than there is; nothing has been changed.
         """
-        self.load_hooked(before_loading(self, state_dict))
-
-    def load_hooked(self, state_dict: dict[str, Any]) -> None:
-        """As `load_state_dict`, of what the hooks before loading have been given already."""
+        given = dict(state_dict)
+        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = before(self, given)
+            given = given if changed is None else changed
         with torch.no_grad():
-            load_into(self.states, self.inner, state_dict, self.expect)
+            load_into(self.states, self.inner, given, self.expect)
         self.restored()
-        after_loading(self)
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.
@@ -423,7 +428,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._closed = True
         self._overlap.give_up()
         self.on_host.close()
-        self._hands.close()
+        self._threads.close()
         self._states.close()
 
     def __repr__(self) -> str:
