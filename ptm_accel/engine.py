@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
-from ptm_accel.errors import ConfigError
+from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.paged import PagedTensor, Place
@@ -25,6 +25,7 @@ from ptm_accel.model.changes import Changes, changes_of, outline, refuse_changes
 from ptm_accel.model.floor import Floor
 from ptm_accel.model.slots import ParamSlot, same_place
 from ptm_accel.opening import open_memory
+from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.sizing import refuse_oversized_model
 from ptm_accel.trained_model import TrainedModel
 
@@ -201,6 +202,22 @@ class Engine(TrainedModel):
             else:
                 self.optimizer.close()
                 self.optimizer = None
+
+    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
+        """As `TrainedModel.bind_optimizer`.
+
+        Raises:
+            UnsupportedError: the optimizer cannot run on pages, or holds parameters of another model on pages as well.
+            BudgetError: it updates whole tensors, and the budget is below what that needs.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        other = engine_holding(param for param in params if self.slots.of(param) is None)
+        if other is not None:
+            raise UnsupportedError(
+                f"the optimizer holds {len(params)} parameters, of {type(self.model).__name__} and of "
+                f"{type(other.model).__name__}, which are both on pages. Make one optimizer for each."
+            )
+        return super().bind_optimizer(optimizer)
 
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.

@@ -19,12 +19,10 @@ from ptm_accel.model.away import bare
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients, Sums
-from ptm_accel.model.norms import clip_coefficient, total_norm
+from ptm_accel.model.norms import clip_coefficient, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.rehearsal import rehearse
-from ptm_accel.optim.states import slot_of
-from ptm_accel.optim.support import appetite_of, grain_of
+from ptm_accel.optim.support import appetite_of, grain_of, measured_state
 from ptm_accel.paged_model import PagedModel
 from ptm_accel.sizing import refuse_gathering
 
@@ -75,19 +73,14 @@ class TrainedModel(PagedModel):
         """Puts an optimizer's state on pages; another one that was bound before loses its state.
 
         Raises:
-            UnsupportedError: the optimizer cannot run on pages, or holds a parameter that the model does not have.
+            UnsupportedError: the optimizer cannot run on pages.
             BudgetError: it updates whole tensors, and the budget is below what that needs.
         """
         if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
             return self.optimizer
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                # Before the one that there is gives up its state.
-                slot_of(self.slots, param)
-        # Those that are refused by name are not tried.
         grain_of(optimizer)
         masters = self.config.master_weights is not None
-        state_tensors = rehearse(optimizer, masters=masters, device=self.pool.compute.device)
+        state_tensors = measured_state(optimizer, masters=masters, device=self.pool.compute.device)
         self._meet_trainable()
         floor = self._floor(appetite_of(optimizer, state_tensors=state_tensors))
         evaluated, self.evaluates = self.evaluates, False
@@ -245,10 +238,18 @@ class TrainedModel(PagedModel):
         Raises:
             RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` was asked for; nothing has been clipped.
         """
+        others = [] if parameters is None else self.other_gradients(parameters)
         norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
+        coefficient = clip_coefficient(norm, float(max_norm))
         if present:
-            self.scale_gradients(clip_coefficient(norm, float(max_norm)), present)
+            self.scale_gradients(coefficient.to(self.pool.compute.device), present)
+        for gradient in others:
+            gradient.mul_(coefficient.to(gradient.device))
         return norm
+
+    def other_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of those parameters that are not the model's, in order."""
+        return [param.grad for param in parameters if self.slots.of(param) is None and param.grad is not None]
 
     def _grad_norm(
         self, norm_type: float, error_if_nonfinite: bool, parameters: Sequence[torch.Tensor] | None
@@ -258,7 +259,14 @@ class TrainedModel(PagedModel):
         if self.optimizer is not None:
             self.optimizer.apply_scale()
         present = self.gradients.arrived() if parameters is None else self.gradients.among(parameters)
-        norm = total_norm([grad.norm(norm_type) for grad in present], norm_type, self.pool.compute.device)
+        if parameters is None:
+            norms = [grad.norm(norm_type) for grad in present]
+        else:
+            norms = []
+            for param in parameters:
+                norms += [grad.norm(norm_type) for grad in self.gradients.among([param])]
+                norms += [norm_of(gradient, norm_type) for gradient in self.other_gradients([param])]
+        norm = total_norm(norms, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of {len(present)} gradients is {norm.item()}, so they cannot be "
@@ -275,12 +283,10 @@ class TrainedModel(PagedModel):
         return norm, present
 
     def holds_gradients_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether all gradients that there are belong to `parameters`, and none of theirs is somewhere else."""
+        """Whether all gradients that there are on pages belong to `parameters`."""
         assert self.gradients is not None
         given = {id(param) for param in parameters}
-        with bare():
-            elsewhere = any(self.slots.of(param) is None and param.grad is not None for param in parameters)
-        return not elsewhere and all(id(grad.slot.param) in given for grad in self.gradients.arrived())
+        return all(id(grad.slot.param) in given for grad in self.gradients.arrived())
 
     def scale_gradients(self, coefficient: torch.Tensor, given: Sequence[GradSlot]) -> None:
         """Multiplies all gradients by `coefficient`, as torch's clipping does.
@@ -387,8 +393,7 @@ class TrainedModel(PagedModel):
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
         self.settle()
         self.memory.check_integrity()
-        self.pool.handouts.collect()
-        pinned = [tensor for tensor in self.pool.pinned() if not self.pool.handouts.holds(tensor)]
+        pinned = self.pool.pinned()
         assert not pinned, f"pinned while idle: {pinned}"
 
 

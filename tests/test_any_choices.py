@@ -101,7 +101,7 @@ def halve_gradients(model: nn.Module, optimizer: Any) -> None:
 
 
 def forget_moments(model: nn.Module, optimizer: Any) -> None:
-    optimizer.state.clear()
+    optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def freeze(model: nn.Module, optimizer: Any) -> None:

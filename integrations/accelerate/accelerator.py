@@ -77,11 +77,13 @@ class PagedGradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, PagedOptimizer):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         if any(found.item() for found in optimizer_state["found_inf_per_device"].values()):
-            optimizer.zero_grad()
+            optimizer.drop_gradients()
             # A fused optimizer is called all the same and skips inside its kernel; to accelerate that is a step, after
             # which the scheduler moves on. Ours is then a step without gradients.
             if not getattr(optimizer.inner, "_step_supports_amp_scaling", False):
                 return None
+            with optimizer.others.left_out():
+                return optimizer.step(*args, **kwargs)
         return optimizer.step(*args, **kwargs)
 
 
@@ -95,8 +97,10 @@ class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As `AcceleratedOptimizer.step`: does something only when gradients are synchronised."""
         super().step(closure)
         if self.gradient_state.sync_gradients:
-            self.optimizer.zero_grad()
-            engine = engine_holding(self.param_groups[0]["params"][:1]) if self.step_was_skipped else None
+            # As in torch, parameters that are not the model's keep theirs until somebody drops them.
+            self.optimizer.drop_gradients()
+            params = (param for group in self.param_groups for param in group["params"])
+            engine = engine_holding(params) if self.step_was_skipped else None
             if engine is not None:
                 # Its passes have moved as much as any; the optimizer has not heard of it.
                 engine.metrics.step_ended()

@@ -20,7 +20,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.environment import agreed
 from ptm_accel.errors import PagedModelError, UnsupportedError
 from ptm_accel.logs import speak
-from ptm_accel.optim.blank_state import blank_state
+from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator
 from ..trl import refuse_arguments

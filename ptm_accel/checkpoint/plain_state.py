@@ -19,7 +19,6 @@ import torch
 
 from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state, read_index
 from ptm_accel.errors import CheckpointError, DiskError
-from ptm_accel.optim.dict_hooks import before_loading
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.state_dicts import completed
 from ptm_accel.optim.states import MASTER_KEY
@@ -65,11 +64,9 @@ def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
             f"from it: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Resume from another "
             "checkpoint."
         ) from error
-    saved = before_loading(optimizer, saved)
-    groups, state = saved["param_groups"], saved["state"]
     _check_groups(optimizer, groups, file)
     _check_shapes(optimizer, groups, state, file)
-    optimizer.load_hooked(saved)
+    optimizer.load_state_dict(saved)
 
 
 def _check_groups(optimizer: PagedOptimizer, groups: list[dict[str, Any]], file: Path) -> None:

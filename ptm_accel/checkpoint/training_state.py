@@ -29,8 +29,8 @@ from safetensors.torch import save_file
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
-from ptm_accel.optim.dict_hooks import after_loading, before_saving, warn_of_unread, warn_of_unsaved
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.others import Other
 from ptm_accel.optim.state_dicts import Groups, completed, converted
 from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
@@ -69,6 +69,8 @@ def saved_last(directory: Path, plain: Iterable[Path]) -> Path | None:
 def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shard_bytes: int = 1 << 30) -> None:
     """Writes an optimizer's state; needs no memory beyond the budgets but for the part of a shard without values yet.
 
+    There is no state dictionary here, so hooks on one (`register_state_dict_post_hook` and its like) are not run.
+
     Args:
         optimizer: the optimizer.
         directory: an existing directory; optimizer state that it holds is replaced, plain one too. Write into one from
@@ -82,8 +84,6 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
     """
     directory = Path(directory)
     optimizer.refuse_lost_step()
-    before_saving(optimizer)
-    warn_of_unsaved(optimizer)
     for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
     writer = _Encoder()
@@ -94,13 +94,14 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
         "master_weights": optimizer.states.masters,
         _GROUPS: [],
         "parameters": {},
+        "others": {},
         "state": {},
     }
     for number, (group, slots) in enumerate(zip(optimizer.param_groups, optimizer.states.groups(), strict=True)):
         values = {k: writer.encode(v, f"{_GROUPS}/{number}/{k}") for k, v in group.items() if k != "params"}
         index[_GROUPS].append({"params": [slot.name for slot in slots], "values": values})
         for slot in slots:
-            index["parameters"][slot.name] = _description(slot)
+            index["others" if isinstance(slot, Other) else "parameters"][slot.name] = _description(slot)
     for name, key, value in optimizer.states.named_entries():
         if not isinstance(key, str):
             raise CheckpointError(
@@ -192,7 +193,7 @@ def _class_name(optimizer: PagedOptimizer) -> str:
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
-def _description(slot: ParamSlot) -> dict[str, Any]:
+def _description(slot: ParamSlot | Other) -> dict[str, Any]:
     return {"shape": list(slot.value.shape), "dtype": _dtype_name(slot.value.dtype)}
 
 
@@ -230,8 +231,6 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         optimizer.expect(groups)
         _apply(optimizer, saved, groups)
     optimizer.restored()
-    warn_of_unread(optimizer)
-    after_loading(optimizer)
 
 
 def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None:
@@ -243,11 +242,14 @@ def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None
             group[key] = made
         states = optimizer.states
         for slot in slots:
-            state = states.of(slot)
             entries = saved.state.get(slot.name, {})
             # Of a parameter in another dtype it is cast, as torch does; otherwise it is what it was.
-            same = saved.index["parameters"].get(slot.name, _description(slot)) == _description(slot)
-            cast = None if same else states.dtype_of(state)
+            cast = None if saved.described(slot) == _description(slot) else states.dtype_of(slot)
+            if isinstance(slot, Other):
+                given = {key: converted(saved.decode(value), slot, cast, group, key) for key, value in entries.items()}
+                states.others.replace(slot, given)
+                continue
+            state = states.of(slot)
             paged = {k: cast or saved.tensor(v["paged"]).dtype for k, v in entries.items() if _is_paged(v)}
             states.reset(state, paged)
             for key, value in entries.items():
@@ -320,6 +322,11 @@ class SavedState:
         """The entries of each parameter's state."""
         state: dict[str, dict[str, Any]] = self.index["state"]
         return state
+
+    def described(self, slot: ParamSlot | Other) -> dict[str, Any]:
+        """Shape and dtype of a parameter as it was saved."""
+        description: dict[str, Any] = self.index["others" if isinstance(slot, Other) else "parameters"][slot.name]
+        return description
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor by its name in the shards, mapped from the file."""
@@ -403,8 +410,8 @@ class SavedState:
             first = next(i for i in range(len(names)) if names[i] != here[i])
             raise self._differs(f"parameter {first} of group {number}", names[first], here[first])
 
-    def _check_parameter(self, slot: ParamSlot) -> None:
-        there, here = self.index["parameters"][slot.name], _description(slot)
+    def _check_parameter(self, slot: ParamSlot | Other) -> None:
+        there, here = self.described(slot), _description(slot)
         if there["shape"] != here["shape"]:
             raise self._differs(f"parameter {slot.name}", _words(there), _words(here))
         for key, value in self.state.get(slot.name, {}).items():

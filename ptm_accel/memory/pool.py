@@ -28,7 +28,6 @@ from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.closing import close_all
 from ptm_accel.memory.copies import settle
 from ptm_accel.memory.extents import Extents
-from ptm_accel.memory.handouts import Handouts
 from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.origin import Origin
@@ -101,7 +100,6 @@ class Pool:
         self.ahead = Ahead(self)
         self.salvage = Salvage(self)
         self.snapshots = Snapshots(self)
-        self.handouts = Handouts(self)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self.copies_in = self.closed = False
@@ -222,7 +220,6 @@ class Pool:
         with self.lock:
             if self.owed is not None:
                 self.owed.before_use(tensor)
-            self.handouts.end(tensor)
             assert tensor.pins == 0, f"{tensor!r} is pinned"
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
@@ -350,7 +347,6 @@ class Pool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that could be moved away now."""
-        self.handouts.collect()
         return self.shelf.nbytes
 
     def occupy(self, tensor: PagedTensor) -> bool:
@@ -414,7 +410,7 @@ class Pool:
             victim = next(iter(idle), None)
         if victim is None:
             victim = self.shelf.last_resort()
-        return self.victim() if victim is None and self.handouts.collect() else victim
+        return victim
 
     def evict(self, tensor: PagedTensor) -> None:
         """Moves an idle resident tensor away, storing it first if it is dirty.
@@ -441,8 +437,8 @@ class Pool:
             tensor.note_changes()
             if tensor.place in (Place.DIRTY, Place.LENT) and self.home is not None:
                 self.traffic.store_whole(tensor)
-                lent = tensor.place is Place.LENT or self.handouts.holds(tensor)
-                tensor.place = Place.LENT if lent else Place.CLEAN
+                if tensor.place is Place.DIRTY:
+                    tensor.place = Place.CLEAN
 
     def give_back(self, unsaved: Unsaved) -> None:
         """See `Evictor`."""

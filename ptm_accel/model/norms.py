@@ -65,18 +65,18 @@ class Norms:
             norm_type: the p of the p-norm.
         """
         if not (self.wide and is_narrow(gradient.dtype)):
-            return _norm(gradient, norm_type)
+            return norm_of(gradient, norm_type)
         with self._lock:
             extent = None if self._room is None else self._room.extent
             nbytes = gradient.numel() * 4
             if extent is not None and nbytes <= extent.tensor.numel():
                 copied = extent.tensor[:nbytes].view(torch.float32).view(gradient.shape)
                 gradient = copied.copy_(gradient)
-            return _norm(gradient, norm_type, torch.float32)
+            return norm_of(gradient, norm_type, torch.float32)
 
 
-def _norm(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """By the kernel that torch's clipping calls: on a GPU `torch.linalg.vector_norm` sums in another order."""
+def norm_of(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The norm of one tensor, by the kernel of torch's clipping: `torch.linalg.vector_norm` sums otherwise on a GPU."""
     norms: list[torch.Tensor] = list(torch._foreach_norm([gradient], norm_type, dtype=dtype))
     return norms[0]
 
@@ -86,21 +86,22 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def total_norm(norms: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def total_norm(norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm over all gradients, in the order of reduction that torch uses.
 
     Args:
-        norms: of each gradient, in the order of the model's parameters.
+        norms: of each gradient, where that is, in the order of the parameters.
         norm_type: the p of the p-norm.
-        device: where the gradients are.
     """
     if not norms:
         return torch.tensor(0.0)
-    if len({norm.dtype for norm in norms}) > 1:
-        # torch groups gradients by dtype before it norms them, in an order of its own; ask it, with empty stand-ins.
+    first_device = norms[0].device
+    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+        # torch groups gradients by device and dtype before it norms them, in an order of its own: it is asked for the
+        # order, with empty tensors.
         # (A norm has its gradient's dtype, or fp32 for the gradient of an fp32 master.)
-        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=norm.dtype, device=device) for norm in norms]
+        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=norm.dtype, device=norm.device) for norm in norms]
         grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
         norms = [norms[i] for (_, indices) in grouped.values() for i in indices]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first_device) for norm in norms]), norm_type)
     return norm

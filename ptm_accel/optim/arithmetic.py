@@ -3,13 +3,13 @@
 What surrounds its kernel (a gradient is widened and scaled, a master is rounded into its parameter) costs little while
 the elements are in a processor's cache, and as much as the kernel itself when each is a pass over all of memory. So on
 a CPU, when an element-wise optimizer calls torch's fused kernel for whole windows, that call is carried out piece by
-piece, with what surrounds it done for each piece (`InPieces`), and each core with pieces of its own (`Hands`). Neither
-the optimizer nor the numbers change.
+piece, with what surrounds it done for each piece (`InPieces`), and each core with pieces of its own (`CoreThreads`).
+Neither the optimizer nor the numbers change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.model.floor import Appetite
-from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import NAMES, apart
 from ptm_accel.optim.units import Unit
 
@@ -56,7 +56,7 @@ class Arithmetic:
         appetite: what its update needs, and whether it may be cut.
         device: where the windows are.
         ready: gives the elements of a window once they have arrived, in the shape of what it is all of, else 1-D.
-        hands: who carries pieces out; the calling thread by itself if it is None.
+        threads: who carries pieces out; the calling thread by itself if it is None.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Arithmetic:
         appetite: Appetite,
         device: torch.device,
         ready: Callable[[Any], torch.Tensor],
-        hands: Hands | None = None,
+        threads: CoreThreads | None = None,
     ) -> None:
-        self._hands = hands
+        self._threads = threads
         self._inner = inner
         self._device = device
         self._ready = ready
@@ -78,7 +78,7 @@ class Arithmetic:
         """How many elements of a window are updated at a time at the most; None for all of them."""
         if not self._in_pieces(self._inner.param_groups):
             return None
-        return PIECE_ELEMENTS * (1 if self._hands is None else self._hands.count)
+        return PIECE_ELEMENTS * (1 if self._threads is None else self._threads.count)
 
     def _in_pieces(self, groups: list[dict[str, Any]]) -> bool:
         """Whether groups of these hyperparameters are updated in pieces; a state that is loaded may change them."""
@@ -97,13 +97,13 @@ class Arithmetic:
         Returns:
             what the optimizer has left in its state for each window.
         """
-        inner, present = self._inner, self._inner.param_groups
-        # Its own may be other ones by now. Some count steps in them: every part of a step starts from the same count.
+        inner = self._inner
+        # Its own may be other ones by now.
         groups: list[dict[str, Any]] = [
             {**values, "params": []} | ({NAMES: []} if NAMES in values else {}) for values in hyper
         ]
         params: list[nn.Parameter] = []
-        pieces = InPieces(scale, self._hands) if self._in_pieces(hyper) else None
+        pieces = InPieces(scale, self._threads) if self._in_pieces(hyper) else None
         try:
             for unit in units:
                 param = self._parameter(unit, scale, pieces, hyper[unit.group])
@@ -113,21 +113,16 @@ class Arithmetic:
                     slot = unit.state.slot
                     group[NAMES].append(hyper[unit.group][NAMES].get(id(slot.param), slot.name))
                 params.append(param)
-            inner.param_groups = [group for group in groups if group["params"]]
             with pieces if pieces is not None else nullcontext():
-                bare_step(inner)
+                step_over(inner, groups, hyper)
             if pieces is not None:
                 pieces.check_done()
             for unit, param in zip(units, params, strict=True):
                 param.grad = None
                 if pieces is None:
                     self._keep(unit, param)
-            # Those whose updates may come after their step change nothing in them.
-            for group, before, now in zip(groups, hyper, present, strict=False):
-                now.update({k: v for k, v in group.items() if k not in ("params", NAMES) and v is not before.get(k)})
             return [inner.state.pop(param, {}) for param in params]
         finally:
-            inner.param_groups = present
             for param in params:
                 inner.state.pop(param, None)
 
@@ -211,16 +206,16 @@ class InPieces(TorchDispatchMode):
 
     Args:
         scale: what gradients are multiplied by first, if anything.
-        hands: who carries pieces out; the calling thread by itself if it is None.
+        threads: who carries pieces out; the calling thread by itself if it is None.
     """
 
-    def __init__(self, scale: torch.Tensor | None, hands: Hands | None = None) -> None:
+    def __init__(self, scale: torch.Tensor | None, threads: CoreThreads | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._scale = scale
-        self._hands = hands
+        self._threads = threads
         self._operands: dict[int, _Operand] = {}
         self._piece = PIECE_ELEMENTS
-        self._by_hands = False
+        self._by_threads = False
 
     def take(
         self, param: torch.Tensor, grad: torch.Tensor, value: torch.Tensor | None, desk: torch.Tensor | None = None
@@ -242,7 +237,7 @@ class InPieces(TorchDispatchMode):
             return grad.to(param.dtype)
         if narrow and desk is None:
             # In this thread: what another allocates the C library keeps for that one.
-            count = 1 if self._hands is None else self._hands.count
+            count = 1 if self._threads is None else self._threads.count
             desk = torch.empty(min(grad.numel(), PIECE_ELEMENTS * count), dtype=torch.float32)
         wide = desk.view(torch.float32) if narrow and desk is not None else None
         self._operands[param.data_ptr()] = _Operand(grad, value, wide)
@@ -269,7 +264,7 @@ class InPieces(TorchDispatchMode):
                     # Small tensors share a call; the piece that fills it is its last.
                     if elements >= self._piece:
                         # One that is not cut is for all cores.
-                        here = self._by_hands and elements > 2 * self._piece
+                        here = self._by_threads and elements > 2 * self._piece
                         (_at_once if here else give)(partial(self._run, kernel, rows, args, kwargs))
                         rows, elements = [], 0
             if rows:
@@ -279,14 +274,14 @@ class InPieces(TorchDispatchMode):
     @contextmanager
     def _given(self, elements: int) -> Iterator[Callable[[Callable[[], object]], object]]:
         """Who carries out the pieces of a call over so many elements, of which each core has one at least."""
-        count = 1 if self._hands is None or not self._operands else self._hands.count
-        self._by_hands = count > 1 and elements >= 2 * LEAST_ELEMENTS
-        if self._hands is None or not self._by_hands:
+        count = 1 if self._threads is None or not self._operands else self._threads.count
+        self._by_threads = count > 1 and elements >= 2 * LEAST_ELEMENTS
+        if self._threads is None or not self._by_threads:
             self._piece = PIECE_ELEMENTS
             yield _at_once
             return
         self._piece = max(min(PIECE_ELEMENTS, -(-elements // count) // _ALIGN * _ALIGN), LEAST_ELEMENTS)
-        with self._hands.at_work() as give:
+        with self._threads.at_work() as give:
             yield give
 
     def _cut(self, tensors: list[Any]) -> Iterator[_Row]:
@@ -295,7 +290,7 @@ class InPieces(TorchDispatchMode):
         value = None
         if operand is not None:
             tensors, value = [tensors[0], operand.grad, *tensors[2:]], operand.value
-        if self._by_hands:
+        if self._by_threads:
             # In another thread torch would count each change of what it is a view of once more.
             tensors = [tensor if tensor is None else tensor.data for tensor in tensors]
             value = None if value is None else value.data
@@ -349,6 +344,29 @@ def _follow(unit: Unit, master: torch.Tensor, value: torch.Tensor) -> None:
         master.copy_(value)
     elif unit.state.differs:
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
+
+
+def step_over(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], hyper: Sequence[Mapping[str, Any]]
+) -> None:
+    """One step over other parameters than the optimizer's groups have; hyperparameters that it changes are changed.
+
+    Some count steps in their groups: every part of a step starts from the same count.
+
+    Args:
+        optimizer: the user's.
+        groups: what the step is to find as its groups; those without parameters are left out.
+        hyper: the hyperparameters of each group, as they were at the beginning of the step.
+    """
+    present = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        bare_step(optimizer)
+    finally:
+        optimizer.param_groups = present
+    # Those whose updates may come after their step change nothing in them.
+    for group, before, now in zip(groups, hyper, present, strict=False):
+        now.update({k: v for k, v in group.items() if k not in ("params", NAMES) and v is not before.get(k)})
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:

@@ -145,7 +145,7 @@ class HostUpdates:
         if self._arithmetic is not None:
             return True
         arithmetic = Arithmetic(
-            twin_of(self._owner.inner), self._appetite, torch.device("cpu"), _there, self._owner.hands
+            twin_of(self._owner.inner), self._appetite, torch.device("cpu"), _there, self._owner.threads
         )
         elements = window_elements(self._window_bytes, 4)
         elements = elements if arithmetic.grain is None else min(elements, arithmetic.grain)

@@ -10,7 +10,7 @@ import torch
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
-from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.worker import Worker
 from ptm_accel.units import format_bytes
 
@@ -30,11 +30,11 @@ class OnHost:
         window_bytes: see `Sweep`.
         chosen: tells whether the update of a parameter, by name, is to be done on the CPU.
         spent: is told the seconds of arithmetic that the updates of a step have taken.
-        hands: who carries them out.
+        threads: who carries them out.
 
     Attributes:
         chosen: see above.
-        hands: see above.
+        threads: see above.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class OnHost:
         window_bytes: int,
         chosen: Callable[[str], bool],
         spent: Callable[[float], None],
-        hands: Hands,
+        threads: CoreThreads,
     ) -> None:
-        self.hands = hands
+        self.threads = threads
         self.inner = inner
         self.pool = pool
         self.appetite = appetite

@@ -18,8 +18,8 @@ from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
-from ptm_accel.optim.dict_hooks import after_loading, after_saving, before_loading, before_saving
-from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.core_threads import CoreThreads
+from ptm_accel.optim.hyperparameters import hyperparameters
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.overlap import Overlap
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
@@ -33,7 +33,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     """Wraps a `torch.optim.Optimizer` whose parameters are on pages.
 
     It shares the wrapped optimizer's parameter groups and hyperparameters, so schedulers and callbacks see them as
-    usual. `state` reads and writes what is on pages (`ptm_accel.optim.shown`); `state_dict()` has all of it.
+    usual. What it keeps for parameters is on pages: `state_dict()` reads it, `load_state_dict()` writes it, and `state`
+    is refused. Parameters that are not the model's are ordinary tensors, and updated too (`ptm_accel.optim.others`).
 
     Args:
         inner: the user's optimizer, made over the model's own parameters.
@@ -51,7 +52,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
 
     Raises:
-        UnsupportedError: the optimizer cannot run on pages, or holds a parameter that the model does not have.
+        UnsupportedError: the optimizer cannot run on pages.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         # a fused optimizer says about loss scaling (in its kernel) is not true of us.
         self.__dict__.pop("step", None)
         self.__dict__.pop("_step_supports_amp_scaling", None)
-        # Looked at through a property, which lets an update that is under way end first.
+        # A property stands in its place.
         self.__dict__.pop("state", None)
         self._param_groups: list[dict[str, Any]] = self.__dict__.pop("param_groups")
         self._patch_step_function()
@@ -93,12 +94,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._stepped = stepped
         self._elementwise = grain_of(inner) is Grain.ELEMENTS
         self._scale: torch.Tensor | None = None
-        self._states = States(inner, slots, pool, masters=master_weights, settle=self.settle)
-        self._hands = Hands("ptm_accel arithmetic")
-        self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._hands)
+        self._states = States(inner, slots, pool, masters=master_weights)
+        self.others = self._states.others
+        self._threads = CoreThreads("ptm_accel arithmetic")
+        self._sweep = Sweep(inner, pool, self.appetite, window_bytes, batch_bytes, self._threads)
         on_host = run_ahead.updates_on_host
         spent = run_ahead.spent_on_host
-        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._hands)
+        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._threads)
         self._overlap = Overlap(self._sweep, self.on_host, self._states, run_ahead)
         self.in_backward = self._overlap.in_backward
         self._closed = False
@@ -125,7 +127,6 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "where you need several, give one optimizer a parameter group for each."
             )
         self._run_ahead.end_step()
-        self._states.meet_given()
         if self.in_backward.chase is None:
             self.settle()
             self.expect(self.param_groups)
@@ -148,10 +149,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _work(self) -> Work:
         work: Work = []
         for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                slot = self._states.slot(param)
-                grad = self._gradients.known(slot)
-                if grad is not None and grad.value is not None:
+            for slot in map(self._states.slot, group["params"]):
+                grad = None if slot is None else self._gradients.known(slot)
+                if slot is not None and grad is not None and grad.value is not None:
                     work.append((index, self._states.of(slot), grad))
         return work
 
@@ -166,6 +166,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for _, _, grad in work:
             grad.used = True
         scale, self._scale = self._scale, None
+        others = hyperparameters(self.param_groups) if self.others.gradients() else None
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         # Only of those that are known to be element-wise is it known that their order does not matter.
@@ -190,6 +191,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._overlap.close(later, order, scale)
         elif order is not None and later:
             self._overlap.begin(later, order, scale)
+        if others is not None:
+            self.others.step(others)
 
     # ---- the step, before it is asked for ----------------------------------------------------------------------
 
@@ -244,17 +247,20 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """What it keeps for each parameter, to be read and written (`ptm_accel.optim.shown`)."""
-        if not self._closed:
-            self.settle()
-            self._states.meet_given()
-        return self.inner.state
+        """Not to be had: what it keeps for parameters is on pages.
+
+        Raises:
+            UnsupportedError: always; names what reads and writes it.
+        """
+        raise UnsupportedError(
+            f"optimizer.state of {type(self.inner).__name__} is on pages and cannot be read or written in place. Read "
+            "optimizer.state_dict()['state'], whose keys number the parameters of all groups, and write with "
+            "optimizer.load_state_dict()."
+        )
 
     @state.setter
     def state(self, value: Any) -> None:
-        self.inner.state = value
-        if not self._closed:
-            self._states.meet_given()
+        self.state  # noqa: B018
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters; parameters that it does not hold keep theirs, as in torch.
@@ -266,9 +272,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
                 the gradients.
         """
+        self.drop_gradients(set_to_none)
+        self.others.zero_grad(set_to_none)
+
+    def drop_gradients(self, set_to_none: bool = True) -> None:
+        """As `zero_grad`, of the model's parameters alone."""
         self.in_backward.refuse("gradients were dropped")
-        known = [self._gradients.known(self._states.slot(param)) for param in self._states.params()]
-        gradients = [grad for grad in known if grad is not None]
+        gradients = [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
         self._scale = None
         for grad in gradients:
             grad.forget() if set_to_none else grad.zero()
@@ -293,8 +303,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _present(self, *, own: bool) -> list[GradSlot]:
         """The gradients that there are of the parameters that it holds, or of all others."""
-        held = {id(param) for param in self._states.params()}
-        return [grad for grad in self._gradients.present() if (id(grad.slot.param) in held) is own]
+        held = {id(slot) for slot in self._states.held()}
+        return [grad for grad in self._gradients.present() if (id(grad.slot) in held) is own]
 
     @torch.no_grad()
     def change_gradients(self, change: Callable[[torch.Tensor], object]) -> None:
@@ -309,8 +319,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.in_backward.refuse("gradients were changed")
         self._synchronise()
         self.apply_scale()
-        for param in self._states.params():
-            grad = self._gradients.known(self._states.slot(param))
+        for gradient in self.others.gradients():
+            change(gradient)
+        for slot in self._states.held():
+            grad = self._gradients.known(slot)
             if grad is not None and grad.value is not None:
                 with self._pool.pin(grad.value, write=True) as total:
                     change(total)
@@ -333,8 +345,6 @@ class PagedOptimizer(torch.optim.Optimizer):
     def states(self) -> States:
         """What it keeps for each parameter, as the last step leaves it."""
         self.settle()
-        if not self._closed:
-            self._states.meet_given()
         return self._states
 
     def weights_changed(self) -> None:
@@ -353,8 +363,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostStepError: an update has failed since the state was loaded last.
         """
         self.refuse_lost_step()
-        before_saving(self)
-        return after_saving(self, state_dict_of(self.states, self.param_groups))
+        for before in list(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
+        made = state_dict_of(self.states, self.param_groups)
+        for after in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = after(self, made)
+            made = made if changed is None else changed
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
@@ -363,14 +378,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             CheckpointError: other parameter groups than this optimizer's.
             BudgetError: with what they say updates need more than there is; nothing has been changed.
         """
-        self.load_hooked(before_loading(self, state_dict))
-
-    def load_hooked(self, state_dict: dict[str, Any]) -> None:
-        """As `load_state_dict`, of what the hooks before loading have been given already."""
+        given = dict(state_dict)
+        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = before(self, given)
+            given = given if changed is None else changed
         with torch.no_grad():
-            load_into(self.states, self.inner, state_dict, self.expect)
+            load_into(self.states, self.inner, given, self.expect)
         self.restored()
-        after_loading(self)
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.
@@ -400,7 +416,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._closed = True
         self._overlap.give_up()
         self.on_host.close()
-        self._hands.close()
+        self._threads.close()
         self._states.close()
 
     def __repr__(self) -> str:

@@ -124,9 +124,8 @@ class Overlap:
         return (group, state, grad) if group is not None and state is not None and self.can_wait(state) else None
 
     def can_wait(self, state: ParamState) -> bool:
-        """Whether an update need not be done within the step: nobody can see its parts before they ask for them."""
-        handouts = self._sweep.pool.handouts
-        return state.slot.value.movable and not state.fresh and not any(map(handouts.viewed, state.paged.values()))
+        """Whether an update may be done after the step: its parameter moves, and its state has been made."""
+        return state.slot.value.movable and not state.fresh
 
     def look_at_groups(self, groups: list[dict[str, Any]]) -> None:
         """Before a backward in which updates may begin: takes note of who is in which group."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ptm_accel.errors import CheckpointError
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.hyperparameters import apart
+from ptm_accel.optim.others import Other
 from ptm_accel.optim.states import MASTER_KEY, States, is_full
 
 Groups = list[dict[str, Any]]
@@ -31,10 +34,10 @@ def state_dict_of(kept: States, param_groups: Groups) -> dict[str, Any]:
         numbers = list(range(index, index + len(group["params"])))
         index += len(numbers)
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
-        for number, param in zip(numbers, group["params"], strict=True):
-            entry = kept.values(kept.of(kept.slot(param)))
-            if entry:
-                states[number] = entry
+    for number, slot in enumerate(chain.from_iterable(kept.groups())):
+        entry = dict(kept.others.entries(slot)) if isinstance(slot, Other) else kept.values(kept.of(slot))
+        if entry:
+            states[number] = entry
     return {"state": states, "param_groups": groups}
 
 
@@ -61,23 +64,26 @@ def load_into(
         )
     entries: Entries = {}
     masters: dict[torch.Tensor, torch.Tensor] = {}
-    for group, saved in zip(inner.param_groups, state_dict["param_groups"], strict=True):
-        for param, number in zip(group["params"], saved["params"], strict=True):
-            state = kept.of(kept.slot(param))
+    for slots, saved in zip(kept.groups(), state_dict["param_groups"], strict=True):
+        for slot, number in zip(slots, saved["params"], strict=True):
             given = dict(state_dict["state"].get(number, {}))
             if MASTER_KEY in given:
-                masters[param] = given.pop(MASTER_KEY)
+                masters[slot.param] = given.pop(MASTER_KEY)
             if given:
-                entries[param] = converted(given, state.slot, kept.dtype_of(state), saved)
+                entries[slot.param] = converted(given, slot, kept.dtype_of(slot), saved)
     groups, entries = completed(inner, state_dict["param_groups"], entries)
     expect(groups)
     for group, values in zip(inner.param_groups, groups, strict=True):
         group.clear()
         group.update(values)
-        for param in group["params"]:
-            # What is full-size goes onto pages from wherever it is.
-            master = {MASTER_KEY: masters[param]} if param in masters else {}
-            kept.replace(kept.of(kept.slot(param)), {**entries.get(param, {}), **master})
+    for slot in chain.from_iterable(kept.groups()):
+        given = entries.get(slot.param, {})
+        if isinstance(slot, Other):
+            kept.others.replace(slot, {key: apart(value) for key, value in given.items()})
+            continue
+        # What is full-size goes onto pages from wherever it is.
+        master = {MASTER_KEY: masters[slot.param]} if slot.param in masters else {}
+        kept.replace(kept.of(slot), {**given, **master})
 
 
 def completed(
@@ -103,7 +109,7 @@ def completed(
 
 
 def converted(
-    value: Any, slot: ParamSlot, dtype: torch.dtype | None, group: Mapping[str, Any], key: str | None = None
+    value: Any, slot: ParamSlot | Other, dtype: torch.dtype | None, group: Mapping[str, Any], key: str | None = None
 ) -> Any:
     """A value of a parameter's state as torch casts and places it; what is full-size is left for the pages.
 
@@ -119,7 +125,9 @@ def converted(
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, torch.Tensor)):
         items: Any = (converted(item, slot, dtype, group) for item in value)
         return type(value)(items)  # type: ignore[call-arg]
-    if not isinstance(value, torch.Tensor) or (key is not None and is_full(slot, value)):
+    if not isinstance(value, torch.Tensor) or (
+        key is not None and isinstance(slot, ParamSlot) and is_full(slot, value)
+    ):
         return value
     device = slot.param.device
     if key == "step":

@@ -1,22 +1,21 @@
-"""What an optimizer keeps for each parameter, on pages: taken over, set, forgotten, shown."""
+"""What an optimizer keeps for each parameter, on pages: taken over, set, forgotten, read."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
-from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
 
-from ptm_accel.errors import CheckpointError, UnsupportedError
+from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import ParamSlot, SlotTable
-from ptm_accel.optim.shown import ShownEntries, ShownState
+from ptm_accel.optim.others import Other, Others
 from ptm_accel.optim.units import ParamState
 
 MASTER_KEY = "master"
@@ -27,19 +26,16 @@ class States:
     """The state of every parameter of an optimizer.
 
     Args:
-        inner: the user's optimizer; its `state` becomes what shows the pages.
+        inner: the user's optimizer; what is in its `state` for a parameter moves to the pages.
         slots: the model's parameters.
         pool: where the state lives.
         masters: keep an fp32 master of every narrower parameter.
-        settle: carries out what is left of the last step.
 
     Attributes:
         pool: see above.
         masters: see above.
-        shown: what `optimizer.state` is.
+        others: the optimizer's parameters that the model does not have.
 
-    Raises:
-        UnsupportedError: the optimizer holds a parameter that the model does not have.
     """
 
     def __init__(
@@ -49,22 +45,15 @@ class States:
         pool: Pool,
         *,
         masters: bool,
-        settle: Callable[[], None],
     ) -> None:
         self.pool = pool
         self.masters = masters
         self._inner = inner
         self._slots = slots
         self._met: dict[int, ParamState] = {}
-        # What is not on pages: of the parts that stand for parameters in a step, and what has no parameter.
-        self._plain: defaultdict[Any, Any] = inner.state
-        # Who holds what `shown` gave, by parameter; and what was removed from the optimizer while somebody held it.
-        self._entries: WeakValueDictionary[int, ShownEntries] = WeakValueDictionary()
-        self._removed: list[tuple[ref[ShownEntries], ParamState]] = []
-        for param in self.params():
-            self.of(self.slot(param))
-        self.shown = ShownState(self, self._plain, settle)
-        inner.state = self.shown  # type: ignore[assignment]
+        self.others = Others(inner, slots)
+        for slot in self.held():
+            self.of(slot)
 
     def __iter__(self) -> Iterator[ParamState]:
         """The state of every parameter that the optimizer has met."""
@@ -72,18 +61,22 @@ class States:
 
     # ---- which parameter ---------------------------------------------------------------------------------------
 
-    def params(self) -> Iterator[nn.Parameter]:
-        """The parameters of all groups, in order."""
-        for group in self._inner.param_groups:
-            yield from group["params"]
+    def held(self) -> Iterator[ParamSlot]:
+        """The model's parameters in all groups, in order."""
+        params = (param for group in self._inner.param_groups for param in group["params"])
+        return (slot for param in params if (slot := self._slots.of(param)) is not None)
 
-    def groups(self) -> list[list[ParamSlot]]:
+    def groups(self) -> list[list[ParamSlot | Other]]:
         """The parameters of each group, in its order."""
-        return [[self.slot(param) for param in group["params"]] for group in self._inner.param_groups]
+        others = {id(other.param): other for other in self.others}
+        return [
+            [self._slots.of(param) or others[id(param)] for param in group["params"]]
+            for group in self._inner.param_groups
+        ]
 
-    def slot(self, param: nn.Parameter) -> ParamSlot:
-        """See `slot_of`."""
-        return slot_of(self._slots, param)
+    def slot(self, param: nn.Parameter) -> ParamSlot | None:
+        """Where a parameter of the optimizer lives; None if it is not the model's."""
+        return self._slots.of(param)
 
     def met(self, slot: ParamSlot) -> ParamState | None:
         """The state of a parameter that the optimizer has met."""
@@ -101,11 +94,6 @@ class States:
             self._adopt(state)
         return state
 
-    def known(self, key: object) -> ParamState | None:
-        """The state of a parameter that the optimizer has met; None of anything else."""
-        slot = self._slots.of(key) if isinstance(key, torch.Tensor) else None
-        return None if slot is None else self._met.get(id(slot))
-
     def named(self, name: str) -> ParamState:
         """The state of the parameter called `name`.
 
@@ -114,25 +102,23 @@ class States:
         """
         slot = self._slots.by_name.get(name)
         # Nearly always it has met it; to look through all parameters for each would take their number squared.
-        held = slot is not None and (id(slot) in self._met or any(param is slot.param for param in self.params()))
+        held = slot is not None and (id(slot) in self._met or any(slot is other for other in self.held()))
         if slot is None or not held:
             raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
         return self.of(slot)
 
     def are_of(self, slots: SlotTable) -> bool:
-        """Whether the optimizer's parameters are among those of a model, and of the shapes that its state is of."""
+        """Whether what the optimizer holds of the model is still there, and of the shapes that its state is of."""
         shapes = ((tensor.shape, state.slot.value.shape) for state in self for tensor in state.paged.values())
-        here = all(slots.of(param) is not None for param in self.params())
+        here = all(slots.of(slot.param) is not None for slot in self.held())
         return here and all(kept == shape for kept, shape in shapes)
 
     # ---- what is kept ------------------------------------------------------------------------------------------
 
     def _adopt(self, state: ParamState) -> None:
         """Takes over state that the optimizer already has: made in its constructor, or by earlier steps."""
-        given = self._plain.get(state.slot.param, {})
-        for key, value in list(given.items()):
+        for key, value in self._inner.state.pop(state.slot.param, {}).items():
             self.put(state, key, value)
-        self._plain.pop(state.slot.param, None)
 
     def put(self, state: ParamState, key: str, value: Any, dtype: torch.dtype | None = None) -> None:
         """Sets one entry of a parameter's state.
@@ -184,7 +170,7 @@ class States:
 
         What is full-size is cast to the dtype that the parameter is updated in.
         """
-        dtype = self.dtype_of(state)
+        dtype = self.dtype_of(state.slot)
         self._forget_all_but(state, values.keys())
         for key, value in values.items():
             before = state.paged.get(key)
@@ -196,9 +182,9 @@ class States:
             alone = value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
             self.put(state, key, alone, dtype)
 
-    def dtype_of(self, state: ParamState) -> torch.dtype | None:
+    def dtype_of(self, slot: ParamSlot | Other) -> torch.dtype | None:
         """The dtype that torch gives what it loads for a parameter: of what is updated. None for the value's own."""
-        param = (state.master or state.slot.value).dtype
+        param = (slot.value if isinstance(slot, Other) else self.of(slot).wide).dtype
         return param if param.is_floating_point else None
 
     def _forget_all_but(self, state: ParamState, keys: Collection[str]) -> None:
@@ -230,80 +216,8 @@ class States:
             if state.master is not None:
                 self.pool.forget(state.master)
         self._met.clear()
-        self._tidy(all_of_it=True)
-        self._inner.state = self._plain
 
-    # ---- how it is seen, and changed through that --------------------------------------------------------------
-
-    def meet_given(self) -> None:
-        """Takes over what somebody has given the user's own optimizer as its `state`.
-
-        Raises:
-            UnsupportedError: it is not a dictionary of dictionaries; nothing has been changed.
-            BudgetError: no room for it.
-        """
-        given: object = self._inner.state
-        if given is not self.shown:
-            self._inner.state = self.shown  # type: ignore[assignment]
-            self.shown.become(given)
-        self._tidy()
-
-    def entries_shown(self, state: ParamState, settle: Callable[[], None]) -> ShownEntries:
-        """A parameter's state as `optimizer.state` shows it; the same object as long as somebody holds it."""
-        shown = self._entries.get(id(state))
-        if shown is None:
-            shown = self._entries[id(state)] = ShownEntries(state, self, settle)
-        return shown
-
-    def assign(self, state: ParamState, key: str, value: Any) -> None:
-        """Gives one entry of a parameter's state another value; whoever holds what there was keeps that.
-
-        Raises:
-            BudgetError: no room for it; nothing has been changed.
-        """
-        tensor = self._page(state.slot, key, value) if is_full(state.slot, value) else None
-        if key in state.paged or key in state.small:
-            self.remove(state, key)
-        if tensor is None:
-            state.small[key] = value
-        else:
-            state.paged[key] = tensor
-
-    def remove(self, state: ParamState, key: str) -> None:
-        """Forgets one entry of a parameter's state."""
-        if key in state.paged:
-            self.pool.forget(state.paged.pop(key))
-        else:
-            del state.small[key]
-
-    def exchange(self, state: ParamState, values: Mapping[str, Any]) -> None:
-        """Gives a parameter other state, but for its master; whoever holds what there was keeps that.
-
-        Raises:
-            BudgetError: no room for it; nothing has been changed.
-        """
-        made = ParamState(state.slot)
-        try:
-            for key, value in values.items():
-                self.assign(made, key, value)
-        except BaseException:
-            self._forget_all_but(made, ())
-            raise
-        before = ParamState(state.slot, state.paged, state.small)
-        state.paged, state.small = made.paged, made.small
-        shown = self._entries.pop(id(state), None)
-        if shown is None:
-            self._forget_all_but(before, ())
-        else:
-            shown.kept = before
-            self._removed.append((ref(shown), before))
-
-    def _tidy(self, *, all_of_it: bool = False) -> None:
-        """Forgets what was removed and is held by nobody any more."""
-        gone = [state for shown, state in self._removed if all_of_it or shown() is None]
-        self._removed = [] if all_of_it else [each for each in self._removed if each[0]() is not None]
-        for state in gone:
-            self._forget_all_but(state, ())
+    # ---- how it is read ----------------------------------------------------------------------------------------
 
     def entries(self, state: ParamState) -> Iterator[tuple[str, PagedTensor | Any]]:
         """What is kept for a parameter as (key, paged tensor or other value), its master included."""
@@ -321,32 +235,12 @@ class States:
 
     def named_entries(self) -> Iterator[tuple[str, str, PagedTensor | Any]]:
         """Every entry of every parameter, in the optimizer's order, as (parameter name, key, tensor or value)."""
-        for param in self.params():
-            state = self.of(self.slot(param))
-            for key, value in self.entries(state):
-                yield state.slot.name, key, value
+        for slot in chain.from_iterable(self.groups()):
+            entries = self.others.entries(slot).items() if isinstance(slot, Other) else self.entries(self.of(slot))
+            for key, value in entries:
+                yield slot.name, key, value
 
 
-def is_full(slot: ParamSlot, value: object) -> bool:
+def is_full(slot: ParamSlot | Other, value: object) -> bool:
     """Whether `value` has an element for each of the parameter's, and so belongs on pages."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
-
-
-def slot_of(slots: SlotTable, param: nn.Parameter) -> ParamSlot:
-    """Where a parameter of an optimizer lives.
-
-    Raises:
-        UnsupportedError: it is not the model's, or has no elements.
-    """
-    slot = slots.of(param)
-    if slot is None and not param.numel():
-        raise UnsupportedError(
-            f"the optimizer holds a parameter without elements, of shape {tuple(param.shape)}, for which there is no "
-            "page. Call requires_grad_(False) on it, and make the optimizer of those that require gradients."
-        )
-    if slot is None:
-        raise UnsupportedError(
-            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's. "
-            "Make the optimizer from model.parameters() after the model is complete."
-        )
-    return slot

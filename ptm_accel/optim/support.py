@@ -1,15 +1,28 @@
-"""Which optimizers can run on pages, and how finely their work may be cut."""
+"""Which optimizers can run on pages, how finely their work may be cut, and what they need in memory.
+
+An update calls the user's optimizer for some tensors at a time, whichever are in memory. That changes no number of an
+optimizer that updates each tensor by itself. Those known to couple tensors are refused by the name of their class.
+"""
 
 from __future__ import annotations
 
 import enum
 import inspect
-from typing import Any
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.model.floor import Appetite
+from ptm_accel.model.norms import is_narrow
+from ptm_accel.model.slots import SlotTable
+
+logger = logging.getLogger(__name__)
 
 
 class Grain(enum.Enum):
@@ -29,7 +42,12 @@ ELEMENTWISE = (
 )
 """Optimizers known to be element-wise. A subclass may do more, so only the classes themselves count."""
 
+_RATE = "it learns one rate for all from sums over all tensors"
+_NORM = "it goes by a norm over all tensors"
 _REFUSED = {
+    **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion", "DAdaptAdan"), _RATE),
+    **dict.fromkeys(("DoG", "DoWG", "Mechanic", "MechanicOptimizer"), _RATE),
+    **dict.fromkeys(("Lamb", "LAMB", "FusedLAMB", "SAM", "GSAM", "WSAM", "ASAM"), _NORM),
     "LBFGS": "it needs a closure and couples all tensors in one line search",
     "SparseAdam": "it needs sparse gradients",
     "LOMO": "it updates inside backward through hooks of its own",
@@ -72,6 +90,13 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
             f"the optimizer {cls.__name__} cannot run on pages: its train() and eval() exchange the parameters for "
             f"others of its own, as schedule-free optimizers do. {_HELP}"
         )
+    for name, value in vars(optimizer).items():
+        for other in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(other, torch.optim.Optimizer):
+                raise UnsupportedError(
+                    f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute "
+                    f"{name!r}, {type(other).__name__}), which would not see what is on pages. Use that one by itself."
+                )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(f"the optimizer {cls.__name__} cannot run on pages: its step needs a closure. {_HELP}")
@@ -79,7 +104,7 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
 
 
 _STATE_TENSORS = {"Adafactor": 0, "Muon": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1}
-"""Full-size state tensors of optimizers that keep another number than two, where that was not found by trying."""
+"""Full-size state tensors of optimizers that keep another number than two, where that was not measured."""
 
 
 def appetite_of(
@@ -90,7 +115,7 @@ def appetite_of(
     Args:
         optimizer: which one.
         groups: the hyperparameters to go by; those that it has by default.
-        state_tensors: full-size tensors of its state, where it was tried (`ptm_accel.optim.rehearsal`).
+        state_tensors: full-size tensors of its state, where that was measured (`measured_state`).
 
     Raises:
         UnsupportedError: the optimizer cannot run on pages; says why.
@@ -113,3 +138,103 @@ def appetite_of(
         state = 3
     fused = all(g.get("fused") for g in groups)
     return Appetite(state_tensors=state, scratch_tensors=0 if fused else 3)
+
+
+_KNOWN = ("torch.optim", "transformers.optimization")
+"""Modules whose optimizers update each tensor by itself, but for those that are refused by name."""
+
+
+def measured_state(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.device) -> int | None:
+    """Counts the full-size state tensors of an optimizer that is not known, by one step of another one of its class.
+
+    That one is over small tensors, one for each group, with the hyperparameters of the group.
+
+    Args:
+        optimizer: the user's; neither it nor its parameters are changed.
+        masters: whether narrower parameters are updated as fp32 masters.
+        device: where updates are computed.
+
+    Returns:
+        the number for the parameter with the most, in tensors as wide as the parameter; None if it is known without, or
+        cannot be measured.
+    """
+    cls = type(optimizer)
+    if cls in ELEMENTWISE or cls.__module__.startswith(_KNOWN):
+        return None
+    logger.warning(
+        "the optimizer %s is not of torch or transformers. On pages its step() is called for some whole tensors at a "
+        "time; if it couples tensors, or counts the calls of step() outside of param_groups and state, its numbers "
+        "will differ from a plain run's.",
+        cls.__name__,
+    )
+    groups = []
+    for group in optimizer.param_groups:
+        trained = [(param, at) for at, param in enumerate(group["params"]) if param.requires_grad]
+        if trained:
+            param, at = max(trained, key=lambda each: each[0].numel())
+            small = _small(param, device, torch.float32 if masters and is_narrow(param.dtype) else param.dtype)
+            named = {"params": [(group["param_names"][at], small)]} if "param_names" in group else {"params": [small]}
+            groups.append({**{key: value for key, value in group.items() if key != "param_names"}, **named})
+    if not groups:
+        return None
+    arguments = inspect.signature(cls).parameters
+    try:
+        with torch.compiler.set_stance("force_eager"), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            probe = cls(groups, **{key: value for key, value in optimizer.defaults.items() if key in arguments})
+            probe.step()
+    except Exception as error:
+        logger.warning(
+            "what the optimizer %s keeps could not be measured on small tensors (%s: %s); two tensors for each "
+            "parameter are assumed.",
+            cls.__name__,
+            type(error).__name__,
+            str(error).partition("\n")[0][:200],
+        )
+        return None
+    return max(_full_size(param, probe.state[param]) for group in probe.param_groups for param in group["params"])
+
+
+def _small(param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """A small parameter with a gradient in the place of another; lengths that are equal, or differ, still do."""
+    shorter = {size: min(size, 8 + at) for at, size in enumerate(sorted(set(param.shape)))}
+    small = nn.Parameter(torch.ones([shorter[size] for size in param.shape], dtype=dtype, device=device))
+    # An optimizer may read what somebody has noted on a parameter.
+    vars(small).update(vars(param))
+    small.grad = torch.ones_like(small)
+    return small
+
+
+def _full_size(param: nn.Parameter, state: dict[str, Any]) -> int:
+    full = [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim() and v.shape == param.shape]
+    return -(-sum(tensor.dtype.itemsize for tensor in full) // param.dtype.itemsize)
+
+
+# ---- optimizers that make their state as they are constructed (Adagrad), over parameters that do not fit ------------
+
+
+class _BlankState(TorchFunctionMode):
+    """Gives optimizer constructors constant state without memory: `full_like(param)` becomes an expanded scalar."""
+
+    _FILLS: ClassVar[dict[Any, float]] = {torch.zeros_like: 0.0, torch.ones_like: 1.0}
+
+    def __init__(self, slots: SlotTable) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.zeros_like, torch.ones_like, torch.full_like) and self._slots.of(args[0]) is not None:
+            fill = self._FILLS.get(func)
+            if fill is None:
+                fill = args[1] if len(args) > 1 else kwargs["fill_value"]
+            param = args[0]
+            dtype = kwargs.get("dtype") or param.dtype
+            return torch.full((1,) * param.dim(), fill, dtype=dtype, device=param.device).expand(param.shape)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def blank_state(slots: SlotTable) -> Iterator[None]:
+    """Within it, optimizers may be constructed over paged parameters without allocating full-size state (Adagrad)."""
+    with _BlankState(slots):
+        yield

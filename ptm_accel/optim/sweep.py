@@ -25,7 +25,7 @@ from ptm_accel.memory.windows import Window, window_elements
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.optim.arithmetic import Arithmetic
-from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import hyperparameters
 from ptm_accel.optim.units import Cursor, ParamState, Unit, Work
 
@@ -49,7 +49,7 @@ class Sweep:
         appetite: what its update needs, and whether it may be cut.
         window_bytes: size of a window, in bytes of the tensor that is updated; the least, where a device has room.
         batch_bytes: tells how much may be held at a time, over all tensors.
-        hands: who carries updates out on a CPU.
+        threads: who carries updates out on a CPU.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Sweep:
         appetite: Appetite,
         window_bytes: int,
         batch_bytes: Callable[[], int],
-        hands: Hands,
+        threads: CoreThreads,
     ) -> None:
         self.inner = inner
-        self._arithmetic = Arithmetic(inner, appetite, pool.compute.device, pool.windows.shaped, hands)
+        self._arithmetic = Arithmetic(inner, appetite, pool.compute.device, pool.windows.shaped, threads)
         self.pool = pool
         self.appetite = appetite
         self.window_bytes = window_bytes

@@ -113,16 +113,18 @@ def _scaled(scaler: Any, accelerator: Accelerator, tiny: ModuleType, fused: bool
     # What fp16 is on CUDA: gradients are unscaled before they are clipped.
     accelerator.native_amp = True
     model = tiny.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    # Not the model's, as a loss may have it.
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW([temperature, *model.parameters()], lr=1e-3, fused=fused)
     model, optimizer = accelerator.prepare(model, optimizer)
     seen = []
     for number, row in enumerate(tiny.data(6)):
-        loss = model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
+        loss = model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss * temperature
         accelerator.backward(loss * float("inf") if number == 2 else loss)
         if number % 2:
             seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
-        seen += [loss.item(), accelerator.scaler.get_scale(), optimizer.step_was_skipped]
+        seen += [loss.item(), accelerator.scaler.get_scale(), optimizer.step_was_skipped, temperature.item()]
         optimizer.zero_grad()
     engine = engine_of(model)
     assert engine is None or engine.metrics.steps == 6, "those that are skipped move as much"

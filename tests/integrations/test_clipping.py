@@ -105,18 +105,14 @@ def test_a_norm_that_is_not_finite_is_an_error_on_request(tiny: ModuleType) -> N
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"])
-def test_gradients_of_others_are_refused_beside_those_on_pages(name: str, tiny: ModuleType) -> None:
+def test_gradients_of_another_model_are_refused_beside_those_on_pages(name: str, tiny: ModuleType) -> None:
     accelerator, model, row = prepared(tiny)
     clip = getattr(torch.nn.utils, name)
     if name == "clip_grads_with_norm_":
         clip = partial(clip, total_norm=torch.tensor(2.0))
     backward(accelerator, model, row)
-    foreign = nn.Parameter(torch.zeros(2))
-    foreign.grad = torch.ones(2)
-    with pytest.raises(UnsupportedError, match=r"was given 31 parameters, and 1 with gradients are not of the model"):
-        clip([*model.parameters(), foreign], 1.0)
     other = accelerator.prepare(tiny.model())
-    with pytest.raises(UnsupportedError, match=r"was given 60 parameters, and 30 with gradients are not of the model"):
+    with pytest.raises(UnsupportedError, match="was given 60 parameters, and 30 of them are of another model"):
         clip([*model.parameters(), *other.parameters()], 1.0)
 
 

@@ -22,7 +22,6 @@ from queue import SimpleQueue
 import torch
 from ptm_accel.hardware.identity import machine_fingerprint
 from ptm_accel.memory.own_threads import OwnThread
-from ptm_accel.optim.hands import Hands
 
 # All of OpenMP's threads begin.
 torch.ones(1 << 20).mul_(2)
@@ -39,13 +38,9 @@ def of_one_of(count):
         thread.join()
     return [found.get() for _ in threads]
 
-hands = Hands("hands")
-with hands.at_work() as give:
-    give(tell)
-of_hands = found.get()
 print(json.dumps({
     "trains": sorted(os.sched_getaffinity(0)), "one": of_one_of(1), "all": of_one_of(os.cpu_count()),
-    "hands": of_hands, "fingerprint": machine_fingerprint().cores,
+    "fingerprint": machine_fingerprint().cores,
 }))
 """
 
@@ -73,7 +68,6 @@ def test_threads_leave_the_core_of_the_thread_that_trains() -> None:
         "trains": [first],
         "one": [[first, second]] * 2,
         "all": [[first, second]] * 2,
-        "hands": [first, second],
         "fingerprint": 2,
     }
 
@@ -86,7 +80,6 @@ def test_a_core_that_nothing_is_bound_to_is_taken_where_there_are_enough() -> No
         "trains": [first],
         "one": [[second]] * 2,
         "all": [[first, second]] * 2,
-        "hands": [second],
         "fingerprint": 2,
     }
 

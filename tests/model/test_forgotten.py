@@ -18,7 +18,7 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.memory.own_threads import OwnThread
-from ptm_accel.optim.hands import Hands
+from ptm_accel.optim.core_threads import CoreThreads
 from tests.tiers import config, open_memory
 
 IN_ITS_OWN_THREAD = """
@@ -70,11 +70,11 @@ def test_one_that_is_found_by_a_thread_that_moves_its_pages(tmp_path: Path) -> N
     assert done.returncode == 0
 
 
-def in_a_hand(work: Callable[[], object]) -> None:
-    hands = Hands("ptm-test-hand")
-    with hands.at_work() as give:
+def in_a_core_thread(work: Callable[[], object]) -> None:
+    threads = CoreThreads("ptm-test-core")
+    with threads.at_work() as give:
         give(work)
-    hands.close()
+    threads.close()
 
 
 def in_an_own_thread(work: Callable[[], object]) -> None:
@@ -93,7 +93,7 @@ def here(work: Callable[[], object]) -> None:
     work()
 
 
-@pytest.mark.parametrize("where", [in_a_hand, in_an_own_thread, in_another_thread, here])
+@pytest.mark.parametrize("where", [in_a_core_thread, in_an_own_thread, in_another_thread, here])
 def test_threads_of_our_own_close_nothing(where: Callable[[Callable[[], object]], None], tmp_path: Path) -> None:
     found: list[threading.Thread] = []
 

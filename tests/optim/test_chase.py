@@ -165,7 +165,7 @@ def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
                 assert same_bits(value.clone(), truth[number][key]), (number, key)
         del saved, value, entry
     with chasing(tmp_path) as (model, engine, optimizer):
-        assert {float(entry["step"]) for entry in optimizer.state.values()} == {3.0}
+        assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {3.0}
         assert engine.pool.owed is None
         assert_same_weights(model, expected)
 

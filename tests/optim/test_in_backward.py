@@ -175,7 +175,7 @@ def test_a_step_is_saved_whole_and_looked_at_whole(tmp_path: Path) -> None:
         for number in range(5):
             step(model, engine, optimizer, number)
         assert same_bits(model.layers[3].weight.detach().clone(), expected.layers[3].weight.detach())
-        assert {float(entry["step"]) for entry in optimizer.state.values()} == {5.0}
+        assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {5.0}
         moments = optimizer.state_dict()["state"][6]["exp_avg"]
         assert same_bits(moments.clone(), other.state_dict()["state"][6]["exp_avg"])
         del moments

@@ -170,5 +170,7 @@ def summed(directory: Path, changes: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def first_moment(optimizer: PagedOptimizer, weight: torch.Tensor) -> torch.Tensor:
-    moment: torch.Tensor = optimizer.state[weight]["exp_avg"]
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    number = next(at for at, param in enumerate(held) if param is weight)
+    moment: torch.Tensor = optimizer.state_dict()["state"][number]["exp_avg"]
     return moment.clone()

@@ -135,34 +135,3 @@ def test_a_refused_optimizer_leaves_the_engine_as_it_was(tmp_path: Path) -> None
         with pytest.raises(UnsupportedError):
             engine.bind_optimizer(torch.optim.LBFGS(model.parameters()))
         assert engine.optimizer is kept
-
-
-def test_a_parameter_of_another_model_is_refused(tmp_path: Path) -> None:
-    model, other = nn.Linear(64, 64), nn.Linear(64, 32)
-    with at_floor(model, tmp_path) as engine:
-        with pytest.raises(UnsupportedError) as caught:
-            engine.bind_optimizer(torch.optim.AdamW([*model.parameters(), other.weight], fused=True))
-        assert str(caught.value) == (
-            "the optimizer holds a parameter of shape (32, 64) that is not one of the model's. "
-            "Make the optimizer from model.parameters() after the model is complete."
-        )
-
-
-def test_a_parameter_without_elements_is_refused_unless_it_is_left_out(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    model.nothing = nn.Parameter(torch.empty(0, 3))
-    with at_floor(model, tmp_path) as engine:
-        with pytest.raises(UnsupportedError) as caught:
-            engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        assert str(caught.value) == (
-            "the optimizer holds a parameter without elements, of shape (0, 3), for which there is no page. Call "
-            "requires_grad_(False) on it, and make the optimizer of those that require gradients."
-        )
-        model.nothing.requires_grad_(False)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = engine.bind_optimizer(torch.optim.AdamW(trained, fused=True))
-        before = model.state_dict()["0.weight"].clone()
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-        assert not torch.equal(model.state_dict()["0.weight"], before)
-        assert model.state_dict()["nothing"].shape == (0, 3)

@@ -104,18 +104,32 @@ def test_an_optimizer_that_has_worked_before_brings_its_state(tmp_path: Path) ->
         expect(model, plain)
 
 
-def test_state_can_be_seen(tmp_path: Path) -> None:
+def test_state_is_in_the_state_dictionary(tmp_path: Path) -> None:
     model, plain = net(), net()
     with at_floor(model, tmp_path) as engine:
         optimizer, inner = engine.bind_optimizer(fused(model)), fused(plain)
         steps(model, optimizer)
         steps(plain, inner)
-        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-            state = optimizer.state[param]
+        states = optimizer.state_dict()["state"]
+        for number, other in enumerate(plain.parameters()):
+            state = states[number]
             assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
             assert float(state["step"]) == 3.0
             for key in ("exp_avg", "exp_avg_sq"):
-                assert same_bits(state[key], inner.state[other][key]), key
+                assert same_bits(state[key].clone(), inner.state[other][key]), key
+
+
+def test_state_itself_is_refused(tmp_path: Path) -> None:
+    model = net()
+    message = (
+        r"optimizer\.state of AdamW is on pages and cannot be read or written in place\. Read optimizer\.state_dict"
+    )
+    with at_floor(model, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(fused(model))
+        with pytest.raises(UnsupportedError, match=message):
+            optimizer.state[model[0].weight]
+        with pytest.raises(UnsupportedError, match=message):
+            optimizer.state = {}
 
 
 def test_a_new_group_is_updated(tmp_path: Path) -> None:
