@@ -17,7 +17,7 @@ from ptm_accel import machine
 from ptm_accel.config import DiskConfig, PTMConfig, ResolvedConfig, check_disk_path, resolve
 from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import MemoryLimit
-from ptm_accel.memory.budget import Budget, Tier
+from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.scratch import scratch_bytes
 from ptm_accel.units import GIB, KIB, MIB
@@ -364,9 +364,9 @@ class TestDisk:
         dials = PTMConfig(disk=DiskConfig(paths=(str(tmp_path),), limit="11GiB"))
         held = resolve(dials, device_total_bytes=None, scratch_bytes={here: 2 * GIB}.__getitem__)
         assert held.disk_limit_bytes == 11 * GIB
-        budget, file = Budget(Tier.DISK, 64 * MIB), scratch_bytes(here)
+        budget, file = Budget(Tier.DISK, 32 * MIB), scratch_bytes(here)
         tier = DiskTier([tmp_path], budget)
-        tier.preallocate(32 * MIB)
+        tier.new(32 * MIB, Tag.PARAM, "w")
         assert scratch_bytes(here) - file == 32 * MIB
         assert scratch_bytes(here + 1) == 0
         tier.close()

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ptm_accel.memory.raising import raise_first
 from ptm_accel.memory.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+def raise_first(kept: list[BaseException]) -> None:
+    """Raises the first of some errors, if there is any, and empties the list, known to nobody else.
+
+    What is raised refers to the frames that it passes: were it in a list or a name there, that would be a cycle, and
+    the memory of what they hold in use until the collector comes by.
+    """
+    if kept:
+        error = kept[0]
+        kept.clear()
+        try:
+            raise error
+        finally:
+            del error
+
+
+def close_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Does all steps in order: threads, files and memory would stay for good where an error kept one from being done.
+
+    Raises:
+        BaseException: the first error of a step; later ones are logged.
+    """
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            if errors:
+                logger.error("closing failed a further time", exc_info=error)
+            errors.append(error)
+    raise_first(errors)
 
 
 def finish(transfers: Sequence[Transfer]) -> None:

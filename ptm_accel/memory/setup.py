@@ -12,7 +12,7 @@ import torch
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tier
-from ptm_accel.memory.closing import close_all
+from ptm_accel.memory.copies import close_all
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
@@ -87,7 +87,7 @@ class Memory:
         steps = [self.pool.close, *(part.close for part in self.parts)]
         if self.when_closed is not None:
             steps.append(self.when_closed)
-        close_all(steps, "memory")
+        close_all(steps)
 
     def resize(self, capacities: Mapping[Tier, int]) -> None:
         """Gives tiers other capacities; what is in use beyond one is moved to the tier below.
@@ -176,7 +176,6 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
             block_bytes=capacities.page_bytes,
             weights=capacities.disk_weights,
             staging=host,
-            announces=False,
         )
     if isinstance(device, torch.device) and device.type == "cpu":
         arena = HostArena(host)

@@ -17,8 +17,8 @@ from queue import SimpleQueue
 
 import torch
 
+from ptm_accel.memory.copies import raise_first
 from ptm_accel.memory.own_threads import OwnThread
-from ptm_accel.memory.raising import raise_first
 
 MOST = 16
 """More do not help: between its operations each needs Python, which runs in one thread at a time."""
@@ -89,7 +89,7 @@ class Hands:
             threads = torch.get_num_threads()
             ready: SimpleQueue[None] = SimpleQueue()
             for _ in range(missing):
-                thread = OwnThread(_work, (self._queue, ready), self._name, count)
+                thread = OwnThread(_work, (self._queue, ready), self._name)
                 self._threads.append(thread)
                 thread.start()
             for _ in range(missing):

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import errno
 import os
-import random
 import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,10 @@ from hypothesis import strategies as st
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.arena import HostArena
-from ptm_accel.memory.budget import Budget, Common, Tag, Tier
+from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier
 from ptm_accel.memory.mapping import anonymous_run
-from ptm_accel.memory.scratch import Io, file_system_of
+from ptm_accel.memory.scratch import file_system_of
 from tests.anonymous_memory import anonymous_bytes
 from tests.descriptors import mapped_from, open_files
 
@@ -266,101 +264,14 @@ def test_memory_posing_as_disk_is_warned_of(make: Make) -> None:
     assert torch.equal(data, back)
 
 
-def test_preallocation_reserves_blocks(make: Make, tmp_path: Path) -> None:
+def test_growth_reserves_blocks(make: Make, tmp_path: Path) -> None:
     tier = make(limit=8 * MIB)
-    tier.preallocate(6 * MIB)
+    tier.new(6 * MIB, Tag.PARAM, "w")
     fd = tier._files[0].fd
-    assert os.fstat(fd).st_size == os.fstat(fd).st_blocks * 512 == 6 * MIB
+    assert os.fstat(fd).st_size == os.fstat(fd).st_blocks * 512 == 8 * MIB
     assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
     assert os.fstat(fd).st_nlink == 0
-    tier.new(8 * MIB, Tag.PARAM, "w")
-    assert os.fstat(fd).st_size == 8 * MIB
     assert not list(tmp_path.iterdir())
-
-
-def sharing(limit: int, tiers: Sequence[DiskTier]) -> None:
-    common = Common(limit)
-    for tier in tiers:
-        tier.budget.join(common)
-
-
-def on_disk(tiers: Sequence[DiskTier]) -> int:
-    return sum(os.fstat(file.fd).st_blocks * 512 for tier in tiers for file in tier._files)
-
-
-def test_files_of_tiers_that_share_a_limit_are_within_it_together(make: Make) -> None:
-    first, second = tiers = [make(limit=8 * MIB), make(limit=8 * MIB)]
-    sharing(8 * MIB, tiers)
-    kept, gone = random_bytes(MIB), [first.new(MIB, Tag.PARAM, f"w{number}") for number in range(7)]
-    slot = stored(first, kept)
-    assert on_disk(tiers) == 8 * MIB
-    with pytest.raises(BudgetError, match="cannot place"):
-        second.new(MIB, Tag.PARAM, "v")
-    for each in gone:
-        first.free(each)
-    data, back = random_bytes(7 * MIB), torch.empty(7 * MIB, dtype=torch.uint8)
-    other = stored(second, data)
-    assert on_disk(tiers) == 8 * MIB == first.size_bytes + second.size_bytes
-    second.load(other, 0, back).wait()  # type: ignore[arg-type]
-    assert torch.equal(data, back)
-    first.load(slot, 0, back[:MIB]).wait()  # type: ignore[arg-type]
-    assert torch.equal(kept, back[:MIB])
-
-
-@pytest.mark.parametrize("folders", [["a"], ["a", "b"]])
-@pytest.mark.parametrize("seed", range(5))
-def test_who_needs_room_under_a_shared_limit_has_what_the_others_do_not_use(
-    make: Make, tmp_path: Path, folders: list[str], seed: int
-) -> None:
-    rng, limit = random.Random(seed), 100 * GRAIN_BYTES
-    for folder in folders:
-        (tmp_path / folder).mkdir()
-    tiers = [make(*(tmp_path / folder for folder in folders), limit=limit) for _ in range(3)]
-    sharing(limit, tiers)
-    held: list[tuple[DiskTier, object, torch.Tensor]] = []
-    for _ in range(120):
-        room = (limit - sum(tier.budget.used_bytes for tier in tiers)) // GRAIN_BYTES
-        if held and (not room or rng.random() < 0.4):
-            tier, slot, data = held.pop(rng.randrange(len(held)))
-            back = torch.empty_like(data)
-            tier.load(slot, 0, back).wait()  # type: ignore[arg-type]
-            assert torch.equal(data, back)
-            tier.free(slot)  # type: ignore[arg-type]
-        else:
-            tier, data = rng.choice(tiers), random_bytes(rng.randint(1, room) * GRAIN_BYTES)
-            held.append((tier, stored(tier, data), data))
-        assert sum(tier.size_bytes for tier in tiers) <= limit
-        # Beside its bytes the file system counts a block for where they are, once they are in many pieces.
-        assert on_disk(tiers) <= limit + len(tiers) * len(folders) * GRAIN_BYTES
-        for tier in tiers:
-            tier.check_integrity()
-
-
-def test_a_tier_that_is_closed_leaves_its_limit_to_the_others(make: Make) -> None:
-    first, second = tiers = [make(limit=MIB), make(limit=MIB)]
-    sharing(MIB, tiers)
-    first.new(MIB, Tag.PARAM, "w")
-    first.close()
-    assert first.size_bytes == 0
-    second.new(MIB, Tag.PARAM, "v")
-
-
-def test_a_file_system_that_takes_nothing_back_is_named(make: Make) -> None:
-    def punch(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    first, second = tiers = [make(limit=MIB, io=Io(punch=punch)), make(limit=MIB)]
-    sharing(MIB, tiers)
-    first.free(first.new(MIB - GRAIN_BYTES, Tag.PARAM, "w"))
-    size = first.size_bytes
-    with pytest.raises(BudgetError) as caught:
-        second.new(MIB - size + 8192, Tag.PARAM, "u")
-    assert str(caught.value) == (
-        "disk budget: cannot place 8192 B for u: scratch files of other models of this process, which share "
-        "disk.limit, hold 8192 B too much of it that is not in use, and their file system does not take it back; "
-        "set disk.limit higher, or set disk.paths to folders on a local disk."
-    )
-    assert second.budget.used_bytes == 0
 
 
 def test_misuse_is_found(make: Make) -> None:
