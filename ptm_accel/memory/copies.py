@@ -152,7 +152,7 @@ class Chained:
         # Those before, if one of them has failed: asked again, each has an error of its own for whoever asks.
         self._failed: Sequence[Transfer] = ()
         self._error: BaseException | None = None
-        # A handler of signals may ask while this thread is asking.
+        # The collector may close a pool, which asks, while this thread is asking.
         self._lock = threading.RLock()
 
     def done(self) -> bool:
@@ -181,7 +181,7 @@ class Chained:
                 self._begin()
             finish(self._failed)
             if self._copy is None:
-                assert self._error is not None, "waited for by a handler of signals, in the middle of being started"
+                assert self._error is not None, "waited for in the middle of being started"
                 raise self._error
             return self._copy
 
@@ -190,9 +190,6 @@ class Chained:
         assert start is not None
         # Ctrl-C may break this off; then nothing has begun.
         failed = settle(before) is not None
-        if self._start is None:
-            # A handler of signals has asked meanwhile.
-            return
         # Dropped together with the tensors that it holds.
         self._start, self._before = None, ()
         if failed:
