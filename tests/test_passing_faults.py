@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from ptm_accel.engine import Engine
 from ptm_accel.memory.scratch import Io
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, tanh_stack
@@ -65,84 +64,63 @@ class FailsOnce:
         return run
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], Any] | None) -> dict[str, Any]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Every number of some steps."""
-    losses = []
+    numbers: dict[str, Any] = {}
     for number in range(STEPS):
-        losses.append(backward(model, number))
-        if clip is not None:
-            losses.append(clip(0.05))
+        numbers[f"loss {number}"] = backward(model, number)
         optimizer.step()
         optimizer.zero_grad()
-    numbers = {f"loss {number}": loss for number, loss in enumerate(losses)}
     state = optimizer.state_dict()["state"]
     numbers |= {f"state {i} {key}": torch.as_tensor(value) for i in state for key, value in state[i].items()}
     return {key: value.clone() for key, value in (numbers | model.state_dict()).items()}
 
 
 @contextmanager
-def paged(kind: str, budget: str, directory: Path) -> Iterator[tuple[nn.Module, Engine, Any]]:
-    floor, need = needs(tanh_stack(WIDTH, LAYERS), directory, kind, optimizer=adamw)
+def at_floor(kind: str, directory: Path) -> Iterator[tuple[nn.Module, Any]]:
+    floor, _ = needs(tanh_stack(WIDTH, LAYERS), directory, kind, optimizer=adamw)
     model = tanh_stack(WIDTH, LAYERS)
-    with on_pages(model, kind, floor + (need - floor) // 3 * (budget == "third"), directory) as engine:
-        yield model, engine, engine.bind_optimizer(adamw(model))
+    with on_pages(model, kind, floor, directory) as engine:
+        yield model, engine.bind_optimizer(adamw(model))
 
 
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host+disk"])
-@pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(
     ("call", "code"),
-    [
-        ("pwritev", errno.EIO),
-        ("pwritev", errno.ENOSPC),
-        ("pwritev", errno.EINTR),
-        ("pwritev", SHORT),
-        ("preadv", errno.EIO),
-        ("preadv", errno.EINTR),
-        ("preadv", SHORT),
-    ],
+    [("pwritev", errno.EIO), ("pwritev", errno.ENOSPC), ("pwritev", SHORT), ("preadv", errno.EIO), ("preadv", SHORT)],
     ids=str,
 )
-@pytest.mark.parametrize("budget", ["third", "floor"])
-@pytest.mark.parametrize("begin", range(0, APART, 8))
-@pytest.mark.thinned(12)
+@pytest.mark.parametrize("begin", [0, 8, 40])
+@pytest.mark.thinned(4)
 def test_a_transfer_that_fails_once_changes_no_number(
     call: str,
     code: int,
     begin: int,
-    budget: str,
-    clipped: bool,
     kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At the floor parts of tensors are stored by themselves, otherwise they are whole."""
     plain = tanh_stack(WIDTH, LAYERS)
-    clip = torch.nn.utils.clip_grad_norm_
-    expected = train(plain, adamw(plain), (lambda most: clip(plain.parameters(), most)) if clipped else None)
+    expected = train(plain, adamw(plain))
 
     disk = FailsOnce(call, code)
     monkeypatch.setattr("ptm_accel.memory.disk.Io", disk.io)
-    number, met, told = begin, 0, 0
+    number, met = begin, 0
     while True:
         caplog.clear()
         disk.at, disk.calls, disk.met = None, 0, False
-        with paged(kind, budget, tmp_path) as (model, engine, optimizer):
+        with at_floor(kind, tmp_path) as (model, optimizer):
             disk.at, disk.calls = number, 0
-            numbers = train(model, optimizer, engine.clip_grad_norm_ if clipped else None)
+            numbers = train(model, optimizer)
             assert numbers.keys() == expected.keys()
             for key, value in expected.items():
                 assert same_bits(numbers[key], value), (key, number)
         if not disk.met:
             break
-        if code not in (SHORT, errno.EINTR):
+        if code != SHORT:
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-            said = any(f"(errno {code})" in text and str(tmp_path) in text for text in warnings)
-            # What was read ahead, and given up before it was there, may fail without a word.
-            assert said or call == "preadv", (number, warnings)
-            told += said
+            assert any(f"[Errno {code}]" in text and str(tmp_path) in text for text in warnings), (number, warnings)
         met += 1
         number += APART
     assert met > 1, "the run has fewer transfers than this test is for"
-    assert told or code in (SHORT, errno.EINTR), "no failure was told of"

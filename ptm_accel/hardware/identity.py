@@ -10,7 +10,6 @@ import psutil
 import torch
 
 from ptm_accel.hardware.profile import Fingerprint
-from ptm_accel.memory.cores import usable_cores
 from ptm_accel.units import GIB
 
 _PROC = Path("/proc")
@@ -28,7 +27,7 @@ def machine_fingerprint(proc: Path = _PROC) -> Fingerprint:
     gpus = sorted(_field(file, "Model") for file in (proc / "driver/nvidia/gpus").glob("*/information"))
     return Fingerprint(
         cpu=_field(proc / "cpuinfo", "model name") or platform.processor() or platform.machine(),
-        cores=len(usable_cores()),
+        cores=len(os.sched_getaffinity(0)),
         memory_gib=round(psutil.virtual_memory().total / GIB),
         kernel=platform.release(),
         torch=str(torch.__version__),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
+from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.memory.copies import joined
 from ptm_accel.memory.paged import PagedTensor, Place
 
@@ -34,13 +34,8 @@ class Ahead:
         """
         pool = self._pool
         with pool.lock:
-            if tensor.unsaved:
-                pool.room.collect()
             if tensor.place is not Place.AWAY:
                 return tensor.place is not Place.BLANK
-            if tensor.unsaved and pool.room.has_failed(tensor):
-                # A part of it has to be stored again first.
-                return False
             if pool.owed is not None and pool.owed.elsewhere(tensor):
                 return False
             needed = tensor.slot_bytes + beside_bytes
@@ -54,12 +49,6 @@ class Ahead:
                 # A card whose free memory is in pieces, or that others fill. Whoever must have the tensor makes room,
                 # or is told; a step that cannot go on is refused at its end at the latest.
                 return False
-            except DiskError as error:
-                # Whoever must have it tries again.
-                pool.traffic.retries.note(error)
-                return False
-            if tensor.place.resident:
-                return True
             if load is None:
                 pool.extents.settle_in(tensor, Place.DIRTY)
                 return True
@@ -68,24 +57,18 @@ class Ahead:
             return True
 
     def receive(self, tensor: PagedTensor) -> None:
-        """Waits for a tensor that was sent for: ARRIVING -> CLEAN. One that did not come is fetched.
+        """Waits for a tensor that was sent for: ARRIVING -> CLEAN.
 
         Raises:
-            DiskError: the load failed, twice; the tensor is away again.
+            DiskError: the load failed; the tensor is away again.
         """
         pool, load = self._pool, tensor.arrival
         assert load is not None
         try:
             pool.traffic.order(load)
-        except DiskError as error:
-            self.turn_back(tensor)
-            pool.traffic.retries.note(error)
         except BaseException:
             self.turn_back(tensor)
             raise
-        if tensor.place is Place.AWAY:
-            pool.extents.bring(tensor)
-            return
         pool.stats.hits += 1
         tensor.arrival = None
         pool.extents.settle_in(tensor, pool.extents.place_when_loaded(tensor))
@@ -101,36 +84,25 @@ class Ahead:
         del extent
         pool.room.leave(octets, block, reservation, load)
 
-    def evict(self, tensor: PagedTensor) -> bool:
+    def evict(self, tensor: PagedTensor) -> None:
         """As `Pool.evict`, without waiting: the store runs beside compute, and the memory is free once it has ended.
-
-        If the store fails, the tensor is given its memory back as soon as that is seen (`Salvage`).
-
-        Returns:
-            whether it leaves. It does not where stores fail; whoever must have its room has it stored, and is told.
 
         Raises:
             BudgetError: the home has no room; nothing has changed.
+            DiskError: the disk has failed.
         """
         pool = self._pool
         with pool.lock:
             if tensor.place.resident:
                 tensor.note_changes()
-            try:
-                if tensor.place is not Place.DIRTY:
-                    pool.evict(tensor)
-                    return True
-                assert not tensor.pins and pool.home is not None, tensor
-                if pool.traffic.doubtful:
-                    return False
-                pool.traffic.start_store_whole(tensor)
-            except DiskError as error:
-                pool.traffic.doubt(error)
-                return False
+            if tensor.place is not Place.DIRTY:
+                pool.evict(tensor)
+                return
+            assert not tensor.pins and pool.home is not None, tensor
+            pool.traffic.start_store_whole(tensor)
             pool.stats.evictions += 1
             pool.extents.let_go(tensor, joined(tensor.stores))
             tensor.place = Place.AWAY
-            return True
 
     def make_way(self, nbytes: int) -> bool:
         """Has idle tensors leave so that there will be room, without waiting, as long as the home takes them.
@@ -144,8 +116,7 @@ class Ahead:
                 room.collect()
             while nbytes > pool.budget.free_bytes + room.ending_bytes and (victim := pool.victim()) is not None:
                 try:
-                    if not self.evict(victim):
-                        break
+                    self.evict(victim)
                 except BudgetError:
                     # The home is full. Whoever must have the room will be told.
                     break

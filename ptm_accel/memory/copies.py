@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ptm_accel.memory.raising import raise_first
 from ptm_accel.memory.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+def raise_first(kept: list[BaseException]) -> None:
+    """Raises the first of some errors, if there is any, and empties the list, known to nobody else.
+
+    What is raised refers to the frames that it passes: were it in a list or a name there, that would be a cycle, and
+    the memory of what they hold in use until the collector comes by.
+    """
+    if kept:
+        error = kept[0]
+        kept.clear()
+        try:
+            raise error
+        finally:
+            del error
+
+
+def close_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Does all steps in order: threads, files and memory would stay for good where an error kept one from being done.
+
+    Raises:
+        BaseException: the first error of a step; later ones are logged.
+    """
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            if errors:
+                logger.error("closing failed a further time", exc_info=error)
+            errors.append(error)
+    raise_first(errors)
 
 
 def finish(transfers: Sequence[Transfer]) -> None:
@@ -118,7 +152,7 @@ class Chained:
         # Those before, if one of them has failed: asked again, each has an error of its own for whoever asks.
         self._failed: Sequence[Transfer] = ()
         self._error: BaseException | None = None
-        # A handler of signals may ask while this thread is asking.
+        # The collector may close a pool, which asks, while this thread is asking.
         self._lock = threading.RLock()
 
     def done(self) -> bool:
@@ -147,7 +181,7 @@ class Chained:
                 self._begin()
             finish(self._failed)
             if self._copy is None:
-                assert self._error is not None, "waited for by a handler of signals, in the middle of being started"
+                assert self._error is not None, "waited for in the middle of being started"
                 raise self._error
             return self._copy
 
@@ -156,9 +190,6 @@ class Chained:
         assert start is not None
         # Ctrl-C may break this off; then nothing has begun.
         failed = settle(before) is not None
-        if self._start is None:
-            # A handler of signals has asked meanwhile.
-            return
         # Dropped together with the tensors that it holds.
         self._start, self._before = None, ()
         if failed:

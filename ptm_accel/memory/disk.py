@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import weakref
 from collections.abc import Sequence
@@ -13,17 +12,14 @@ import torch
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
-from ptm_accel.memory.channels import Channels
-from ptm_accel.memory.cores import bound
 from ptm_accel.memory.disk_transfer import DiskSlot, DiskTransfer
 from ptm_accel.memory.diskio import Lanes
 from ptm_accel.memory.mapping import FilePiece, private_run
+from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.scratch import Direction, Io, ScratchFile
-from ptm_accel.memory.slots import Segment, StripedSlots
+from ptm_accel.memory.slots import StripedSlots
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
-
-logger = logging.getLogger(__name__)
 
 GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
 """Slots are multiples of this: of what direct transfers ask for, and of what can be mapped."""
@@ -43,18 +39,6 @@ def bounce_bytes(paths: int, block_bytes: int, io_threads_per_path: int = IO_THR
     return paths * io_threads_per_path * block_bytes
 
 
-def _opened(io: Io, files: Sequence[ScratchFile], per_file: int) -> Channels | None:
-    """What is moved in the background, if anything can be."""
-    if io.background is None or bound():
-        # Threads of the C library would share the one core of the thread that trains.
-        return None
-    try:
-        return Channels(io.background(), [file.fd if file.direct else -1 for file in files], per_file)
-    except OSError as error:
-        logger.info("nothing is moved in the background (%s): threads of Python move what is on disk", error)
-        return None
-
-
 def _refuse_buffers_beyond(host: Budget, buffers_bytes: int, block_bytes: int) -> None:
     if buffers_bytes > host.capacity_bytes:
         raise BudgetError(
@@ -68,9 +52,8 @@ class DiskTier:
     """Keeps bytes in scratch files (see `Home`); the handles are `DiskSlot`s.
 
     Offsets and lengths may be odd and tensors unaligned; what is not aligned goes through bounce buffers. Reading
-    bytes that were never written is allowed and gives anything. A failed store is raised by its `wait`, and by the
-    next `new`, `store` or `load` of the tier if nobody has waited for it; what it was to write cannot be read until it
-    has been stored again.
+    bytes that were never written is allowed and gives anything. A transfer that fails is made once more; if that fails
+    too the tier has failed, and every later call but `free` and `close` raises that first error.
 
     Args:
         paths: one folder for each scratch file; the best is one for each drive.
@@ -80,7 +63,6 @@ class DiskTier:
         weights: the speed of each path; equal by default.
         staging: the host budget that bounce buffers are charged to.
         io: the system calls, for tests.
-        announces: whether a later call raises the error of a store; not where whoever stores looks at each of them.
 
     Raises:
         DiskError: a path cannot be used.
@@ -96,7 +78,6 @@ class DiskTier:
         weights: Sequence[float] | None = None,
         staging: Budget | None = None,
         io: Io | None = None,
-        announces: bool = True,
     ) -> None:
         weights = [1.0] * len(paths) if weights is None else weights
         assert paths and len(weights) == len(paths) and min(weights) > 0, f"weights {weights} for paths {paths}"
@@ -105,7 +86,6 @@ class DiskTier:
         io = io or Io()
         self.tier = Tier.DISK
         self.budget = budget
-        self._announces = announces
         self._live: set[DiskSlot] = set()
         self._staging: Reservation | None = None
         with ExitStack() as undo:
@@ -118,14 +98,11 @@ class DiskTier:
                 _refuse_buffers_beyond(staging, buffers_bytes, block_bytes)
                 self._staging = staging.reserve(buffers_bytes, Tag.STAGING, "the bounce buffers of the disk tier")
                 undo.callback(self._staging.release)
-            channels = _opened(io, self._files, io_threads_per_path)
-            if channels is not None:
-                undo.callback(channels.close)
-            self._lanes = Lanes(self._files, io_threads_per_path, block_bytes, channels)
+            self._lanes = Lanes(self._files, io_threads_per_path, block_bytes)
             undo.pop_all()
         self._slots = StripedSlots(weights, block_bytes, self._limit_bytes, self._grow)
         # A tier that was forgotten, or is open at exit, ends its threads all the same.
-        self._shut = weakref.finalize(self, self._lanes.close)
+        self._shut = weakref.finalize(self, do_elsewhere_if_own, self._lanes.close)
 
     @property
     def bytes_read(self) -> int:
@@ -157,25 +134,15 @@ class DiskTier:
         """Whether nothing can be started any more."""
         return not self._shut.alive
 
-    def preallocate(self, nbytes: int) -> None:
-        """Grows the scratch files to `nbytes` together (at most to the limit), so that a full disk shows now.
-
-        Raises:
-            DiskError: there is no room.
-        """
-        with self._lanes.lock:
-            self._lanes.require_open("preallocation")
-            self._slots.preallocate(nbytes, GRAIN_BYTES)
-
     def new(self, nbytes: int, tag: Tag, name: str) -> DiskSlot:
         """Charges and reserves room for `nbytes`, rounded up; contents undefined.
 
         Raises:
             BudgetError: no room under the budget.
-            DiskError: no room on the disk, or an earlier store failed.
+            DiskError: no room on the disk, or the tier has failed.
         """
         assert nbytes > 0, f"slot of {nbytes} bytes for {name}"
-        self._start_call(f"reserving room for {name}")
+        self._lanes.require_open(f"reserving room for {name}")
         nbytes = round_up(nbytes, GRAIN_BYTES)
         reservation = self.budget.reserve(nbytes, tag, name)
         try:
@@ -203,7 +170,7 @@ class DiskTier:
         """Starts copying `source` to the handle's bytes from `offset` on; it must not change until that is done.
 
         Raises:
-            DiskError: the tier is closed, or an earlier store failed.
+            DiskError: the tier is closed, or has failed.
         """
         return self._start(Direction.WRITE, handle, offset, source)
 
@@ -211,7 +178,7 @@ class DiskTier:
         """Starts copying the handle's bytes from `offset` on into `into`.
 
         Raises:
-            DiskError: the tier is closed, or an earlier store failed.
+            DiskError: the tier is closed, or has failed.
         """
         return self._start(Direction.READ, handle, offset, into)
 
@@ -221,7 +188,7 @@ class DiskTier:
         Valid until the handle is next stored to or freed; it may outlive `close`.
 
         Raises:
-            DiskError: the bytes are lost, the tier is closed, or the file cannot be mapped.
+            DiskError: the tier is closed, or has failed, or the file cannot be mapped.
         """
         with self._lanes.lock:
             pieces = self.pieces(handle)
@@ -234,19 +201,19 @@ class DiskTier:
         """Where the bytes lie in the scratch files, in order, once its transfers have ended; for mapping them.
 
         Raises:
-            DiskError: the bytes are lost, or the tier is closed.
+            DiskError: the tier is closed, or has failed.
         """
         self._lanes.wait_until(lambda: not handle.running, f"the transfers of {handle.name}")
         with self._lanes.lock:
-            self._lanes.require_open("snapshot", handle.name)
+            self._lanes.require_open(f"snapshot of {handle.name}")
             self._check(handle, 0, handle.nbytes)
-            if (failure := handle.failure_in(0, handle.nbytes)) is not None:
-                raise failure.error()
             return [FilePiece(self._files[path].fd, offset, nbytes) for path, offset, nbytes in handle.segments]
 
     def close(self) -> None:
         """Ends the threads after all running transfers, closes the files and gives all charges back. Idempotent."""
         self._shut()
+        if self._lanes.inherited:
+            return
         with self._lanes.lock:
             for slot in list(self._live):
                 self._drop(slot)
@@ -261,30 +228,17 @@ class DiskTier:
             self.budget.check_integrity()
             held = sum(slot.nbytes for slot in self._live)
             charged = sum(slot.reservation.nbytes for slot in self._live if slot.reservation.live)
-            backed = all(self._is_backed(segment) for slot in self._live for segment in slot.segments)
-            sizes = [file.size_bytes for file in self._files] == [file.size_bytes for file in self._slots.files]
-            if not (held == charged == self._slots.used_bytes and backed and sizes):
+            sizes = [file.size_bytes for file in self._files] == [file.size for file in self._slots.files]
+            if not (held == charged == self._slots.used_bytes and sizes):
                 raise AssertionError(
                     f"disk tier: slots hold {held}, charged {charged}, used in files {self._slots.used_bytes} of "
-                    f"{self._slots.size_bytes}, all slots in use: {backed}, lengths agree: {sizes}"
+                    f"{self._slots.size_bytes}, lengths agree: {sizes}"
                 )
-
-    def _start_call(self, what: Direction | str, name: str = "") -> None:
-        self._lanes.require_open(what, name)
-        # Looked at without the lock, which all transfers share: one that fails a moment later is told of with the next.
-        if not self._lanes.failed_stores:
-            return
-        with self._lanes.lock:
-            while self._lanes.failed_stores:
-                store = self._lanes.failed_stores.popleft()
-                if self._announces and not store.seen and store.failure is not None:
-                    store.seen = True
-                    raise store.failure.error()
 
     def _start(self, direction: Direction, handle: DiskSlot, offset: int, buffer: torch.Tensor) -> DiskTransfer:
         flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
         assert flat and buffer.is_cpu, f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
-        self._start_call(direction, handle.name)
+        self._lanes.require_open(f"{direction.value} of {handle.name}")
         self._check(handle, offset, buffer.numel())
         transfer = DiskTransfer(self._lanes, handle, direction, offset, buffer)
         if not transfer.done():
@@ -301,9 +255,6 @@ class DiskTier:
         # Room first, charge second: who gets the charge relies on the room.
         self._slots.free(slot.segments)
         slot.reservation.release()
-
-    def _is_backed(self, segment: Segment) -> bool:
-        return self._slots.files[segment.path].is_used(segment.offset, segment.nbytes)
 
     def _limit_bytes(self) -> int:
         return self.budget.capacity_bytes // GRAIN_BYTES * GRAIN_BYTES

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Failure(NamedTuple):
-    """Why a transfer failed, kept so that each call that meets it can raise an error of its own."""
+    """Why the disk tier has failed, kept so that each call can raise an error of its own."""
 
     number: int
     text: str
@@ -45,7 +45,6 @@ class DiskSlot:
         segments: where they lie, in order.
         reservation: the charge.
         running: transfers that have not ended.
-        lost: what failed stores were to write, as (begin, end, why): not to be read until it has been stored again.
     """
 
     name: str
@@ -53,28 +52,10 @@ class DiskSlot:
     segments: list[Segment]
     reservation: Reservation
     running: list[DiskTransfer] = field(default_factory=list)
-    lost: list[tuple[int, int, Failure]] = field(default_factory=list)
     _starts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._starts = [0, *accumulate(segment.nbytes for segment in self.segments)]
-
-    def failure_in(self, begin: int, end: int) -> Failure | None:
-        """Why bytes [begin, end) are not to be trusted, if they are not."""
-        return next((why for first, last, why in self.lost if first < end and begin < last), None)
-
-    def lose(self, begin: int, end: int, failure: Failure) -> None:
-        """A store of these bytes has failed."""
-        self.lost.append((begin, end, failure))
-
-    def find(self, begin: int, end: int) -> None:
-        """A store of these bytes has ended well."""
-        parts = [
-            part
-            for first, last, why in self.lost
-            for part in ((first, min(last, begin), why), (max(first, end), last, why))
-        ]
-        self.lost = [part for part in parts if part[0] < part[1]]
 
     def cut(self, offset: int, nbytes: int) -> Iterator[Segment]:
         """The segments of a part of the slot."""
@@ -96,11 +77,6 @@ class Piece(NamedTuple):
     offset: int
     nbytes: int
 
-    @property
-    def aligned(self) -> bool:
-        """Whether it can be moved past the page cache as it is."""
-        return (self.address | self.offset | self.nbytes) % ALIGN_BYTES == 0
-
 
 class DiskTransfer:
     """A started move of bytes between a tensor and a part of a slot (see `Transfer`).
@@ -109,8 +85,7 @@ class DiskTransfer:
         slot: whose bytes.
         direction: which way.
         nbytes: how many.
-        failure: the first thing that went wrong, if any.
-        seen: whether somebody has been told of the failure.
+        failure: why it could not be made, if that is so.
         unfinished: pieces that have not been moved or given up yet.
         begin: of the first block of the slot that it touches.
         end: of the last.
@@ -123,21 +98,17 @@ class DiskTransfer:
         self.direction = direction
         self.nbytes = buffer.numel()
         self.failure: Failure | None = None
-        self.seen = False
         self.blockers = 0
         self.followers: list[DiskTransfer] = []
         self.pieces = list(_pieces(self, offset, buffer.data_ptr(), lanes.block_bytes))
         self.unfinished = len(self.pieces)
         self.begin = offset // ALIGN_BYTES * ALIGN_BYTES
         self.end = round_up(offset + self.nbytes)
-        self._offset = offset
         self._buffer: torch.Tensor | None = buffer
         self._lanes = lanes
 
     def done(self) -> bool:
         """Whether it has ended, well or not; never blocks."""
-        if self.unfinished:
-            self._lanes.look()
         return self.unfinished == 0
 
     def wait(self) -> None:
@@ -150,7 +121,6 @@ class DiskTransfer:
         if not self.done():
             self._lanes.wait_until(self.done, f"{self.direction.value} of {self.slot.name}")
         if self.failure is not None:
-            self.seen = True
             raise self.failure.error()
 
     def order(self) -> None:
@@ -161,15 +131,6 @@ class DiskTransfer:
         """Whether the two touch the same blocks of their slot and one of them writes."""
         overlap = self.begin < other.end and other.begin < self.end
         return overlap and Direction.WRITE in (self.direction, other.direction)
-
-    def note_end(self) -> None:
-        """Notes in the slot what a store that has ended has done to it."""
-        if self.failure is not None:
-            # The ends of their blocks that are not ours were read and written back.
-            self.slot.lose(self.begin, self.end, self.failure)
-        elif self.slot.lost:
-            end = (self._offset + self.nbytes) // ALIGN_BYTES * ALIGN_BYTES
-            self.slot.find(round_up(self._offset), end)
 
     def let_go(self) -> None:
         """Drops the tensor, and the pieces, which refer back to this."""

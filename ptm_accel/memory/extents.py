@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ptm_accel.errors import DiskError
-from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.paged import Extent, PagedTensor, Place
 from ptm_accel.memory.transfer import Transfer
 
@@ -43,10 +41,6 @@ class Extents:
         reservation, block = self._pool.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
         octets = block.buffer
         assert octets is not None
-        if tensor.extent is not None:
-            # It has come back, since its store failed while room was made for it.
-            self._pool.room.leave(octets, block, reservation)
-            return tensor.extent
         used = octets if tensor.nbytes == block.nbytes else octets[: tensor.nbytes]
         tensor.extent = Extent(used.view(tensor.dtype).view(tensor.shape), octets, block, reservation)
         return tensor.extent
@@ -67,7 +61,7 @@ class Extents:
 
         Raises:
             BudgetError: no room can be made.
-            DiskError: the transfer failed, twice, or a part of it could not be stored.
+            DiskError: the transfer failed.
         """
         pool = self._pool
         pool.stats.faults += 1
@@ -75,28 +69,12 @@ class Extents:
             self.make(tensor).tensor.fill_(tensor.fill)
             self.settle_in(tensor, Place.DIRTY)
             return
-        pool.salvage.mend(tensor)
-        again = False
-        while not tensor.place.resident:
-            try:
-                self._load(tensor)
-            except DiskError as error:
-                # It was behind a store, perhaps, that has failed; its bytes are still here.
-                if not pool.salvage.mend(tensor):
-                    if again:
-                        raise
-                    again = True
-                pool.traffic.retries.note(error)
-
-    def _load(self, tensor: PagedTensor) -> None:
         load = self.begin_load(tensor)
-        if tensor.place.resident:
-            return
         try:
-            if (adviser := self._pool.listener) is not None:
+            if (adviser := pool.listener) is not None:
                 adviser.awaited(tensor)
             if load is not None:
-                self._pool.traffic.order(load)
+                pool.traffic.order(load)
         except BaseException:
             self.take_back(tensor)
             raise
@@ -104,8 +82,6 @@ class Extents:
 
     def begin_load(self, tensor: PagedTensor, *, moves: bool = True) -> Transfer | None:
         """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
-
-        One that could not be stored may have come back while room was made: it is resident then.
 
         Args:
             tensor: which one.
@@ -116,8 +92,6 @@ class Extents:
             DiskError: an earlier store of it failed.
         """
         extent = self.make(tensor, moves=moves)
-        if tensor.place.resident:
-            return None
         try:
             return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor)
         except BaseException:
@@ -146,7 +120,7 @@ class Extents:
         self._pool.room.leave(extent.octets, extent.block, extent.reservation)
 
     def let_go(self, tensor: PagedTensor, store: Transfer | None = None) -> None:
-        """Takes the extent from `tensor`; its memory is free once nobody views it and `store` has ended, well."""
+        """Takes the extent from `tensor`; its memory is free once nobody views it and `store` has ended."""
         extent = tensor.extent
         assert extent is not None
         if tensor.occupant is not None:
@@ -154,6 +128,5 @@ class Extents:
         self._pool.shelf.take(tensor)
         tensor.extent = None
         octets, block, reservation = extent.octets, extent.block, extent.reservation
-        unsaved = None if store is None else Unsaved(tensor, 0, octets, extent)
         del extent
-        self._pool.room.leave(octets, block, reservation, store, unsaved)
+        self._pool.room.leave(octets, block, reservation, store)

@@ -15,11 +15,9 @@ from typing import Any
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.copies import finish, settle
+from ptm_accel.memory.copies import finish, raise_first, settle
 from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState
 from ptm_accel.memory.frames import Frame, FramePool
-from ptm_accel.memory.raising import raise_first
-from ptm_accel.memory.retries import Retries
 from ptm_accel.memory.swap_space import SwapSpace
 from ptm_accel.memory.transfer import Home, Transfer
 from ptm_accel.units import format_bytes
@@ -39,7 +37,6 @@ class FramedPages:
         # Pages that have a frame, least recently used first.
         self._framed: OrderedDict[Page, None] = OrderedDict()
         self._lock = threading.RLock()
-        self._retries = Retries()
 
     def make_room(self, nbytes: int) -> int:
         """Spills pages until the host budget has `nbytes` free, for others to charge; returns what is free then.
@@ -119,11 +116,7 @@ class FramedPages:
         self._swap.free(slot)
 
     def _spill(self, victims: Sequence[Page], *, admitting: bool = False) -> None:
-        """Moves pages to disk; what fails is tried once more, and stays in its frame if it fails again."""
-        self._retries.twice(lambda: self._spill_once(victims, admitting))
-
-    def _spill_once(self, victims: Sequence[Page], admitting: bool) -> None:
-        """Starts all writes, then waits for them. Pages that are on disk already are left alone."""
+        """Moves pages to disk: starts all writes, then waits for them. What fails stays in its frame."""
         assert self._swap is not None
         writing: list[tuple[Page, Any, Transfer]] = []
         failures: list[BaseException] = []

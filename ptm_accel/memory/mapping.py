@@ -7,7 +7,6 @@ still count as resident; and direct disk transfers are several times faster on p
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -29,14 +28,12 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _PYBUF_WRITE = 0x200
-_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.restype = ctypes.py_object
@@ -68,7 +65,7 @@ class MappedRun:
         self.address = address
         self.nbytes = nbytes
         # At exit the kernel unmaps, after the last thread that could still touch the bytes.
-        weakref.finalize(self, _LIBC.munmap, address, nbytes).atexit = False
+        weakref.finalize(self, _unmap, os.getpid(), address, nbytes).atexit = False
 
     def tensor(self) -> torch.Tensor:
         """The bytes as a new 1-D `uint8` tensor, whose storage keeps the mapping alive."""
@@ -77,20 +74,17 @@ class MappedRun:
         return torch.frombuffer(array, dtype=torch.uint8)
 
 
-def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Gives the blocks of a part of a file back to its file system; the file is as long as it was.
-
-    Raises:
-        OSError: what the system said; `EOPNOTSUPP` where the file system cannot.
-    """
-    while _LIBC.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes):
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+def _unmap(process: int, address: int, nbytes: int) -> None:
+    # A child made by `fork` may have something else at the addresses of memory that it was not given.
+    if os.getpid() == process:
+        _LIBC.munmap(address, nbytes)
 
 
 def anonymous_run(nbytes: int, purpose: str) -> MappedRun:
     """Maps `nbytes` of fresh memory, aligned to huge pages and asking for them where it is large enough.
+
+    A child made by `fork` is not given the memory (`MADV_DONTFORK`): pages that parent and child share are copied at
+    the next write, and a direct transfer under way could end up in the wrong one of the two copies (see open(2)).
 
     Args:
         nbytes: a positive number of bytes.
@@ -100,17 +94,17 @@ def anonymous_run(nbytes: int, purpose: str) -> MappedRun:
         BudgetError: the machine gives no more memory.
     """
     try:
-        if nbytes < HUGE_PAGE_BYTES:
-            return MappedRun(_map_anonymous(nbytes), nbytes)
-        run = MappedRun(_map_aligned(nbytes), nbytes)
+        run = MappedRun(_map_anonymous(nbytes) if nbytes < HUGE_PAGE_BYTES else _map_aligned(nbytes), nbytes)
     except OSError as error:
         raise BudgetError(
             f"cannot map {format_bytes(nbytes)} of memory for {purpose}: {error.strerror}, although the budget of the "
             f"host allows it; set host_memory lower, to what this machine or container really has, or raise its "
             f"limits (ulimit -v, vm.overcommit_memory, vm.max_map_count)."
         ) from error
-    # Advice only: a kernel without huge pages gives ordinary ones.
-    _LIBC.madvise(run.address, run.nbytes, mmap.MADV_HUGEPAGE)
+    _LIBC.madvise(run.address, run.nbytes, mmap.MADV_DONTFORK)
+    if nbytes >= HUGE_PAGE_BYTES:
+        # Advice only: a kernel without huge pages gives ordinary ones.
+        _LIBC.madvise(run.address, run.nbytes, mmap.MADV_HUGEPAGE)
     return run
 
 

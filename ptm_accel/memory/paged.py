@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
@@ -26,8 +25,6 @@ class Place(enum.Enum):
                               |               |  ^                             |   ^
                               |               |  +--fault-- ARRIVING <-prefetch+   |
                               +--store--------+--drop the extent------------------+        any --drop--> BLANK
-                              ^                                                  |
-                              +--a store that nobody has waited for has failed---+
     BLANK --leave_in_file--> AWAY, in its origin until it is first stored
     CLEAN --lend--> LENT, which leaves as CLEAN or as DIRTY does, whichever it turns out to be
     ```
@@ -128,7 +125,6 @@ class PagedTensor:
         occupant: who is told about comings and goings.
         owner: the pool that has made it.
         stores: stores that may still be running.
-        unsaved: what is in memory that it has let go of, and not known to be in the home yet.
     """
 
     __slots__ = (
@@ -151,7 +147,6 @@ class PagedTensor:
         "stored_bytes",
         "stores",
         "tag",
-        "unsaved",
     )
 
     def __init__(self, name: str, tag: Tag, shape: torch.Size, dtype: torch.dtype, fill: float = 0.0) -> None:
@@ -170,7 +165,6 @@ class PagedTensor:
         self.occupant: Occupant | None = None
         self.owner: Pool | None = None
         self.stores: list[Transfer] = []
-        self.unsaved: list[Unsaved] = []
 
     def become(self, shape: torch.Size, dtype: torch.dtype) -> None:
         """Takes another shape and type; only of a blank tensor, which has no bytes."""

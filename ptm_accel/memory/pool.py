@@ -3,8 +3,8 @@
 It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
 tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
 `Traffic` moves bytes to and from the home, `Extents` gives tensors their memory and takes it back, `Windows` gives
-parts of tensors, `Ahead` makes moves that nobody waits for, `Salvage` sees to what could not be stored, `Snapshots` and
-`Handouts` are for those who look from outside, and the `Shelf` has what may leave, in order.
+parts of tensors, `Ahead` makes moves that nobody waits for, `Snapshots` and `Handouts` are for those who look from
+outside, and the `Shelf` has what may leave, in order.
 
 What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
 (`Ahead`) and moved away beside compute; neither changes what an access returns.
@@ -25,16 +25,13 @@ from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.card_memory import CardMemory
-from ptm_accel.memory.closing import close_all
-from ptm_accel.memory.copies import settle
+from ptm_accel.memory.copies import close_all, settle
 from ptm_accel.memory.extents import Extents
-from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.mapped_files import is_scratch
 from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.room import Room
-from ptm_accel.memory.salvage import Salvage
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.snapshots import Snapshots
 from ptm_accel.memory.tenants import Need, Tenants
@@ -98,7 +95,6 @@ class Pool:
         self.extents = Extents(self)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
-        self.salvage = Salvage(self)
         self.snapshots = Snapshots(self)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
@@ -176,7 +172,6 @@ class Pool:
             if (adviser := self.listener) is not None:
                 adviser.created(tensor)
             copied |= self.copies(tensor)
-            tensor.unsaved.clear()
             # A scratch file is no place for values that training writes again and again.
             copied |= is_scratch(data)
             # Of what torch has yet to conjugate or to negate the bytes are not the values.
@@ -234,7 +229,6 @@ class Pool:
                 tensor.handle = None
             tensor.stored_bytes = 0
             tensor.origin = None
-            tensor.unsaved.clear()
             tensor.place = Place.BLANK
 
     def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
@@ -349,26 +343,18 @@ class Pool:
         """Bytes that could be moved away now."""
         return self.shelf.nbytes
 
-    def occupy(self, tensor: PagedTensor) -> bool:
+    def occupy(self, tensor: PagedTensor) -> None:
         """Makes room for a tensor that is away and will be written whole: AWAY -> DIRTY, and nothing is loaded.
 
         Whoever asks for it writes it before it can leave, or gives the room back (`vacate`).
 
-        Returns:
-            whether it was made; not for one that is there after all, since it could not be stored.
-
         Raises:
             BudgetError: no room can be made.
-            DiskError: a part of it could not be stored.
         """
         with self.lock:
             assert tensor.place is Place.AWAY, tensor
-            self.salvage.settle(tensor)
-            if tensor.place.resident:
-                return False
             self.extents.make(tensor)
             self.extents.settle_in(tensor, Place.DIRTY)
-            return True
 
     def vacate(self, tensor: PagedTensor) -> None:
         """Gives back the room of a tensor that was to be written (`occupy`) and was not: it is as it was."""
@@ -440,10 +426,6 @@ class Pool:
                 if tensor.place is Place.DIRTY:
                     tensor.place = Place.CLEAN
 
-    def give_back(self, unsaved: Unsaved) -> None:
-        """See `Evictor`."""
-        self.salvage.give_back(unsaved)
-
     # ---- looking from outside ----------------------------------------------------------------------------------
 
     def snapshot(self, tensor: PagedTensor) -> torch.Tensor:
@@ -470,7 +452,7 @@ class Pool:
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
             steps += [held.release for held in self._held if held.live]
             self.tenants.pools.remove(self)
-            close_all([*steps, self._tensors.clear, self.room.settle], "a pool")
+            close_all([*steps, self._tensors.clear, self.room.settle])
 
     def tensors(self) -> Iterator[PagedTensor]:
         """All living paged tensors."""

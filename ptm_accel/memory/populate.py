@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 
-from ptm_accel.memory.cores import usable_cores
 from ptm_accel.memory.own_threads import OwnThread
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ def populate(address: int, nbytes: int) -> bool:
     Returns:
         whether all of it is resident; not where the kernel cannot do this, or has not the memory.
     """
-    count = max(1, min(len(usable_cores()), nbytes // _LEAST_BYTES, _MOST_THREADS))
+    count = max(1, min(len(os.sched_getaffinity(0)), nbytes // _LEAST_BYTES, _MOST_THREADS))
     each = -(-nbytes // count // mmap.PAGESIZE) * mmap.PAGESIZE
     done: list[bool] = []
     parts = [(address + begin, min(each, nbytes - begin), done) for begin in range(0, nbytes, each)]
     started: list[OwnThread] = []
     try:
         for part in parts[1:]:
-            thread = OwnThread(_populate, part, "ptm_accel populate", count)
+            thread = OwnThread(_populate, part, "ptm_accel populate")
             thread.start()
             started.append(thread)
     except RuntimeError as error:

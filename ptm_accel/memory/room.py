@@ -20,7 +20,7 @@ from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import settle
-from ptm_accel.memory.leavers import Leaver, Unsaved
+from ptm_accel.memory.leavers import Leaver
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.slabs import Run
@@ -54,10 +54,6 @@ class Evictor(Protocol):
 
     def pinned(self) -> list[PagedTensor]:
         """What cannot be moved because somebody pins it."""
-        ...
-
-    def give_back(self, unsaved: Unsaved) -> None:
-        """Gives a tensor that is away the extent back that could not be stored; it is charged as before."""
         ...
 
 
@@ -153,7 +149,7 @@ class Room:
                         raise
                     left = len(self._leavers)
                     self.collect()
-                    if len(self._leavers) != left or self._wait_for_one() or self.store_again():
+                    if len(self._leavers) != left or self._wait_for_one():
                         continue
                     if self._evict_range(nbytes) or self._evictor.evict_one():
                         continue
@@ -232,7 +228,6 @@ class Room:
         block: Block | None,
         reservation: Reservation,
         transfer: Transfer | None = None,
-        unsaved: Unsaved | None = None,
     ) -> None:
         """Lets go of memory: it is taken back when its last view has died and `transfer` has ended.
 
@@ -241,86 +236,26 @@ class Room:
             block: what the tier takes back; None for memory of torch's.
             reservation: the charge.
             transfer: reads or writes it.
-            unsaved: what `transfer` is to save: where it fails the memory stays for that.
         """
         storage = StorageWeakRef(octets.untyped_storage())
         if block is not None:
             block.buffer = None
         with self._lock:
             kept = octets if block is None and transfer is not None else None
-            if unsaved is not None:
-                unsaved.tensor.unsaved.append(unsaved)
-            self._leavers.append(Leaver(storage, block, reservation, transfer, kept, unsaved))
+            self._leavers.append(Leaver(storage, block, reservation, transfer, kept))
 
     def collect(self) -> None:
-        """Takes back the memory of leavers that nobody uses any more; what could not be stored has its memory again."""
+        """Takes back the memory of leavers that nobody uses any more."""
         with self._lock:
             still: list[Leaver] = []
-            back: list[Leaver] = []
             for leaver in self._leavers:
-                if (failure := leaver.look()) is not None:
-                    self._traffic.doubt(failure)
-                if leaver.transfer is not None:
-                    still.append(leaver)
-                    continue
-                if leaver.comes_back:
-                    back.append(leaver)
-                if not leaver.unused:
+                if not leaver.is_unused():
                     still.append(leaver)
                     continue
                 leaver.reservation.release()
                 if leaver.block is not None:
                     self.compute.recycle(leaver.block)
             self._leavers = still
-            for leaver in back:
-                # Whoever is told of it may come back here, or raise.
-                if leaver.comes_back and leaver.unsaved is not None:
-                    self._leavers.remove(leaver)
-                    self._evictor.give_back(leaver.unsaved)
-
-    def store_again(self, tensor: PagedTensor | None = None) -> bool:
-        """Stores parts of tensors whose store has failed once more, and waits for that.
-
-        Args:
-            tensor: only those of this one.
-
-        Returns:
-            whether there was any.
-
-        Raises:
-            DiskError: it failed twice more; the part is kept all the same.
-        """
-        with self._lock:
-            failed = [each for each in self._failed_parts if tensor is None or each.is_of(tensor)]
-            for leaver in failed:
-                self._traffic.retries.twice(partial(self._store_part, leaver))
-            return bool(failed)
-
-    def _store_part(self, leaver: Leaver) -> None:
-        assert leaver.unsaved is not None
-        leaver.transfer = self._traffic.store_part_again(leaver.unsaved)
-        with self._traffic.stalled():
-            leaver.transfer.wait()
-        self._traffic.doubtful = False
-        leaver.look()
-
-    def wait_for(self, tensor: PagedTensor) -> None:
-        """Waits for the stores of a tensor's leaving memory, whether they end well or not.
-
-        Raises:
-            DiskError: one can never end.
-        """
-        for leaver in [each for each in self._leavers if each.is_of(tensor)]:
-            if leaver.transfer is not None:
-                self._wait(leaver.transfer)
-
-    def has_failed(self, tensor: PagedTensor) -> bool:
-        """Whether a part of the tensor is here that could not be stored."""
-        return any(leaver.is_of(tensor) for leaver in self._failed_parts)
-
-    @property
-    def _failed_parts(self) -> list[Leaver]:
-        return [leaver for leaver in self._leavers if leaver.failed_part]
 
     def glance(self) -> None:
         """Called in forwards: where all pages are there already, nothing is charged, and other memory still grows."""
@@ -363,8 +298,7 @@ class Room:
         """What could be charged now if everything idle were moved away and every running transfer had ended."""
         with self._lock:
             self.collect()
-            failed = sum(leaver.reservation.nbytes for leaver in self._failed_parts)
-            return self.budget.free_bytes + self.ending_bytes + failed + self._evictor.idle_bytes
+            return self.budget.free_bytes + self.ending_bytes + self._evictor.idle_bytes
 
     @property
     def ending_bytes(self) -> int:
@@ -379,17 +313,13 @@ class Room:
     def _make_room(self, nbytes: int, name: str) -> None:
         self.collect()
         while nbytes > self.budget.free_bytes:
-            if not self._wait_for_one() and not self.store_again() and not self._evictor.evict_one():
+            if not self._wait_for_one() and not self._evictor.evict_one():
                 # The last transfer may have ended since its memory was last asked for.
                 self.collect()
                 short = nbytes > self.budget.free_bytes
-                if short and self._running() is None and not self._came_back():
+                if short and self._running() is None:
                     raise self._refusal(nbytes, name)
             self.collect()
-
-    def _came_back(self) -> bool:
-        """Whether there is something to store, where there was nothing: a store has failed."""
-        return self._evictor.idle_bytes > 0 or bool(self._failed_parts)
 
     def _running(self) -> Transfer | None:
         """A transfer that still uses memory that is leaving."""

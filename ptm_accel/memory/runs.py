@@ -25,6 +25,17 @@ class RunSpace:
         """All free gaps as (start, length), in order."""
         return [(start, self._lengths[start]) for start in self._starts]
 
+    @property
+    def tail(self) -> int:
+        """Length of the gap at the end of the range; 0 if the end is taken."""
+        length = self._lengths[self._starts[-1]] if self._starts else 0
+        return length if length and self._starts[-1] + length == self.size else 0
+
+    def extend(self, length: int) -> None:
+        """Adds a free run at the end of the range."""
+        self.size += length
+        self.give(self.size - length, length)
+
     def take(self, length: int, align: int = 1) -> int | None:
         """Takes a run of `length` that starts at a multiple of `align`; None if no gap holds one."""
         assert length > 0 and align > 0

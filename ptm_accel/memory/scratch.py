@@ -11,11 +11,11 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.background import Background, CLibrary
-from ptm_accel.memory.mapping import MappedRun, anonymous_run, punch_hole, view_at
+from ptm_accel.memory.mapping import MappedRun, anonymous_run, view_at
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
 
@@ -34,31 +34,13 @@ class Direction(enum.Enum):
     WRITE = "write"
 
 
+@dataclass(frozen=True, slots=True)
 class Io:
-    """The system calls that move and reserve bytes, as one value, so that a test can put failing ones in place.
+    """The system calls that move and reserve bytes, as one value, so that a test can put failing ones in place."""
 
-    Args:
-        preadv: as `os.preadv`.
-        pwritev: as `os.pwritev`.
-        fallocate: as `os.posix_fallocate`.
-        punch: as `mapping.punch_hole`.
-        background: makes what carries transfers out in the background; None for nothing. By default the C library does,
-            but where one of the first two is another call, since that would be gone round.
-    """
-
-    def __init__(
-        self,
-        preadv: Callable[[int, list[memoryview], int], int] | None = None,
-        pwritev: Callable[[int, list[memoryview], int], int] | None = None,
-        fallocate: Callable[[int, int, int], None] = os.posix_fallocate,
-        punch: Callable[[int, int, int], None] = punch_hole,
-        background: Callable[[], Background] | None = None,
-    ) -> None:
-        self.preadv = preadv or os.preadv
-        self.pwritev = pwritev or os.pwritev
-        self.fallocate = fallocate
-        self.punch = punch
-        self.background = background or (CLibrary if preadv is None and pwritev is None else None)
+    preadv: Callable[[int, list[memoryview], int], int] = os.preadv
+    pwritev: Callable[[int, list[memoryview], int], int] = os.pwritev
+    fallocate: Callable[[int, int, int], None] = os.posix_fallocate
 
 
 class ScratchFile:
@@ -107,14 +89,6 @@ class ScratchFile:
         except OSError as error:
             raise self._full(least, error) from error
         return least
-
-    def punch(self, offset: int, nbytes: int) -> None:
-        """Gives the blocks of a part that nobody uses back to the file system.
-
-        Raises:
-            OSError: what the system said.
-        """
-        self._io.punch(self.fd, offset, nbytes)
 
     def move(self, direction: Direction, address: int, offset: int, nbytes: int, bounce: MappedRun | None) -> None:
         """Moves bytes between memory and the file, whatever their alignment.

@@ -11,7 +11,7 @@ import torch
 
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tier
-from ptm_accel.memory.closing import close_all
+from ptm_accel.memory.copies import close_all
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
@@ -96,7 +96,7 @@ class Memory:
         # A fork shares the memory under a device with the process that trains, and has none of its threads.
         if self.is_own:
             self.users.remove(self)
-            close_all([self.pool.close, *(part.close for part in self.parts if not self.users)], "memory")
+            close_all([self.pool.close, *(part.close for part in self.parts if not self.users)])
 
     def check_integrity(self) -> None:
         """Checks the conservation laws of every tier."""
@@ -145,7 +145,6 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
             block_bytes=capacities.page_bytes,
             weights=capacities.disk_weights,
             staging=host,
-            announces=False,
         )
     if isinstance(device, torch.device) and device.type == "cpu":
         arena = HostArena(host)

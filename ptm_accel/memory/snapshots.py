@@ -40,7 +40,6 @@ class Snapshots:
             pool.owed.finish()
         if tensor.place is Place.BLANK:
             return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
-        pool.salvage.settle(tensor)
         if tensor.place is Place.ARRIVING:
             pool.ahead.receive(tensor)
         if tensor.extent is not None and tensor.origin is not None:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.copies import Keeping, finish, joined, settle
-from ptm_accel.memory.leavers import Unsaved
-from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.retries import Retries
+from ptm_accel.memory.copies import Keeping, finish, joined
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
@@ -49,19 +47,12 @@ class Traffic:
         home: where bytes go when there is no room; None if there is no such place.
         stats: what is counted.
         timeline: of the device that computes; None where compute is carried out as it is called.
-
-    Attributes:
-        doubtful: a store that nobody waited for has failed, and none has ended well since. Until one does, none is
-            started that nobody waits for.
-        retries: transfers that failed and are made again.
     """
 
     def __init__(self, home: Home | None, stats: PoolStats, timeline: Timeline | None = None) -> None:
         self.home = home
         self.stats = stats
         self.timeline = timeline
-        self.doubtful = False
-        self.retries = Retries()
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
@@ -72,11 +63,6 @@ class Traffic:
                 yield
         finally:
             self.stats.stall_s += time.perf_counter() - begin
-
-    def doubt(self, error: DiskError) -> None:
-        """Takes note of a store that nobody waited for and that failed; its bytes are still in memory."""
-        self.doubtful = True
-        self.retries.note(error)
 
     def handle_of(self, tensor: PagedTensor) -> object:
         """The home's handle of a tensor, made on first use.
@@ -164,19 +150,6 @@ class Traffic:
         self.stats.stored_bytes += octets.numel()
         return transfer
 
-    def store_part_again(self, unsaved: Unsaved) -> Transfer:
-        """Starts storing a part of a tensor whose store has failed once more.
-
-        Raises:
-            DiskError: it cannot be started.
-        """
-        assert self.home is not None
-        tensor = unsaved.tensor
-        transfer = self.home.store(tensor.handle, unsaved.offset, unsaved.octets)
-        # What has ended badly is told by the leavers that have its bytes.
-        tensor.stores = [*(store for store in tensor.stores if not store.done()), transfer]
-        return transfer
-
     def start_store_whole(self, tensor: PagedTensor) -> None:
         """Starts storing a resident tensor; later loads of it wait for that.
 
@@ -223,33 +196,17 @@ class Traffic:
             return all(torch.equal(here.cpu(), there) for here, there in zip(*parts, strict=True))
 
     def store_whole(self, tensor: PagedTensor) -> None:
-        """Stores a resident tensor and waits until that is done. A store that fails is made once more, from its start.
+        """Stores a resident tensor and waits until that is done.
 
         Raises:
             BudgetError: the home has no room.
-            DiskError: it failed, twice.
+            DiskError: it failed; the extent is still good.
         """
-        self.retries.twice(lambda: self._store_whole(tensor))
-
-    def _store_whole(self, tensor: PagedTensor) -> None:
         before = tensor.stored_bytes, self.stats.stored_bytes
         try:
             self.start_store_whole(tensor)
             self.settle(tensor)
-        except DiskError:
-            self.leave_home(tensor)
-            raise
         except BaseException:
             # What the home holds now is not known; the extent is still good.
             tensor.stored_bytes, self.stats.stored_bytes = before
             raise
-        self.doubtful = False
-
-    def leave_home(self, tensor: PagedTensor) -> None:
-        """Gives up what the home has of a resident tensor: a part of the disk that has failed is not used again."""
-        assert self.home is not None and tensor.extent is not None
-        settle(tensor.stores)
-        if tensor.handle is not None:
-            self.home.free(tensor.handle)
-        tensor.handle, tensor.stores, tensor.stored_bytes = None, [], 0
-        tensor.place, tensor.origin = Place.DIRTY, None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from ptm_accel.errors import DiskError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.leavers import Unsaved
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
@@ -82,13 +79,12 @@ class Windows:
 
         Raises:
             BudgetError: no room for the staged bytes.
-            DiskError: a part of it could not be stored.
+            DiskError: the disk has failed.
         """
         pool = self._pool
         with pool.lock:
             if pool.owed is not None:
                 pool.owed.before_use(tensor)
-            pool.salvage.mend(tensor)
             if tensor.place is Place.ARRIVING:
                 window = Window(tensor, start, stop)
                 # It stays for each of its windows: another may be closed before this one is ready.
@@ -103,10 +99,6 @@ class Windows:
             nbytes = (stop - start) * tensor.dtype.itemsize
             reservation, block = pool.room.take_block(nbytes, Tag.STAGING, tensor.name)
             assert block.buffer is not None
-            if tensor.extent is not None:
-                # It has come back, since its store failed while room was made.
-                pool.room.leave(block.buffer, block, reservation)
-                return self.open(tensor, start, stop)
             typed = block.buffer[:nbytes].view(tensor.dtype)
             window = Window(tensor, start, stop, typed)
             window.block, window.reservation = block, reservation
@@ -115,30 +107,21 @@ class Windows:
                 return window
             try:
                 window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed)
-            except BaseException as error:
+            except BaseException:
                 # Nobody would close a window that was never given out.
-                pool.room.leave(block.buffer, block, reservation, None)
-                if not isinstance(error, DiskError) or not pool.salvage.mend(tensor):
-                    raise
-                return self.open(tensor, start, stop)
+                pool.room.leave(block.buffer, block, reservation)
+                raise
             return window
 
     def ready(self, window: Window) -> torch.Tensor:
         """The window's elements, 1-D, once they have arrived.
 
         Raises:
-            DiskError: the load failed, twice.
+            DiskError: the load failed.
         """
         load, window.load = window.load, None
-        failed = False
         if load is not None:
-            try:
-                self._pool.traffic.order(load)
-            except DiskError as error:
-                self._pool.traffic.retries.note(error)
-                failed = True
-        if failed:
-            self._load_again(window)
+            self._pool.traffic.order(load)
         if window.tensor is None:
             elements = self._extent(window).view(-1)
             whole = window.stop - window.start == window.source.numel
@@ -163,29 +146,6 @@ class Windows:
             self._pool.fault(window.source)
         return window.pin.tensor
 
-    def _load_again(self, window: Window) -> None:
-        pool, tensor = self._pool, window.source
-        with pool.lock:
-            # The load was behind a store, perhaps, that has failed; its bytes are still here, and it has failed itself
-            # not even once.
-            behind = pool.salvage.mend(tensor)
-            block, reservation = window.block, window.reservation
-            assert block is not None and reservation is not None
-            assert block.buffer is not None and window.tensor is not None
-            if tensor.place is not Place.AWAY:
-                # There as a whole, or on its way.
-                window.tensor = window.block = window.reservation = None
-                pool.room.leave(block.buffer, block, reservation)
-                return
-            load = partial(self._load_whole, tensor, window.start, block.buffer, window.tensor)
-            pool.traffic.retries.twice(load) if behind else load()
-
-    def _load_whole(self, tensor: PagedTensor, start: int, into: torch.Tensor, typed: torch.Tensor) -> None:
-        traffic = self._pool.traffic
-        load = traffic.start_load(tensor, start * tensor.dtype.itemsize, into, typed)
-        if load is not None:
-            traffic.order(load)
-
     def close(self, window: Window, *, wrote: bool) -> None:
         """Ends a window; what was written is on its way home (or in the extent) afterwards.
 
@@ -205,13 +165,9 @@ class Windows:
             assert reservation is not None and block.buffer is not None
             octets = block.buffer
             transfer: Transfer | None = None
-            unsaved: Unsaved | None = None
             try:
                 if window.load is not None:
                     window.load.wait()
-                if wrote and any(whole.extent is not None for whole in tensor.unsaved):
-                    # What comes back would be older than this.
-                    pool.salvage.settle(tensor)
                 if wrote and tensor.place is Place.ARRIVING:
                     pool.fault(tensor)
                 if wrote and tensor.extent is not None:
@@ -220,10 +176,9 @@ class Windows:
                 elif wrote:
                     offset = window.start * tensor.dtype.itemsize
                     transfer = pool.traffic.start_store(tensor, offset, octets)
-                    unsaved = Unsaved(tensor, offset, octets, None)
                     tensor.place = Place.AWAY
             finally:
-                pool.room.leave(octets, block, reservation, transfer, unsaved)
+                pool.room.leave(octets, block, reservation, transfer)
 
     def _write_through(self, window: Window, octets: torch.Tensor) -> None:
         tensor = window.source

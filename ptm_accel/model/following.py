@@ -299,7 +299,8 @@ class Following:
 
     def _spare(self, tensor: PagedTensor) -> bool:
         try:
-            return self._pool.ahead.evict(tensor)
+            self._pool.ahead.evict(tensor)
         except BudgetError:
             # The home is full: it stays, and whoever needs its room is told.
             return False
+        return True

@@ -235,7 +235,8 @@ class Sweep:
             unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
         for key, tensor in unit.involved().items():
             if not key and unit.overwrites and tensor.place is Place.AWAY:
-                unit.occupied = self.pool.occupy(tensor)
+                self.pool.occupy(tensor)
+                unit.occupied = True
             elif (
                 not tensor.place.resident
                 and (unit.whole or (unit.start == 0 and self._admit(tensor, unit)))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from ptm_accel.memory.copies import raise_first
 from ptm_accel.memory.own_threads import OwnThread
-from ptm_accel.memory.raising import raise_first
 from ptm_accel.optim.units import Unit
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable
 import torch
 from machine_facts import facts
 
-from ptm_accel.memory.cores import usable_cores
 from ptm_accel.memory.populate import populate
 
 
@@ -67,7 +66,7 @@ def main() -> None:
     print("# Making host memory resident for a card\n")
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/pinning.py {' '.join(sys.argv[1:])}".rstrip()))
     what = "cudaHostRegister" if torch.cuda.is_available() else "mlock"
-    print(f"* {options.gib:g} GiB, {len(usable_cores())} cores; pinned by {what}\n")
+    print(f"* {options.gib:g} GiB, {len(os.sched_getaffinity(0))} cores; pinned by {what}\n")
     print("| pair | pinned at once | made resident by all cores, then pinned | ratio |\n| --- | --- | --- | --- |")
     # Neither a card's context nor memory that the machine has not been given yet is to be part of the first pair.
     seconds(nbytes, lock)

@@ -3,9 +3,8 @@
     OMP_WAIT_POLICY=passive python tests/benchmarks/streaming_cost.py DIRECTORY_ON_AN_SSD [--rounds 3] [--hidden 64]
 
 147 parameters in bf16, clipped: plain, on pages with room for everything, and with room for a part of the states, which
-are on disk otherwise; the last once as it is, and once with all transfers left to threads of Python, as where nothing
-is moved in the background. Timed are the clock, the processor time of the thread that trains (which another process on
-the machine lengthens less), and that of all threads. They take turns in one process. Prints the result as Markdown.
+are on disk otherwise. Timed are the clock, the processor time of the thread that trains (which another process on the
+machine lengthens less), and that of all threads. They take turns in one process. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import NamedTuple
-from unittest.mock import patch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -33,7 +31,7 @@ from ptm_accel.engine import Engine
 LAYERS, VOCABULARY = 16, 512
 STATE_BYTES = 16
 """Of each parameter: itself and its gradient in bf16, master and two moments in fp32."""
-SHARES = {"all in memory": 3.0, "room for 0.3 of the states": 0.3, "the same, moved by threads of Python": 0.3}
+SHARES = {"all in memory": 3.0, "room for 0.3 of the states": 0.3}
 WARM_UP, STEPS = 20, 20
 
 
@@ -110,9 +108,7 @@ def main() -> None:
                 disk=folder,
                 master_weights="fp32",
             )
-            foreground = patch("ptm_accel.memory.disk._opened", lambda *args: None)
-            with foreground if "threads" in title else nullcontext():
-                engines[title] = engine = stack.enter_context(closing(Engine.attach(model, dials)))
+            engines[title] = engine = stack.enter_context(closing(Engine.attach(model, dials)))
             contenders[title] = Trained(model, engine)
         costs: dict[str, list[Cost]] = {title: [] for title in contenders}
         for contender in contenders.values():

@@ -264,15 +264,13 @@ def test_memory_posing_as_disk_is_warned_of(make: Make) -> None:
     assert torch.equal(data, back)
 
 
-def test_preallocation_reserves_blocks(make: Make, tmp_path: Path) -> None:
+def test_growth_reserves_blocks(make: Make, tmp_path: Path) -> None:
     tier = make(limit=8 * MIB)
-    tier.preallocate(6 * MIB)
+    tier.new(6 * MIB, Tag.PARAM, "w")
     fd = tier._files[0].fd
-    assert os.fstat(fd).st_size == os.fstat(fd).st_blocks * 512 == 6 * MIB
+    assert os.fstat(fd).st_size == os.fstat(fd).st_blocks * 512 == 8 * MIB
     assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
     assert os.fstat(fd).st_nlink == 0
-    tier.new(8 * MIB, Tag.PARAM, "w")
-    assert os.fstat(fd).st_size == 8 * MIB
     assert not list(tmp_path.iterdir())
 
 

@@ -1,14 +1,16 @@
+"""Faults of the disk: errors of system calls, disks that are full, threads that cannot start, forks."""
+
 from __future__ import annotations
 
 import errno
 import gc
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,6 @@ from ptm_accel.memory.diskio import Lanes
 from ptm_accel.memory.mapping import FilePiece, anonymous_run, private_run
 from ptm_accel.memory.scratch import Io
 from tests.descriptors import open_files
-from tests.memory.played_background import PlayedBackground
 
 MIB = 1 << 20
 BLOCK = 16 * GRAIN_BYTES
@@ -37,29 +38,27 @@ def bytes_of(value: int, nbytes: int = NBYTES) -> torch.Tensor:
 
 
 class Faults:
-    """System calls that fail as told: `error` is what to raise, `most` the most bytes to move at once."""
+    """System calls that fail as told: `error` is what to raise `left` times, `most` the most bytes to move at once."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.left = 1 << 30
         self.most: int | None = None
-        self.on_write = self.on_read = True
         self.interrupts = 0
         self.gate = threading.Event()
         self.gate.set()
-        self.inside = 0
 
-    def io(self, *, background: bool = False) -> Io:
-        """Calls that fail so, in threads; or in the background, and when threads try again what has failed there."""
-        calls = self._wrap(os.preadv, "on_read"), self._wrap(os.pwritev, "on_write")
-        return Io(*calls, background=(lambda: PlayedBackground(*calls)) if background else None)
+    def io(self) -> Io:
+        return Io(self._wrap(os.preadv), self._wrap(os.pwritev))
 
-    def _wrap(self, call: Call, when: str) -> Call:
+    def _wrap(self, call: Call) -> Call:
         def faulty(fd: int, views: list[memoryview], offset: int) -> int:
             assert self.gate.wait(30)
             if self.interrupts:
                 self.interrupts -= 1
                 raise InterruptedError
-            if getattr(self, when) and self.error is not None:
+            if self.error is not None and self.left:
+                self.left -= 1
                 raise self.error
             if self.most == 0:
                 return 0
@@ -67,11 +66,7 @@ class Faults:
                 # What a direct call moves is a multiple of blocks; what it says it moved need not be.
                 call(fd, views, offset)
                 return self.most
-            self.inside += 1
-            try:
-                return call(fd, views, offset)
-            finally:
-                self.inside -= 1
+            return call(fd, views, offset)
 
         return faulty
 
@@ -81,11 +76,10 @@ def faults() -> Faults:
     return Faults()
 
 
-@pytest.fixture(params=["threads", "background"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path, faults: Faults) -> object:
+@pytest.fixture
+def tier(tmp_path: Path, faults: Faults) -> object:
     descriptors = open_files()
-    io = faults.io(background=request.param == "background")
-    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK, io=io)
+    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK, io=faults.io())
     yield tier
     faults.gate.set()
     tier.check_integrity()
@@ -113,140 +107,70 @@ def test_calls_that_move_nothing_end_in_an_error(tier: DiskTier, faults: Faults)
         tier.store(tier.new(BLOCK, Tag.PARAM, "w"), 0, bytes_of(1, BLOCK)).wait()
 
 
-def test_a_failed_read_is_named_every_time(tier: DiskTier, faults: Faults, tmp_path: Path) -> None:
-    slot = tier.new(NBYTES, Tag.PARAM, "layers.0.weight")
-    faults.error = OSError(errno.EIO, "Input/output error")
-    transfer = tier.load(slot, 0, bytes_of(0))
-    text = (
-        rf"read of layers\.0\.weight failed: {BLOCK // 1024}\.00 KiB at offset \d+ of the scratch file in {tmp_path}: "
-        rf"Input/output error \(errno 5\), .* free on \w+; set disk\.paths to a folder on a sound disk"
-    )
-    caught = []
-    for _ in range(3):
-        with pytest.raises(DiskError, match=text) as info:
-            transfer.wait()
-        caught.append(info.value)
-    assert caught[0] is not caught[1]
-    assert (caught[0].errno, caught[0].filename) == (errno.EIO, str(tmp_path))
-    assert caught[0].__cause__ is faults.error
-    assert transfer.done()
-    # Reading again may work; the bytes themselves are not known to be lost.
-    faults.error = None
-    tier.load(slot, 0, bytes_of(0)).wait()
-
-
-def test_a_store_that_fails_as_its_load_begins_is_told(
-    tier: DiskTier, faults: Faults, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shift", [0, 1])
+def test_what_fails_once_is_moved_once_more(
+    tier: DiskTier, faults: Faults, tmp_path: Path, caplog: pytest.LogCaptureFixture, shift: int
 ) -> None:
-    slot = tier.new(NBYTES, Tag.PARAM, "w")
+    slot, data, back = tier.new(NBYTES, Tag.PARAM, "w"), bytes_of(0).random_(0, 256)[shift:], bytes_of(0)[shift:]
     faults.error = OSError(errno.EIO, "Input/output error")
-    faults.on_read = False
+    for transfer in (tier.store, tier.load):
+        faults.left = 1
+        transfer(slot, shift, data if transfer == tier.store else back).wait()
+        (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        what = "write" if transfer == tier.store else "read"
+        assert said == f"a {what} of w in {tmp_path} has failed, and is made once more: [Errno 5] Input/output error"
+        caplog.clear()
+    assert torch.equal(data, back)
+
+
+def test_a_tier_whose_transfer_failed_twice_raises_that_error_at_every_call(
+    tier: DiskTier, faults: Faults, tmp_path: Path
+) -> None:
+    slot, other = tier.new(NBYTES, Tag.PARAM, "layers.0.weight"), tier.new(NBYTES, Tag.PARAM, "other")
+    sound = tier.store(slot, 0, bytes_of(1))
+    sound.wait()
+    faults.error = OSError(errno.ENOSPC, "No space left on device")
     faults.gate.clear()
-    store = tier.store(slot, 0, bytes_of(1))
-    submit = Lanes.submit
-
-    def late(lanes: Lanes, transfer: DiskTransfer) -> None:
-        # All has been looked at that is looked at before.
-        faults.gate.set()
-        lanes.wait_until(store.done, "the test")
-        submit(lanes, transfer)
-
-    monkeypatch.setattr(Lanes, "submit", late)
-    with pytest.raises(DiskError, match="write of w failed"):
-        tier.load(slot, 0, bytes_of(2)).wait()
-
-
-def test_a_failed_background_write_surfaces_at_the_next_call(tier: DiskTier, faults: Faults) -> None:
-    slot, other = tier.new(NBYTES, Tag.PARAM, "w"), tier.new(NBYTES, Tag.PARAM, "other")
-    calls: list[Callable[[], object]] = [
+    failed, behind, beside = (
+        tier.store(slot, 0, bytes_of(2)),
+        tier.load(slot, 0, bytes_of(0)),
+        tier.load(other, 0, bytes_of(0)),
+    )
+    faults.gate.set()
+    text = (
+        rf"(write of layers\.0\.weight|read of other) failed: {BLOCK // 1024}\.00 KiB at offset \d+ of the scratch "
+        rf"file in {tmp_path}: No space left on device \(errno 28\), .* free on \w+; set disk\.paths to a folder on a "
+        r"sound disk with enough room, and start again from the last checkpoint\."
+    )
+    with pytest.raises(DiskError, match=text) as first:
+        failed.wait()
+    assert (first.value.errno, first.value.filename) == (errno.ENOSPC, str(tmp_path))
+    assert first.value.__cause__ is faults.error
+    faults.error = None
+    for call in (
+        failed.wait,
+        behind.wait,
+        beside.wait,
         lambda: tier.new(BLOCK, Tag.PARAM, "v"),
         lambda: tier.store(other, 0, bytes_of(1)),
         lambda: tier.load(other, 0, bytes_of(1)),
-    ]
-    for call in calls:
-        faults.error = OSError(errno.ENOSPC, "No space left on device")
-        transfer = tier.store(other, 0, bytes_of(2))
-        tier._lanes.wait_until(transfer.done, "the test")
-        faults.error = None
-        with pytest.raises(DiskError, match=r"write of other failed: .*No space left on device \(errno 28\)"):
+        lambda: tier.snapshot(slot),
+    ):
+        with pytest.raises(DiskError) as caught:
             call()
-        # Told once to the tier, ...
-        tier.store(slot, 0, bytes_of(1)).wait()
-        # ... but what it lost stays lost, and only room for it can be had again.
-        for again in (partial(tier.load, other, 0, bytes_of(0)), partial(tier.snapshot, other), transfer.wait):
-            with pytest.raises(DiskError, match="write of other failed"):
-                again()
-        tier.free(other)
-        other = tier.new(NBYTES, Tag.PARAM, "other")
-
-
-def test_what_a_failed_store_was_to_write_can_be_read_once_it_is_stored(tier: DiskTier, faults: Faults) -> None:
-    slot = tier.new(NBYTES, Tag.PARAM, "w")
-    tier.store(slot, 0, bytes_of(1)).wait()
-
-    def fails(begin: int, nbytes: int) -> None:
-        faults.error = OSError(errno.EIO, "Input/output error")
-        with pytest.raises(DiskError, match="write of w failed"):
-            tier.store(slot, begin, bytes_of(2, nbytes)).wait()
-        faults.error = None
-
-    def lost(begin: int, nbytes: int) -> bool:
-        try:
-            tier.load(slot, begin, bytes_of(0, nbytes)).wait()
-        except DiskError:
-            return True
-        return False
-
-    fails(BLOCK, 2 * BLOCK)
-    assert [lost(at, BLOCK) for at in range(0, NBYTES, BLOCK)] == [False, True, True, False]
-    with pytest.raises(DiskError, match="write of w failed"):
-        tier.snapshot(slot)
-    # A part of what was lost, beside what was not; then the middle of it; then an end that is no whole unit.
-    tier.store(slot, 0, bytes_of(3, BLOCK + GRAIN_BYTES)).wait()
-    assert (lost(0, BLOCK + GRAIN_BYTES), lost(BLOCK + GRAIN_BYTES, GRAIN_BYTES)) == (False, True)
-    tier.store(slot, 2 * BLOCK, bytes_of(4, GRAIN_BYTES)).wait()
-    assert [lost(at, GRAIN_BYTES) for at in (2 * BLOCK - GRAIN_BYTES, 2 * BLOCK, 2 * BLOCK + GRAIN_BYTES)] == [
-        True,
-        False,
-        True,
-    ]
-    tier.store(slot, BLOCK, bytes_of(5, 2 * BLOCK - 1)).wait()
-    assert (lost(0, 3 * BLOCK - GRAIN_BYTES), lost(3 * BLOCK - 1, 1)) == (False, True)
-    tier.store(slot, 0, bytes_of(6)).wait()
-    assert int(tier.snapshot(slot).min()) == 6
-
-
-def test_a_tier_need_not_announce_what_whoever_stores_looks_at(tmp_path: Path, faults: Faults) -> None:
-    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), io=faults.io(), announces=False)
-    slot = tier.new(NBYTES, Tag.PARAM, "w")
-    faults.error = OSError(errno.EIO, "Input/output error")
-    transfer = tier.store(slot, 0, bytes_of(2))
-    tier._lanes.wait_until(transfer.done, "the test")
-    faults.error = None
-    other = tier.new(NBYTES, Tag.PARAM, "v")
-    tier.store(other, 0, bytes_of(1)).wait()
-    with pytest.raises(DiskError, match="write of w failed"):
-        transfer.wait()
-    tier.close()
-
-
-def test_an_error_that_was_raised_by_wait_does_not_surface_again(tier: DiskTier, faults: Faults) -> None:
-    faults.error = OSError(errno.EIO, "Input/output error")
-    slot = tier.new(NBYTES, Tag.PARAM, "w")
-    with pytest.raises(DiskError, match="write of w failed"):
-        tier.store(slot, 0, bytes_of(1)).wait()
-    tier.new(NBYTES, Tag.PARAM, "v")
+        assert str(caught.value) == str(first.value)
+        assert caught.value is not first.value
+    sound.wait()
+    tier.free(other)
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), SystemExit("odd")])
 def test_no_error_ends_a_thread(tier: DiskTier, faults: Faults, error: BaseException) -> None:
-    slot = tier.new(NBYTES, Tag.PARAM, "w")
     faults.error = error
     with pytest.raises(DiskError, match=r"\('odd'\) \(errno 5\)") as caught:
-        tier.load(slot, 0, bytes_of(1)).wait()
+        tier.load(tier.new(NBYTES, Tag.PARAM, "w"), 0, bytes_of(1)).wait()
     assert caught.value.__cause__ is error
-    faults.error = None
-    tier.load(slot, 0, bytes_of(1)).wait()
+    assert all(thread.is_alive() for thread in tier._lanes._threads)
 
 
 def test_conflicting_transfers_keep_their_order(tier: DiskTier, faults: Faults) -> None:
@@ -268,31 +192,16 @@ def test_conflicting_transfers_keep_their_order(tier: DiskTier, faults: Faults) 
     assert (int(before.max()), int(after.min())) == (1, 2)
 
 
-def test_a_load_behind_a_store_that_fails_fails_too(tier: DiskTier, faults: Faults) -> None:
-    slot = tier.new(NBYTES, Tag.PARAM, "w")
-    faults.gate.clear()
-    faults.on_read, faults.error = False, OSError(errno.EIO, "Input/output error")
-    store = tier.store(slot, 0, bytes_of(2))
-    load = tier.load(slot, 0, bytes_of(0))
-    faults.gate.set()
-    for transfer in (load, store):
-        with pytest.raises(DiskError, match="write of w failed"):
-            transfer.wait()
-
-
 def test_a_tensor_is_held_until_the_end_and_not_longer(tier: DiskTier, faults: Faults) -> None:
     slot, data = tier.new(NBYTES, Tag.PARAM, "w"), bytes_of(3)
+    storage = torch.multiprocessing.reductions.StorageWeakRef(data.untyped_storage())
     faults.gate.clear()
     transfer = tier.store(slot, 0, data)
-    storage = torch.multiprocessing.reductions.StorageWeakRef(data.untyped_storage())
     del data
     assert not storage.expired()
     faults.gate.set()
     transfer.wait()
     assert storage.expired()
-    back = bytes_of(0)
-    tier.load(slot, 0, back).wait()
-    assert int(back.min()) == 3
 
 
 def test_freeing_and_closing_wait_for_what_runs(tier: DiskTier, faults: Faults) -> None:
@@ -304,10 +213,9 @@ def test_freeing_and_closing_wait_for_what_runs(tier: DiskTier, faults: Faults) 
         threading.Thread(target=lambda: (tier.free(slots[0]), order.append("freed"))),
         threading.Thread(target=lambda: (tier.close(), order.append("closed"))),
     ]
-    threads[0].start()
-    time.sleep(0.1)
-    threads[1].start()
-    time.sleep(0.1)
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
     assert not order
     faults.gate.set()
     for thread in threads:
@@ -321,66 +229,59 @@ def test_freeing_and_closing_wait_for_what_runs(tier: DiskTier, faults: Faults) 
 def test_nothing_can_be_started_after_close(tier: DiskTier, tmp_path: Path) -> None:
     slot = tier.new(NBYTES, Tag.PARAM, "w")
     tier.close()
-    text = rf"cannot finish .*: the disk tier in {tmp_path} has been closed, with 0 transfers running; keep the engine"
+    text = rf"cannot finish .*: the disk tier in {tmp_path} has been closed; keep the engine open"
     for call in (
         lambda: tier.new(NBYTES, Tag.PARAM, "v"),
         lambda: tier.store(slot, 0, bytes_of(1)),
         lambda: tier.load(slot, 0, bytes_of(1)),
         lambda: tier.snapshot(slot),
-        lambda: tier.preallocate(NBYTES),
     ):
         with pytest.raises(DiskError, match=text):
             call()
     assert tier.closed
 
 
+NOBODY = r"cannot finish .* of w: no thread of the disk tier in {} works on it; start the run again from the last"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("tier", ["threads"], indirect=True)
-def test_waiting_for_threads_that_are_gone_raises(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_threads_that_are_gone_raises(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def die(*args: object) -> None:
         raise SystemExit
 
-    slot = tier.new(NBYTES, Tag.PARAM, "w")
     monkeypatch.setattr(Lanes, "_finish", die)
-    transfer = tier.load(slot, 0, bytes_of(0))
-    with pytest.raises(
-        DiskError, match=r"cannot finish read of w: all 2 threads of the disk tier .* have ended; start"
-    ):
+    transfer = tier.load(tier.new(NBYTES, Tag.PARAM, "w"), 0, bytes_of(0))
+    with pytest.raises(DiskError, match=NOBODY.format(tmp_path)):
         transfer.wait()
 
 
-def test_a_transfer_that_was_never_queued_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    """Ctrl-C can fall between noting a transfer and queueing it, where nothing puts it off."""
-    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), block_bytes=BLOCK)
+def test_a_transfer_that_was_never_queued_is_an_error_and_no_hang(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C can fall between noting a transfer and queueing it."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
     slot, other = tier.new(NBYTES, Tag.PARAM, "w"), tier.new(NBYTES, Tag.PARAM, "v")
-    enqueue, tier._lanes._enqueue = tier._lanes._enqueue, raise_interrupt  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        tier.store(slot, 0, bytes_of(1))
-    tier._lanes._enqueue = enqueue  # type: ignore[method-assign]
-    text = (
-        rf"cannot finish .* w: nothing moves or is queued in the disk tier in {tmp_path}, and \d transfers are lost; "
-        "save the model if it is needed, and start the run again from the last checkpoint"
-    )
-    for call in (partial(tier.pieces, slot), tier.load(slot, 0, bytes_of(0)).wait, partial(tier.free, slot)):
-        with pytest.raises(DiskError, match=text):
-            call()
+    with monkeypatch.context() as patch:
+        patch.setattr(Lanes, "_enqueue", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.store(slot, 0, bytes_of(1))
+    with pytest.raises(DiskError, match=NOBODY.format(tmp_path)):
+        tier.load(slot, 0, bytes_of(0)).wait()
     tier.store(other, 0, bytes_of(1)).wait()
-    tier.close()
-    assert not any(thread.is_alive() for thread in tier._lanes._threads)
-
-
-def raise_interrupt(*args: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_thread_that_was_not_woken_is_woken_by_who_waits(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    def enqueue(transfer: DiskTransfer) -> None:
+    def enqueue(lanes: Lanes, transfer: DiskTransfer) -> None:
         for piece in transfer.pieces:
-            tier._lanes._lanes[piece.path].queue.append(piece)
+            lanes._lanes[piece.path].queue.append(piece)
 
-    slot = tier.new(BLOCK, Tag.PARAM, "w")
-    monkeypatch.setattr(tier._lanes, "_enqueue", enqueue)
-    tier.store(slot, 0, bytes_of(1, BLOCK)).wait()
+    monkeypatch.setattr(Lanes, "_enqueue", enqueue)
+    tier.store(tier.new(BLOCK, Tag.PARAM, "w"), 0, bytes_of(1, BLOCK)).wait()
     assert tier.bytes_written == BLOCK
 
 
@@ -392,7 +293,7 @@ def test_a_forgotten_tier_closes_itself(tmp_path: Path) -> None:
     assert not open_files() - descriptors
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_shows_when_room_is_asked_for(tmp_path: Path, number: int) -> None:
     def allocate(fd: int, offset: int, nbytes: int) -> None:
         if offset + nbytes > MIB:
@@ -409,42 +310,19 @@ def test_a_full_disk_shows_when_room_is_asked_for(tmp_path: Path, number: int) -
         tier.new(MIB, Tag.PARAM, "w")
     assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path))
     assert isinstance(caught.value.__cause__, OSError)
-    with pytest.raises(DiskError, match=r"cannot grow by 1023\.50 MiB to 1\.00 GiB"):
-        tier.preallocate(1 << 30)
     tier.check_integrity()
     tier.new(MIB // 2, Tag.PARAM, "w")
     assert tier.budget.used_bytes == MIB
     tier.close()
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from ptm_accel.errors import DiskError
-from ptm_accel.memory.budget import Budget, Tag, Tier
-from ptm_accel.memory.disk import DiskTier
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-tier = DiskTier([Path(sys.argv[1])], Budget(Tier.DISK, 1 << 30))
-tier.new(1 << 20, Tag.PARAM, "v")
-try:
-    tier.new(1 << 20, Tag.PARAM, "w")
-except DiskError as error:
-    print(error)
-"""
-
-
-@pytest.mark.filterwarnings("ignore:ptm_accel. the disk path")
-def test_a_limit_of_the_system_on_files_is_told_of(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LIMITED, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    assert "cannot grow by 1.00 MiB to 2.00 MiB: File too large" in done.stdout
+def raise_error(number: int) -> int:
+    raise OSError(number, os.strerror(number))
 
 
 def test_a_file_system_that_cannot_reserve_is_used_all_the_same(tmp_path: Path) -> None:
-    def refuse(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), io=Io(fallocate=refuse))
+    io = Io(fallocate=lambda fd, offset, nbytes: raise_error(errno.EOPNOTSUPP))
+    tier = DiskTier([tmp_path], Budget(Tier.DISK, 64 * MIB), io=io)
     slot, back = tier.new(NBYTES, Tag.PARAM, "w"), bytes_of(0)
     tier.store(slot, 0, bytes_of(5)).wait()
     tier.load(slot, 0, back).wait()
@@ -495,7 +373,7 @@ def test_mount_points_of_any_name_are_known(folder: str, tmp_path: Path, monkeyp
     assert scratch.file_system_of(tmp_path / "elsewhere") == "ext4"
 
 
-@pytest.mark.parametrize("started", [0, 1, 3])
+@pytest.mark.parametrize("started", [0, 3])
 def test_threads_that_cannot_be_started_end_the_others(
     started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,10 +397,6 @@ def test_threads_that_cannot_be_started_end_the_others(
     assert budget.used_bytes == 0
 
 
-def raise_error(number: int) -> int:
-    raise OSError(number, os.strerror(number))
-
-
 def test_a_file_that_cannot_be_mapped_is_named(tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = tier.new(NBYTES, Tag.PARAM, "w")
     fd = os.open(tmp_path / "write-only", os.O_WRONLY | os.O_CREAT)
@@ -535,54 +409,61 @@ def test_a_file_that_cannot_be_mapped_is_named(tier: DiskTier, tmp_path: Path, m
 
 
 FORKED = """
-import os, sys, time, torch
+import os, signal, sys, threading, torch
 from pathlib import Path
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import DiskTier
+from ptm_accel.memory.mapping import anonymous_run
 from ptm_accel.memory.scratch import Io
 
-inside, takes_s = 0, 0.02
+torch.set_num_threads(1)
+inside, forked = threading.Event(), threading.Event()
 def slow(fd, views, offset):
-    global inside
-    inside += 1
-    time.sleep(takes_s)
-    done = os.pwritev(fd, views, offset)
-    inside -= 1
-    return done
+    inside.set()
+    assert forked.wait(60)
+    return os.preadv(fd, views, offset)
 
-tier = DiskTier([Path(sys.argv[1])], Budget(Tier.DISK, 1 << 30), block_bytes=4096, io=Io(pwritev=slow))
-# More calls than this process can be kept waiting for: ten seconds of them.
-slot = tier.new(1 << 22, Tag.PARAM, "w")
-transfer = tier.store(slot, 0, torch.ones(1 << 22, dtype=torch.uint8))
-while not inside:
-    time.sleep(0.001)
+MIB = 1 << 20
+tier = DiskTier([Path(sys.argv[1])], Budget(Tier.DISK, 1 << 30), block_bytes=4096, io=Io(preadv=slow))
+slot = tier.new(4 * MIB, Tag.PARAM, "w")
+data = torch.arange(MIB, dtype=torch.int32).view(torch.uint8)
+tier.store(slot, 0, data).wait()
+into = anonymous_run(4 * MIB, "a test").tensor()
+gone = anonymous_run(4 * MIB, "a test")
+transfer = tier.load(slot, 0, into)
+assert inside.wait(60)
 child = os.fork()
 if child == 0:
-    seen = [str(inside)]
+    # What lies there now is not to be unmapped with what lay there before.
+    mine = [anonymous_run(4 * MIB, "the child").tensor().fill_(7) for _ in range(4)]
+    del gone
+    assert all(int(each.min()) == 7 for each in mine)
     for call in (transfer.wait, lambda: tier.new(4096, Tag.PARAM, "v"), lambda: tier.free(slot)):
         try:
             call()
         except DiskError as error:
-            seen.append(str(error))
+            print(error, flush=True)
     tier.close()
-    print("\\n".join(seen), flush=True)
     sys.exit(0)
-still = not transfer.done()
-takes_s = 0.0
-status = os.waitpid(child, 0)[1]
+forked.set()
 transfer.wait()
-print("parent", status, still, tier.bytes_written)
+print("parent", os.waitpid(child, 0)[1], torch.equal(into, data))
+# Neither large runs nor small ones are given to a child.
+for shared in (into, anonymous_run(4096, "a test").tensor()):
+    child = os.fork()
+    if child == 0:
+        os._exit(int(shared[0]))
+    assert os.waitpid(child, 0)[1] & 127 == signal.SIGSEGV
 """
 
 
 @pytest.mark.filterwarnings("ignore:ptm_accel. the disk path")
-def test_a_fork_waits_for_system_calls_and_its_child_is_refused(tmp_path: Path) -> None:
+def test_a_fork_does_not_disturb_transfers_and_its_child_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    inside, *refusals, parent = done.stdout.splitlines()
-    assert inside == "0"
-    assert len(refusals) == 3
+    *refusals, parent = done.stdout.splitlines()
+    assert len(refusals) == 3, done.stdout
     assert all("belongs to process" in text and "use the model only in the process" in text for text in refusals)
-    assert parent == f"parent 0 True {1 << 22}"
+    assert parent == "parent 0 True"

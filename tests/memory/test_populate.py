@@ -64,7 +64,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             super().start()
 
     monkeypatch.setattr(populate_module, "OwnThread", Noted)
-    monkeypatch.setattr(populate_module, "usable_cores", lambda: frozenset(range(3)))
+    monkeypatch.setattr(populate_module.os, "sched_getaffinity", lambda process: frozenset(range(3)))
     monkeypatch.setattr(populate_module, "_LEAST_BYTES", 100 * mmap.PAGESIZE)
     return started
 

@@ -35,6 +35,18 @@ def test_runs_never_overlap_and_come_back(steps: list[tuple[int, int, bool]]) ->
     assert space.gaps() == [(0, 32)]
 
 
+def test_a_range_can_be_made_longer() -> None:
+    space = RunSpace(0)
+    space.extend(4)
+    assert (space.take(3), space.tail) == (0, 1)
+    space.extend(4)
+    assert (space.tail, space.gaps()) == (5, [(3, 5)])
+    assert (space.take(5), space.tail) == (3, 0)
+    space.give(0, 3)
+    assert space.tail == 0
+    space.check_integrity()
+
+
 def test_small_runs_fill_the_gaps_that_large_ones_cannot_use() -> None:
     space = RunSpace(16)
     assert [space.take(1), space.take(4, 4), space.take(1), space.take(4, 4)] == [0, 4, 1, 8]

@@ -291,9 +291,9 @@ def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypat
         occupied: list[PagedTensor] = []
         occupy, update = Pool.occupy, Arithmetic.update
 
-        def noted(pool: Pool, tensor: PagedTensor) -> bool:
+        def noted(pool: Pool, tensor: PagedTensor) -> None:
             occupied.append(tensor)
-            return occupy(pool, tensor)
+            occupy(pool, tensor)
 
         def fails(arithmetic: Arithmetic, units: list[Unit], *rest: Any) -> Any:
             if any(unit.occupied for unit in units):
