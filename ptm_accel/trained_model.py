@@ -54,6 +54,7 @@ class TrainedModel(PagedModel):
         self._told_of_nan = False
         self._told_of_lost: str | None = None
         self.residency.beginning = _asking(self, TrainedModel._meet_newcomers, None)
+        self.residency.outside = _asking(self, TrainedModel._used_outside, None)
         self.residency.gradient_of = _gradient_of(self)
         self.residency.set_gradient_of = _set_gradient_of(self)
         self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
@@ -170,8 +171,15 @@ class TrainedModel(PagedModel):
         if self.optimizer is not None:
             self.optimizer.apply_scale()
 
+    def _used_outside(self) -> None:
+        """Code outside of passes has the room in which gradients arrive."""
+        if self.gradients is not None and torch._C._current_graph_task_id() == -1:
+            self.gradients.release_arrival()
+
     def _meet_newcomers(self) -> None:
         """Takes over the gradients of parameters that have become trainable in the middle of training (unfreezing)."""
+        if self.gradients is not None:
+            self.gradients.hold_arrival()
         if self.gradients is not None and self.gradients.admit(self.slots):
             self._hold_norms()
             for region in self.residency.regions.running():

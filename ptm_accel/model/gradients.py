@@ -280,7 +280,7 @@ class Gradients:
         self._hooks.clear()
         self.drop()
         self.norms.release()
-        self._release_arrival()
+        self.release_arrival()
 
     def _watch(self, slots: list[ParamSlot]) -> None:
         for slot in slots:
@@ -291,7 +291,8 @@ class Gradients:
         """Whether there is room beside what is held for the next gradient to arrive."""
         return self._pool.budget.free_bytes >= nbytes or self._pool.room.available_bytes() >= nbytes
 
-    def _release_arrival(self) -> None:
+    def release_arrival(self) -> None:
+        """Gives the room for the next gradient to others, until `hold_arrival`."""
         if self._arrival is not None:
             self._arrival.release()
             self._arrival = None
@@ -324,7 +325,7 @@ class Gradients:
         held = _is_held(gradient)
         if grad.value is None and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes)):
             # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
-            self._release_arrival()
+            self.release_arrival()
         with torch.no_grad():
             grad.add(gradient, held=held)
         del gradient

@@ -2,8 +2,7 @@
 
 A module's own parameters are pinned from before its forward until after it, and are ordinary parameters meanwhile
 (`ParamSlot.show`), so that nothing is paid for their use. A parameter that is read by another forward (a tied head, a
-mixer that reads its convolution's weight) is an `AwayParameter`: the first torch function on it pins it until that
-forward returns.
+mixer that reads its convolution's weight) is an `AwayParameter`: each torch function on it brings it in.
 
 A compiled region (`ptm_accel.model.compiled`) is one such module with everything under it: all its parameters are
 pinned, and its modules are plain while it runs.
@@ -19,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -60,7 +59,6 @@ class _Frame:
         module: whose forward.
         pins: of the module's own parameters.
         shown: the slots whose parameters are ordinary ones while it runs.
-        reads: pins of other parameters that it has read, by slot.
         saved: the saved-tensor hooks, if it was this forward that put them on.
         casting: the casting mode, if this is where autocast was first met.
         bared: the modules of the compiled region that this is.
@@ -70,7 +68,6 @@ class _Frame:
     module: nn.Module
     pins: list[Pin] = field(default_factory=list)
     shown: list[ParamSlot] = field(default_factory=list)
-    reads: dict[int, Pin] = field(default_factory=dict)
     saved: AbstractContextManager[Any] | None = None
     casting: Casting | None = None
     bared: Bared | None = None
@@ -113,6 +110,7 @@ class Residency:
         root: the model.
         owner: kept alive by the model, whose hooks hold this object.
         beginning: called before an outermost forward whose gradients are on.
+        outside: called before a parameter is used outside of all forwards.
         gradient_of: gives what `p.grad` of a parameter is.
         set_gradient_of: takes what it was set to.
         snapshots_of: modules into whose state dictionaries a hook puts the values.
@@ -126,6 +124,7 @@ class Residency:
         self.regions = CompiledRegions(self)
         self.run_ahead = RunAhead(pool)
         self.beginning: Callable[[], object] | None = None
+        self.outside: Callable[[], object] | None = None
         self.gradient_of: Callable[[ParamSlot], torch.Tensor | None] | None = None
         self.set_gradient_of: Callable[[ParamSlot, torch.Tensor | None], None] | None = None
         self.snapshots_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -240,43 +239,34 @@ class Residency:
     def values(self, slot: ParamSlot, *, changes: bool) -> Iterator[torch.Tensor]:
         """Has the values of a parameter there, in an ordinary parameter, while one torch function runs.
 
-        Within a forward they stay until it returns; outside of forwards they stay as long as there is room.
+        They stay as long as there is room afterwards; what was used last leaves last.
 
         Args:
             slot: which one.
             changes: they count as changed.
         """
         stack = self._frames.stack
-        pin = None
         if stack:
-            frame = stack[-1]
-            self._meet_autocast(self._frames, frame)
+            self._meet_autocast(self._frames, stack[-1])
             self.saved.cover_others()
-            if slot.value.movable and not slot.value.pins and id(slot) not in frame.reads:
-                frame.reads[id(slot)] = self.pool.pin(slot.value)
-            elif slot.value.movable:
-                # Pinned by a forward, or by the update that is still pending for it.
-                pin = self.pool.pin(slot.value)
         else:
             self._tell_of_outside(slot)
-            pin = self.pool.pin(slot.value)
-        assert slot.value.extent is not None
-        saved = None if stack else self.saved.cover()
-        if changes:
-            slot.changed()
-        slot.show()
-        try:
-            if saved is not None:
-                saved.__enter__()
-            yield slot.value.extent.tensor
-        finally:
-            if saved is not None:
-                saved.__exit__(None, None, None)
-            slot.hide()
-            if pin is not None:
-                pin.release()
-                if not stack:
-                    self.pool.shelf.lend(slot.value)
+            if self.outside is not None:
+                self.outside()
+        with self.pool.pin(slot.value) as tensor, self._covered():
+            if changes:
+                slot.changed()
+            slot.show()
+            try:
+                yield tensor
+            finally:
+                slot.hide()
+        self.pool.shelf.lend(slot.value)
+
+    def _covered(self) -> AbstractContextManager[Any]:
+        """Has autograd save recipes where no forward sees to that."""
+        saved = self.saved.cover() if torch.is_grad_enabled() and not self._frames.stack else None
+        return nullcontext() if saved is None else saved
 
     def alias_given(self, slot: ParamSlot) -> None:
         """See `ptm_accel.model.away.Source`: outside of forwards, whoever has a view may write to it unseen."""
@@ -393,7 +383,7 @@ class Residency:
         self.casts.leave()
         for slot in frame.shown:
             slot.hide()
-        for pin in (*frame.pins, *frame.reads.values()):
+        for pin in frame.pins:
             pin.release()
         if not frames.stack:
             self.casts.end()

@@ -171,9 +171,6 @@ def test_writes_by_reading_first_are_kept_inside_gathered(tmp_path: Path) -> Non
         assert [float(layer.weight.detach().mean()) for layer in model] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize(
-    "write", [lambda p: p.add_(1.0), lambda p: p.copy_(torch.ones(WIDTH, WIDTH)), lambda p: p.mul_(2)]
-)
 def test_moving_to_where_it_is_changes_nothing(tmp_path: Path) -> None:
     model, plain = net(), net()
     with at_floor(model, tmp_path) as engine:
