@@ -43,10 +43,6 @@ class StaleGraphError(PTMError, RuntimeError):
     """A parameter was changed between a forward and its backward, or another tensor that backward needs."""
 
 
-class PlaceholderError(PTMError, RuntimeError):
-    """The placeholder of a parameter that is away was written to; the write would have been lost."""
-
-
 class LostStepError(PTMError, RuntimeError):
     """A save after an update that has failed: what there is to save is between two steps."""
 

@@ -51,10 +51,10 @@ class TrainedModel(PagedModel):
         self.replicas: Replicas | None = None
         self.updates_in_backward: Callable[[], bool] = _no
         self._forbidden = 0
-        self._told_of_nan = False
         self._told_of_lost: str | None = None
         self.residency.beginning = _asking(self, TrainedModel._meet_newcomers, None)
         self.residency.outside = _asking(self, TrainedModel._used_outside, None)
+        self.residency.ended = _asking(self, TrainedModel._forward_ended, None)
         self.residency.gradient_of = _gradient_of(self)
         self.residency.set_gradient_of = _set_gradient_of(self)
         self.run_ahead.sums = _asking(self, TrainedModel._sums, Sums.NONE)
@@ -172,14 +172,17 @@ class TrainedModel(PagedModel):
             self.optimizer.apply_scale()
 
     def _used_outside(self) -> None:
-        """Code outside of passes has the room in which gradients arrive."""
+        """Code outside of backward has the room in which gradients arrive."""
         if self.gradients is not None and torch._C._current_graph_task_id() == -1:
             self.gradients.release_arrival()
 
-    def _meet_newcomers(self) -> None:
-        """Takes over the gradients of parameters that have become trainable in the middle of training (unfreezing)."""
+    def _forward_ended(self) -> None:
+        """A backward may come, whose gradients need room."""
         if self.gradients is not None:
             self.gradients.hold_arrival()
+
+    def _meet_newcomers(self) -> None:
+        """Takes over the gradients of parameters that have become trainable in the middle of training (unfreezing)."""
         if self.gradients is not None and self.gradients.admit(self.slots):
             self._hold_norms()
             for region in self.residency.regions.running():
@@ -280,14 +283,6 @@ class TrainedModel(PagedModel):
                 f"The total norm of order {norm_type} of {len(present)} gradients is {norm.item()}, so they cannot be "
                 "clipped. Set error_if_nonfinite=False to multiply them by it anyway."
             )
-        # On a device, to look at it would be to wait for it.
-        if not self._told_of_nan and norm.device.type == "cpu" and bool(norm.isnan()):
-            self._told_of_nan = True
-            logger.warning(
-                "the norm of %d gradients is NaN. If it is not without pages: a kernel that is given the address of a "
-                "parameter past all torch functions reads NaN while it is away. Call it within gathered(model).",
-                len(present),
-            )
         return norm, present
 
     def holds_gradients_of(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -357,13 +352,9 @@ class TrainedModel(PagedModel):
         Raises:
             BudgetError: all of it does not fit the compute tier at once.
         """
-        stack = ExitStack()
-        try:
-            # No pin that nobody holds, should somebody press Ctrl-C.
+        with ExitStack() as stack:
             self._gather(stack, grads, write, part)
             yield self.model
-        finally:
-            stack.close()
 
     def _gather(self, stack: ExitStack, grads: bool, write: bool, part: nn.Module | None) -> None:
         # Pins leave little room to work in.

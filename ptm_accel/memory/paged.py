@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import enum
 import math
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +25,6 @@ class Place(enum.Enum):
                               |               |  +--fault-- ARRIVING <-prefetch+   |
                               +--store--------+--drop the extent------------------+        any --drop--> BLANK
     BLANK --leave_in_file--> AWAY, in its origin until it is first stored
-    CLEAN --lend--> LENT, which leaves as CLEAN or as DIRTY does, whichever it turns out to be
     ```
     """
 
@@ -38,8 +36,6 @@ class Place(enum.Enum):
     """In the home, and on their way into an extent, which nobody has seen yet."""
     CLEAN = "clean"
     """In an extent of the compute tier, and the same bytes in the home, or in the origin."""
-    LENT = "lent"
-    """As clean, but somebody outside was given the extent, and may have written to it."""
     DIRTY = "dirty"
     """In an extent only; what the home holds, if anything, is out of date."""
 
@@ -48,7 +44,7 @@ class Place(enum.Enum):
 
     def __init__(self, value: str) -> None:
         # Kept, since it is asked for thousands of times a step.
-        self.resident = value in ("clean", "dirty", "lent")
+        self.resident = value in ("clean", "dirty")
 
 
 class Occupant(Protocol):
@@ -92,14 +88,15 @@ class Extent:
         self.block = block
         self.reservation = reservation
 
-    def viewed(self, *, shown: bool) -> bool:
+    def viewed(self, *, shown: bool, known: int = 0) -> bool:
         """Whether somebody holds a view of it.
 
         Args:
             shown: whether a parameter does, through which it is shown, and which is not meant.
+            known: how many tensors over it the caller knows of, which are not meant either.
         """
         users: int = torch._C._storage_Use_Count(self.octets.untyped_storage()._cdata)
-        return users > _OF_AN_EXTENT + (self.block is not None) + shown
+        return users > _OF_AN_EXTENT + (self.block is not None) + shown + known
 
 
 class PagedTensor:
@@ -201,7 +198,6 @@ class PagedTensor:
             Place.AWAY: self.extent is None and stored,
             Place.ARRIVING: self.extent is not None and stored,
             Place.CLEAN: self.extent is not None and stored,
-            Place.LENT: self.extent is not None and stored,
             Place.DIRTY: self.extent is not None,
         }[self.place]
         arriving = (self.arrival is not None) == (self.place is Place.ARRIVING)
@@ -214,8 +210,8 @@ class PagedTensor:
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of one element, expanded to `shape`, that stands in for one that is away.
 
-    It keeps shape, dtype and device true. A stray read gives NaN (the least value for integers) rather than stale
-    numbers; most in-place writes raise, since all elements share one address.
+    It keeps shape, dtype and device true. A kernel that reads it past all torch functions gets NaN (the least value for
+    integers) rather than stale numbers.
     """
     poison: float | bool | int
     if dtype.is_floating_point or dtype.is_complex:
@@ -227,13 +223,3 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     # Of a parameter that is away while it is only evaluated, and trained later.
     with torch.inference_mode(False):
         return torch.full((1,) * len(shape), poison, dtype=dtype, device=device).expand(shape)
-
-
-def is_intact(stand_in: torch.Tensor) -> bool:
-    """Whether a placeholder still has its poison (`zero_` and `fill_` on one succeed silently). Host tensors only."""
-    if stand_in.numel() == 0:
-        return True
-    dtype, first = stand_in.dtype, stand_in.as_strided((), ()).item()
-    if dtype.is_floating_point or dtype.is_complex:
-        return cmath.isnan(first)
-    return dtype is torch.bool or first == torch.iinfo(dtype).min

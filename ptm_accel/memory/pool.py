@@ -232,7 +232,7 @@ class Pool:
             tensor.place = Place.BLANK
 
     def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
-        """Makes `data` the bytes of `tensor`, whatever it was before: of another shape or type, too.
+        """Makes a copy of `data` the bytes of `tensor`, whatever it was before: of another shape or type, too.
 
         Raises:
             BudgetError: no room for its bytes.
@@ -240,13 +240,14 @@ class Pool:
         with self.lock:
             if self.owed is not None:
                 self.owed.before_use(tensor)
-            if tensor.pins and tensor.extent is not None and data.shape == tensor.shape and data.dtype == tensor.dtype:
-                tensor.extent.tensor.copy_(data)
-                tensor.place = Place.DIRTY
+            if data.shape == tensor.shape and data.dtype == tensor.dtype:
+                self.fault(tensor, write=True).copy_(data)
                 return
+            # What there is must not be lost where there is no room for what comes.
+            self.room.reserve(data.numel() * data.dtype.itemsize, tensor.tag, tensor.name).release()
             self.drop(tensor)
             tensor.become(data.shape, data.dtype)
-            self.adopt(tensor, data)
+            self.adopt(tensor, data, copied=True)
 
     def forget(self, tensor: PagedTensor) -> None:
         """Drops `tensor` and ends its life."""
@@ -294,19 +295,6 @@ class Pool:
             tensor.place, tensor.origin = Place.DIRTY, None
         assert tensor.extent is not None
         return tensor.extent.tensor
-
-    def lend(self, tensor: PagedTensor) -> torch.Tensor:
-        """As `fault`, for somebody who may write to it without saying so: whether they did is seen when it leaves.
-
-        Nor do they say when they are done. So what was lent leaves last, the newest after the others, until
-        `shelf.end_loans`.
-        """
-        with self.lock:
-            values = self.fault(tensor)
-            if tensor.place is Place.CLEAN:
-                tensor.place = Place.LENT
-            self.shelf.lend(tensor)
-            return values
 
     def pin(self, tensor: PagedTensor, *, write: bool = False) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
@@ -412,7 +400,7 @@ class Pool:
                 self.ahead.turn_back(tensor)
                 return
             tensor.note_changes()
-            if tensor.place is Place.DIRTY or (tensor.place is Place.LENT and not self.traffic.is_stored(tensor)):
+            if tensor.place is Place.DIRTY:
                 self.traffic.store_whole(tensor)
             self.extents.let_go(tensor)
             tensor.place = Place.AWAY
@@ -421,10 +409,9 @@ class Pool:
         """Makes the home hold the newest bytes of a resident tensor; it stays resident."""
         with self.lock:
             tensor.note_changes()
-            if tensor.place in (Place.DIRTY, Place.LENT) and self.home is not None:
+            if tensor.place is Place.DIRTY and self.home is not None:
                 self.traffic.store_whole(tensor)
-                if tensor.place is Place.DIRTY:
-                    tensor.place = Place.CLEAN
+                tensor.place = Place.CLEAN
 
     # ---- looking from outside ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What may leave the compute tier, and in which order: idle extents, least recently used first; then loans."""
+"""What may leave the compute tier, and in which order: idle buffers, least recently used first; then spared ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Shelf:
         self.nbytes = 0
         self._has_home = has_home
         self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
-        self._loans: OrderedDict[PagedTensor, None] = OrderedDict()
+        self._spared: OrderedDict[PagedTensor, None] = OrderedDict()
 
     def __contains__(self, tensor: PagedTensor) -> bool:
         return tensor in self._idle
@@ -41,7 +41,7 @@ class Shelf:
         if tensor in self._idle:
             assert tensor.extent is not None
             del self._idle[tensor]
-            self._loans.pop(tensor, None)
+            self._spared.pop(tensor, None)
             self.nbytes -= tensor.extent.reservation.nbytes
 
     def keep_off(self, tensor: PagedTensor) -> None:
@@ -54,31 +54,31 @@ class Shelf:
         tensor.movable = True
         self.touch(tensor)
 
-    def lend(self, tensor: PagedTensor) -> None:
-        """Somebody may be using `tensor` and does not say until when: it leaves last, the newest after the others."""
+    def spare(self, tensor: PagedTensor) -> None:
+        """Evicts `tensor` after all others, the newest such last: code outside of forwards may hold a view of it."""
         if tensor in self._idle:
-            self._loans[tensor] = None
-            self._loans.move_to_end(tensor)
+            self._spared[tensor] = None
+            self._spared.move_to_end(tensor)
 
-    def is_on_loan(self, tensor: PagedTensor) -> bool:
-        """Whether somebody may still be using what they were lent."""
-        return tensor in self._loans
+    def is_spared(self, tensor: PagedTensor) -> bool:
+        """Whether code outside of forwards may hold a view of it."""
+        return tensor in self._spared
 
-    def end_loans(self) -> None:
-        """What was lent may leave as everything else."""
-        self._loans.clear()
+    def end_sparing(self) -> None:
+        """Spared tensors are evicted as all others."""
+        self._spared.clear()
 
     def free(self) -> list[PagedTensor]:
-        """What may leave and is not on loan, least recently used first."""
-        return [tensor for tensor in self._idle if tensor not in self._loans]
+        """What may leave and is not spared, least recently used first."""
+        return [tensor for tensor in self._idle if tensor not in self._spared]
 
     def in_order(self) -> Iterable[PagedTensor]:
-        """As `free`, without a copy where nothing is on loan."""
-        return self.free() if self._loans else self._idle
+        """As `free`, without a copy where nothing is spared."""
+        return self.free() if self._spared else self._idle
 
     def last_resort(self) -> PagedTensor | None:
-        """What leaves when all that may is on loan."""
-        return next(iter(self._loans), None)
+        """What leaves when all that may is spared."""
+        return next(iter(self._spared), None)
 
     def check_integrity(self) -> None:
         """Checks that each may leave, and what they hold.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ptm_accel.errors import DiskError
 from ptm_accel.memory.copies import Keeping, finish, joined
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Span, Timeline, during
@@ -175,25 +174,6 @@ class Traffic:
         self.stats.stored_bytes += tensor.slot_bytes
         tensor.stored_bytes = tensor.slot_bytes
         tensor.origin = None
-
-    def is_stored(self, tensor: PagedTensor) -> bool:
-        """Whether the home has the very bytes of a resident tensor. It is read for that, which wears nothing.
-
-        Raises:
-            DiskError: an earlier store of it failed.
-        """
-        assert self.home is not None and tensor.extent is not None
-        if tensor.stored_bytes < tensor.nbytes:
-            return False
-        self.settle(tensor)
-        with self.stalled():
-            try:
-                stored = self.home.snapshot(tensor.handle)
-            except DiskError:
-                # Whoever asks stores it then, and is told if that cannot be done either.
-                return False
-            parts = (octets[: tensor.nbytes].split(_COMPARED_BYTES) for octets in (tensor.extent.octets, stored))
-            return all(torch.equal(here.cpu(), there) for here, there in zip(*parts, strict=True))
 
     def store_whole(self, tensor: PagedTensor) -> None:
         """Stores a resident tensor and waits until that is done.

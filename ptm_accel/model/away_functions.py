@@ -143,6 +143,11 @@ def converts(func: Any, args: Any, kwargs: Any) -> bool:
     found = func(probe, *args[1:], **kwargs)
     if found is probe:
         return False
+    if found.device.type == "meta":
+        raise PagedModelError(
+            f"cannot convert a parameter of {dim} dimensions ({dtype} on {device}) to the meta device: it is on pages. "
+            "Call `ptm_accel.engine_of(model).detach()` first."
+        )
     if found.dtype == dtype and found.device == device and found.stride() != probe.stride():
         raise PagedModelError(
             f"cannot change how a parameter of {dim} dimensions lies in memory (another memory format, as "

@@ -245,7 +245,7 @@ class Following:
                 continue
             if tensor.pins or self._awaits(tensor):
                 self._going.append(tensor)
-            elif tensor in self._pool.shelf and not self._pool.shelf.is_on_loan(tensor):
+            elif tensor in self._pool.shelf and not self._pool.shelf.is_spared(tensor):
                 self._spare(tensor)
 
     def _send_for(self, accessed: PagedTensor) -> None:

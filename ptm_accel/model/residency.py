@@ -110,7 +110,8 @@ class Residency:
         root: the model.
         owner: kept alive by the model, whose hooks hold this object.
         beginning: called before an outermost forward whose gradients are on.
-        outside: called before a parameter is used outside of all forwards.
+        ended: called after an outermost forward whose gradients are on.
+        outside: called before a parameter is used outside of its module's forward.
         gradient_of: gives what `p.grad` of a parameter is.
         set_gradient_of: takes what it was set to.
         snapshots_of: modules into whose state dictionaries a hook puts the values.
@@ -124,6 +125,7 @@ class Residency:
         self.regions = CompiledRegions(self)
         self.run_ahead = RunAhead(pool)
         self.beginning: Callable[[], object] | None = None
+        self.ended: Callable[[], object] | None = None
         self.outside: Callable[[], object] | None = None
         self.gradient_of: Callable[[ParamSlot], torch.Tensor | None] | None = None
         self.set_gradient_of: Callable[[ParamSlot, torch.Tensor | None], None] | None = None
@@ -251,8 +253,8 @@ class Residency:
             self.saved.cover_others()
         else:
             self._tell_of_outside(slot)
-            if self.outside is not None:
-                self.outside()
+        if self.outside is not None:
+            self.outside()
         with self.pool.pin(slot.value) as tensor, self._covered():
             if changes:
                 slot.changed()
@@ -261,7 +263,7 @@ class Residency:
                 yield tensor
             finally:
                 slot.hide()
-        self.pool.shelf.lend(slot.value)
+        self.pool.shelf.spare(slot.value)
 
     def _covered(self) -> AbstractContextManager[Any]:
         """Has autograd save recipes where no forward sees to that."""
@@ -317,6 +319,7 @@ class Residency:
             self._enter_region(frames, frame, region, entered)
             return
         if module._parameters or isinstance(module, _READS_ITS_PARTS):
+            self.pool.room.glance()
             shows = self._shows(module)
             for slot in self._used_by(module):
                 if slot.value.movable:
@@ -327,7 +330,7 @@ class Residency:
             self._meet_autocast(frames, frame)
 
     def _begin_outermost(self, module: nn.Module) -> None:
-        self.pool.shelf.end_loans()
+        self.pool.shelf.end_sparing()
         if module is self.root:
             self.regions.scan()
             if torch._C._current_graph_task_id() == -1:
@@ -387,6 +390,8 @@ class Residency:
             pin.release()
         if not frames.stack:
             self.casts.end()
+            if self.ended is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                self.ended()
             if frame.module is self.root:
                 self.run_ahead.forward_ended()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -131,18 +132,17 @@ class ParamSlot:
         param: the model's own `nn.Parameter`; its `.data` is the extent or a placeholder.
         value: its values on pages.
         generation: counts updates, so that a backward through an older forward is noticed.
-        accesses: serves accesses while the parameter is an `AwayParameter`.
     """
 
     __slots__ = (
         "__weakref__",
+        "_accesses",
         "_placeholder",
         "_pool",
         "_shown",
         "_table",
         "_version",
         "_writes",
-        "accesses",
         "generation",
         "name",
         "param",
@@ -154,7 +154,8 @@ class ParamSlot:
         self.param = param
         self.value = value
         self.generation = 0
-        self.accesses: Accesses | None = None
+        # Weak: the pool, which outlives the model, holds this object.
+        self._accesses: weakref.ref[Accesses] | None = None
         self._writes = 0
         self._version = param._version
         self._pool = pool
@@ -173,7 +174,7 @@ class ParamSlot:
             accesses: serves accesses from now on.
             device: of the compute tier.
         """
-        self.accesses = accesses
+        self._accesses = weakref.ref(accesses)
         away.register(self)
         if self.value.extent is not None:
             self.arrived(self.value.extent.tensor)
@@ -183,9 +184,16 @@ class ParamSlot:
             self.param.__class__ = AwayParameter
 
     @property
+    def accesses(self) -> Accesses:
+        """What serves accesses while the parameter is an `AwayParameter`."""
+        accesses = None if self._accesses is None else self._accesses()
+        assert accesses is not None, f"{self.name} is on no pages"
+        return accesses
+
+    @property
     def on_pages(self) -> bool:
         """Whether the parameter's data is ours: its extent or a placeholder."""
-        return self.accesses is not None
+        return self._accesses is not None
 
     def show(self) -> None:
         """Makes it an ordinary parameter until `hide`; the caller has brought the values in, and keeps them there."""
@@ -195,13 +203,13 @@ class ParamSlot:
     def hide(self) -> None:
         """Ends `show`."""
         self._shown -= 1
-        if not self._shown and self.accesses is not None:
+        if not self._shown and self.on_pages:
             self.param.__class__ = AwayParameter
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the values in."""
         self._table.add(tensor, self)
-        if self.accesses is not None:
+        if self.on_pages:
             self._give(tensor)
         with away.bare():
             self._version = self.param._version
@@ -209,7 +217,7 @@ class ParamSlot:
     def leaving(self, tensor: torch.Tensor) -> None:
         """The pool is about to take the values away."""
         self._table.remove(tensor)
-        if self.accesses is not None:
+        if self.on_pages:
             self._give(self._stand_in(tensor.device))
 
     def _give(self, data: torch.Tensor) -> None:
@@ -232,14 +240,14 @@ class ParamSlot:
 
     def leave_pages(self) -> None:
         """The parameter is an ordinary one from now on; its data stays what it is."""
-        self.accesses, self._placeholder, self._shown = None, None, 0
+        self._accesses, self._placeholder, self._shown = None, None, 0
         self.param.__class__ = nn.Parameter
         away.forget(self)
 
     def lose(self) -> None:
         """The values are gone: any use of the parameter is an error, if it is on pages still."""
-        if self.accesses is not None:
-            self.accesses = None
+        if self.on_pages:
+            self._accesses = None
             away.forget(self)
             self._give(self._stand_in(self._pool.compute.device))
             self.param.__class__ = AwayParameter
@@ -287,27 +295,22 @@ class ParamSlot:
 
     def used(self, changes: bool) -> AbstractContextManager[torch.Tensor]:
         """See `ptm_accel.model.away.Source`."""
-        assert self.accesses is not None
         return self.accesses.values(self, changes=changes)
 
     def alias_given(self) -> None:
         """See `ptm_accel.model.away.Source`."""
-        assert self.accesses is not None
         self.accesses.alias_given(self)
 
     def gradient(self) -> torch.Tensor | None:
         """See `ptm_accel.model.away.Source`."""
-        assert self.accesses is not None
         return self.accesses.gradient(self)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """See `ptm_accel.model.away.Source`."""
-        assert self.accesses is not None
         self.accesses.set_gradient(self, gradient)
 
     def snapshot_follows(self, module: nn.Module) -> bool:
         """See `ptm_accel.model.away.Source`."""
-        assert self.accesses is not None
         return self.accesses.snapshot_follows(module)
 
     def assign(self, data: torch.Tensor) -> None:
@@ -330,6 +333,10 @@ class ParamSlot:
                 f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
                 "while it was in use. Change it between two forwards."
             )
+        known = 0
+        if value.extent is not None and _storage(data) == _storage(value.extent.tensor):
+            # The caller has the view, and autograd what it is a view of.
+            known = 1 + data._is_view()
         data = data.detach().contiguous()
         if value.extent is not None and _storage(data) == _storage(value.extent.tensor):
             if data.shape == value.shape and data.data_ptr() == value.extent.tensor.data_ptr():
@@ -337,7 +344,7 @@ class ParamSlot:
                 self.changed()
                 return
             data = data.clone()
-        if value.pins and value.extent is not None and value.extent.viewed(shown=True):
+        if value.pins and value.extent is not None and value.extent.viewed(shown=True, known=known):
             # The data is copied into the memory of the values, where whoever has the view would see it change.
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(value.shape)} was given other data while it was in use, and a "

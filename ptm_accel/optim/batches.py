@@ -66,7 +66,7 @@ class Batches:
                 self._batches.append(batch)
 
     def wait(self) -> None:
-        """Waits for what the first one reads. Ctrl-C is not put off any longer here, since nothing is half done."""
+        """Waits for what the first one reads."""
         batch = self._batches[0]
         with self._sweep.pool.traffic.stalled():
             for transfer in [transfer for unit in batch for transfer in unit.awaited()]:

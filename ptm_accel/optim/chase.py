@@ -330,21 +330,19 @@ class Chase:
                 self._wait_for_host()
 
     def _advance(self, index: int) -> None:
-        """Carries out updates until that of parameter `index` is done. Ctrl-C ends it between two batches."""
+        """Carries out updates until that of parameter `index` is done."""
         while self._owed and self._done <= index:
             if not self._batches:
                 with self._at_work(loses=not self.whole):
                     self._batches.open(insist=True)
-            # A handler of signals may look at parameters, and so carry out what this is about.
             if self._batches:
                 self._batches.wait()
-            if self._batches:
                 with self._at_work():
                     self._update()
                     self._batches.open(insist=False)
 
     def _wait_for_host(self) -> None:
-        """Waits for the next window that is updated on the CPU; as in `Batches.wait`, Ctrl-C is not put off."""
+        """Waits for the next window that is updated on the CPU."""
         assert self._on_host is not None
         job = self._on_host.next_job
         if job is not None:
@@ -410,7 +408,6 @@ class Chase:
                     # Of a device's it is another, which callers who try smaller batches know.
                     raise type(error)(_STILL_OWED.format(error)) from error
                 finally:
-                    # Before the section ends, where a handler may look at the model.
                     self._working = False
         finally:
             self._spent(time.perf_counter() - pool.stats.stall_s - begin)

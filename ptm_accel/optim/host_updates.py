@@ -119,7 +119,7 @@ class HostUpdates:
         """Whether somebody has a view of a parameter's values, and would see an update of them on the device."""
         if value.extent is None or not value.place.resident:
             return False
-        return self._pool.shelf.is_on_loan(value) or value.viewed
+        return self._pool.shelf.is_spared(value) or value.viewed
 
     def _can_be_held(self, tensor: PagedTensor) -> bool:
         step = self._step_bytes(tensor)

@@ -381,7 +381,7 @@ def test_any_order_of_actions_gives_the_same_bytes(seed: int, tmp_path_factory: 
                     lent.sub_(3)
                     plain[index].sub_(3)
                 del lent
-                pool.shelf.end_loans()
+                pool.shelf.end_sparing()
             pool.check_integrity()
         for tensor, values in zip(tensors, plain, strict=True):
             assert torch.equal(pool.fault(tensor), values)

@@ -651,8 +651,8 @@ def test_what_was_lent_leaves_last(tmp_path: Path) -> None:
         pool.pin(fourth)
         pool.fault(third)
         assert [t.place for t in (first, second)] == [Place.DIRTY, Place.AWAY]
-        assert pool.shelf.is_on_loan(first)
-        pool.shelf.end_loans()
+        assert pool.shelf.is_spared(first)
+        pool.shelf.end_sparing()
         assert pool.shelf.free() == [first, third]
         pool.unpin(fourth)
 

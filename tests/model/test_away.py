@@ -97,7 +97,7 @@ def test_a_list_function_needs_room_for_one_tensor(tmp_path: Path) -> None:
 def test_values_that_do_not_fit_at_once_are_refused(tmp_path: Path) -> None:
     model = net(20)
     with at_floor(model, tmp_path) as engine:
-        with pytest.raises(BudgetError, match="cannot place 16.00 KiB"):
+        with pytest.raises(BudgetError, match="cannot place 16384 B for"):
             torch.stack(list(model.parameters()))
         assert not engine.pool.pinned()
         assert model(torch.ones(1, WIDTH)).isfinite().all()
@@ -133,9 +133,7 @@ def test_a_gradient_that_is_gone_is_an_error(tmp_path: Path) -> None:
         model.zero_grad()
         assert model[0].weight.grad is None
         assert kept.shape == (WIDTH, WIDTH)
-        with pytest.raises(
-            PagedModelError, match=r"gradient of 0.weight was used after an optimizer step or zero_"
-        ):
+        with pytest.raises(PagedModelError, match=r"gradient of 0.weight was used after an optimizer step or zero_"):
             kept.sum()
 
 
@@ -181,7 +179,7 @@ def test_moving_to_where_it_is_changes_nothing(tmp_path: Path) -> None:
             assert same_bits(ours.weight.detach(), theirs.weight.detach())
 
 
-@pytest.mark.parametrize("convert", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta")])
+@pytest.mark.parametrize("convert", [lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
 def test_conversions_are_refused(convert: object, tmp_path: Path) -> None:
     model = net()
     with at_floor(model, tmp_path):

@@ -163,7 +163,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_trained(model), lr=1e-1, momentum=0.9, fused=True)
+    return torch.optim.SGD(_trained(model), lr=1e-1, momentum=0.9)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -462,7 +462,8 @@ def many_looks(model: nn.Module, step: Step) -> None:
         )
 
 
-@case()
+# A value that is not in memory is read-only: torch's error says so.
+@case(refused=(RuntimeError,))
 @torch.no_grad()
 def copied_into_the_state_dict(model: nn.Module, step: Step) -> None:
     for name in ("up.weight", "layers.1.weight", "norm.weight"):

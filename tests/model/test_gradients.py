@@ -57,7 +57,6 @@ def test_sums_over_micro_batches(tmp_path: Path) -> None:
         for seed in range(3):
             backward(model, seed)
             backward(plain, seed)
-            assert all(p.grad is None for p in model.parameters())
         expect(engine, plain)
 
 
@@ -163,7 +162,6 @@ def test_gradients_can_be_looked_at_and_changed(tmp_path: Path) -> None:
         for param in plain.parameters():
             assert param.grad is not None
             param.grad *= 2
-        assert all(p.grad is None for p in model.parameters())
         assert same_bits(engine.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
         expect(engine, plain)
 
@@ -180,18 +178,17 @@ def test_gradients_are_gathered_of_the_part_that_is_asked_for(tmp_path: Path) ->
                     assert same_bits(param.grad, expected.grad)
                     param.grad.mul_(0.5)
                 assert engine.pool.pinned()
-                others = [param for layer in model if layer is not ours for param in layer.parameters()]
-                assert all(param.grad is None for param in others)
             for param in theirs.parameters():
                 param.grad.mul_(0.5)
         expect(engine, plain)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_that_would_not_see_a_sum_are_refused(when: str, tmp_path: Path) -> None:
+def test_a_hook_after_accumulation_sees_the_sum(when: str, tmp_path: Path) -> None:
     model, plain = net(), net()
 
     def halve(param: torch.Tensor) -> None:
+        assert param.grad is not None
         param.grad.mul_(0.5)
 
     plain[2].weight.register_post_accumulate_grad_hook(halve)
@@ -199,35 +196,12 @@ def test_hooks_that_would_not_see_a_sum_are_refused(when: str, tmp_path: Path) -
         model[2].weight.register_post_accumulate_grad_hook(halve)
     _, need = needs(model, tmp_path, "host+disk")
     with on_pages(model, "host+disk", 2 * need, tmp_path) as engine:
-        if when == "before":
-            # The first one of a sum is all that there is.
-            backward(model)
-            backward(plain)
-            expect(engine, plain)
-            sees = "only the gradient of this backward and not the sum"
-        else:
-            model[2].weight.register_post_accumulate_grad_hook(lambda param: None)
-            sees = "no gradient: it has been put on pages"
-        with pytest.raises(
-            UnsupportedError,
-            match=rf"a hook of 2\.weight \(register_post_accumulate_grad_hook\) sees {sees}\. Use p\.register_hook",
-        ):
-            backward(model, 1)
-        engine.abort()
-        engine.zero_grad()
-
-
-def test_a_norm_that_is_nan_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A loss over all parameters, as for L2 regularisation by hand, trains on placeholders."""
-    model = net()
-    with at_floor(model, tmp_path) as engine:
+        if when == "after":
+            model[2].weight.register_post_accumulate_grad_hook(halve)
         for seed in range(3):
-            if seed:
-                sum(param.pow(2).sum() for param in model.parameters()).backward()
             backward(model, seed)
-            engine.clip_grad_norm_(1.0)
-            assert caplog.text.count("the norm of 12 gradients is NaN. If it is not without pages: ") == min(seed, 1)
-            engine.zero_grad()
+            backward(plain, seed)
+            expect(engine, plain)
 
 
 def test_gathering_what_does_not_fit_is_refused_and_leaves_no_pins(tmp_path: Path) -> None:
@@ -423,6 +397,5 @@ def test_gradients_of_what_is_unfrozen_are_charged_as_they_arrive(tmp_path: Path
         for seed in (1, 2):
             backward(model[:6], seed)
             backward(plain, seed)
-            assert all(param.grad is None for param in model.parameters())
         expect(engine, plain)
         assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes

@@ -80,8 +80,6 @@ def test_the_values_are_read_where_the_parameter_is_now(change: object, kind: st
         assert list(found) == list(expected)
         for name, value in expected.items():
             assert same_bits(found[name].clone(), value), name
-        if change is tie:
-            assert found["head.weight"] is found["embedding.weight"]
         model.load_state_dict({name: value + 1 for name, value in expected.items()})
         plain.load_state_dict({name: value + 1 for name, value in expected.items()})
         ids = torch.arange(8)

@@ -194,7 +194,9 @@ def test_whoever_reads_a_parameter_gets_its_values(name: str, kind: str, tmp_pat
             assert not engine.pool.pinned()
         assert same(paged_grads(engine), grads_of(plain))
         assert engine.pool.stats.evictions > 0
-        assert all(p.grad is None for p in paged.parameters())
+        for ours, theirs in zip(paged.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert theirs.grad is None or same_bits(ours.grad, theirs.grad)
 
 
 def test_pins_last_as_long_as_the_forward_that_needs_them(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_pins_last_as_long_as_the_forward_that_needs_them(tmp_path: Path) -> Non
         step_of(model)
         # Hooks that come after ours see the module's own parameters free already.
         inside, after = seen
-        assert inside == {"0.scale", "0.a.weight", "0.b.weight"}
+        assert inside == {"0.scale"}
         assert after == set()
         assert not engine.pool.pinned()
 
@@ -542,7 +544,7 @@ def test_detaching_gives_the_plain_model_back(tmp_path: Path) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_the_heap_is_glanced_at_where_parameters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_grows_in_a_forward_takes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward whose pages are all there charges nothing; what grows beside them takes room from them all the same."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
@@ -550,22 +552,21 @@ def test_the_heap_is_glanced_at_where_parameters_are_read(tmp_path: Path, monkey
 
         class Grown:
             total_bytes = pool.budget.capacity_bytes
-            glances = 0
+            looks = 0
 
-            def glance(self) -> bool:
-                self.glances += 1
-                if self.glances == 4:
+            def begin_pass(self, *args: Any, **kwargs: Any) -> None:
+                """The first forward."""
+
+            def look(self) -> None:
+                self.looks += 1
+                if self.looks == 4:
                     pool.budget.capacity_bytes = pool.budget.used_bytes - (40 << 10)
-                return self.glances == 4
-
-            def sample(self) -> None:
-                assert self.glances >= 4, "before that nothing is charged"
 
         grown = Grown()
         monkeypatch.setattr(pool.room, "tide", grown)
         with torch.no_grad():
             model(torch.ones(1, 64))
         monkeypatch.setattr(pool.room, "tide", None)
-        assert grown.glances == 12
+        assert grown.looks >= 6
         assert pool.budget.free_bytes >= 0
         assert pool.stats.evictions >= 3

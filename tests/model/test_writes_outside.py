@@ -216,7 +216,7 @@ def test_a_view_that_is_kept_of_values_that_are_exchanged_in_a_forward_is_refuse
     model = masked()
     with at_floor(model, tmp_path) as engine, torch.no_grad():
         with pytest.raises(
-            PagedModelError, match=r"0\.weight of shape .* other data while it was in use, and what it h"
+            PagedModelError, match=r"0\.weight of shape .* other data while it was in use, and a view of"
         ):
             model(inputs())
         engine.abort()
@@ -310,4 +310,5 @@ def test_data_that_finds_no_room_is_refused(tmp_path: Path) -> None:
     with at_floor(model, tmp_path) as engine:
         with pytest.raises(BudgetError, match=r"1\.weight"):
             model[1].weight.data = torch.ones(64 * WIDTH, WIDTH)
+        assert same_bits(model(inputs()), net(2)(inputs()))
         engine.check_integrity()
