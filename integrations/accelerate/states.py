@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
-from ptm_accel.checkpoint.directory import added, remove, remove_incomplete, staged
+from ptm_accel.checkpoint.directory import remove, remove_incomplete, staged
 from ptm_accel.checkpoint.plain_state import load_either_state
-from ptm_accel.checkpoint.training_state import INDEX_NAME, OUTDATED, save_optimizer_state, saved_last
+from ptm_accel.checkpoint.training_state import OUTDATED, save_optimizer_state, saved_last
 from ptm_accel.errors import CheckpointError, ConfigError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
@@ -36,10 +36,10 @@ class PagedStates(Accelerator):  # type: ignore[misc]
     _optimizers: list[AcceleratedOptimizer]
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Accelerator.save_state`; a directory that does not exist yet appears complete or not at all.
+        """As `Accelerator.save_state`; the directory appears complete or not at all.
 
-        Files of others in a directory that exists are left as they are. Of directories that are named automatically,
-        the oldest beyond `total_limit` are removed once the new one has its name.
+        One that exists is replaced as a whole, with the files that others have put there. Of directories that are named
+        automatically, the oldest beyond `total_limit` are removed once the new one has its name.
 
         Raises:
             ConfigError: no directory is given, and none is named automatically.
@@ -121,7 +121,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
     def _shared_staging(self, final: Path) -> Iterator[Path]:
         """The directory that all processes write a state into; one of them makes and publishes it."""
         with ExitStack() as stack:
-            mine = stack.enter_context(_staged(final)) if self.is_main_process else None
+            mine = stack.enter_context(staged(final, outdated=OUTDATED)) if self.is_main_process else None
             if self.num_processes > 1:
                 told = [str(mine)]
                 torch.distributed.broadcast_object_list(told, 0)
@@ -186,13 +186,6 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             yield optimizers
         finally:
             self._optimizers = optimizers
-
-
-def _staged(final: Path) -> AbstractContextManager[Path]:
-    if not final.exists():
-        # A killed save may have left it under another name.
-        remove_incomplete(final.parent, final.name)
-    return added(final, seals=INDEX_NAME, outdated=OUTDATED) if final.exists() else staged(final)
 
 
 def _numbered(base: Path) -> list[Path]:

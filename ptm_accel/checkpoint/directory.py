@@ -78,65 +78,6 @@ def _link(source: str | Path, place: str | Path) -> None:
 
 
 @contextmanager
-def added(folder: Path, *, seals: str = "", outdated: re.Pattern[str] | None = None) -> Iterator[Path]:
-    """Writes files into a directory that exists and may hold others', after all of them are complete and on the disk.
-
-    A kill while they move in leaves a mixture of old files and new ones. It is known by the seals, which are taken away
-    before the first of the others moves, and moved in after the last.
-
-    Args:
-        folder: the directory.
-        seals: the name of the files, in whatever subdirectory, without which what lies beside them is not looked at.
-        outdated: names of files that are removed from each directory into which a seal moves.
-
-    Yields:
-        an empty directory within `folder` to write into; what is there at the end moves into `folder`, in place of what
-        has the same names.
-
-    Raises:
-        DiskError: the file system is full or failed; what was written is removed. `folder` is as it was, or, if a file
-            could not be moved, without the seals.
-    """
-    folder = Path(folder)
-    # Not beside it: that may be another file system, or not ours to write to.
-    with _cleared(folder / f"{_STAGING}-{folder.name}-{os.getpid()}", folder) as staging:
-        yield staging
-        _sync_tree(staging)
-        files = sorted(path.relative_to(staging) for path in staging.rglob("*") if not path.is_dir())
-        last = [path for path in files if path.name == seals]
-        for path in last:
-            _remove_outdated(folder / path, outdated)
-        for moving in ([path for path in files if path.name != seals], last):
-            _move(moving, staging, folder)
-        shutil.rmtree(staging)
-
-
-def _remove_outdated(seal: Path, outdated: re.Pattern[str] | None) -> None:
-    """Removes a seal, and what is out of date beside it."""
-    if not seal.parent.is_dir():
-        return
-    seal.unlink(missing_ok=True)
-    for path in list(seal.parent.iterdir()):
-        if outdated is not None and outdated.fullmatch(path.name) and path.is_file():
-            path.unlink()
-    _sync_directory(seal.parent)
-
-
-def _move(files: list[Path], staging: Path, folder: Path) -> None:
-    """Moves files from `staging` to their places in `folder`, and syncs the directories that have changed."""
-    touched: set[Path] = set()
-    for path in files:
-        place = folder / path
-        for parent in [parent for parent in reversed(place.parents) if not parent.exists()]:
-            parent.mkdir()
-            touched.add(parent.parent)
-        (staging / path).replace(place)
-        touched.add(place.parent)
-    for parent in sorted(touched):
-        _sync_directory(parent)
-
-
-@contextmanager
 def _cleared(staging: Path, final: Path) -> Iterator[Path]:
     """An empty directory that is removed if anything fails; says so where the file system is the reason."""
     try:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from ptm_accel.checkpoint.directory import added, is_complete, remove, remove_incomplete, staged
+from ptm_accel.checkpoint.directory import is_complete, remove, remove_incomplete, staged
 from ptm_accel.errors import DiskError
 
 
@@ -225,85 +225,6 @@ def test_a_leftover_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("ptm_accel.checkpoint.directory.shutil.rmtree", fail)
     with pytest.raises(DiskError, match="cannot tidy up _incomplete-c-.*: Permission denied. Remove it by hand"):
         remove_incomplete(tmp_path)
-
-
-# ---- into a directory that exists ------------------------------------------------------------------------------------
-
-
-def put(directory: Path, **texts: str) -> None:
-    for name, text in texts.items():
-        path = directory / name.replace("__", "/").replace("_", ".")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-
-
-def test_files_are_added_from_within(tmp_path: Path) -> None:
-    """What lies beside the directory is nobody's business: it may be on another file system, or not be writable."""
-    folder = tmp_path / "above" / "state"
-    folder.mkdir(parents=True)
-    put(folder, mine="mine", a="one")
-    folder.parent.chmod(0o555)
-    try:
-        with added(folder) as staging:
-            assert staging.parent == folder
-            put(staging, a="two", sub__b="new")
-            assert (folder / "a").read_text() == "one"
-    finally:
-        folder.parent.chmod(0o755)
-    assert {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()} == {
-        "mine": "mine",
-        "a": "two",
-        "b": "new",
-    }
-    assert names(folder.parent) == ["state"]
-
-
-def test_a_seal_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "state"
-    folder.mkdir()
-    put(folder, index_json="old", a_bin="old", z_bin="old", sub__index_json="old", sub__old_pt="old", x_pt="old")
-    events: list[str] = []
-    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
-
-    def note_sync(descriptor: int) -> None:
-        where = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if "_incomplete" not in str(where):
-            events.append(f"sync {where.relative_to(tmp_path)}")
-        fsync(descriptor)
-
-    def note_replace(self: Path, target: Path) -> Path:
-        events.append(f"move {target.relative_to(folder)}")
-        return replace(self, target)
-
-    def note_unlink(self: Path, missing_ok: bool = False) -> None:
-        events.append(f"remove {self.relative_to(folder)}")
-        unlink(self, missing_ok)
-
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(Path, "replace", note_replace)
-    monkeypatch.setattr(Path, "unlink", note_unlink)
-    with added(folder, seals="index.json", outdated=re.compile(r".*\.pt")) as staging:
-        put(staging, index_json="new", a_bin="new", sub__index_json="new", sub__b_bin="new")
-    assert events == [
-        *("remove index.json", "remove x.pt", "sync state", "remove sub/index.json", "remove sub/old.pt"),
-        *("sync state/sub", "move a.bin", "move sub/b.bin", "sync state", "sync state/sub"),
-        *("move index.json", "move sub/index.json", "sync state", "sync state/sub"),
-    ]
-    assert names(folder) == ["a.bin", "index.json", "sub", "z.bin"]
-
-
-def test_the_next_save_of_a_name_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
-    # No process has this number: it is above what the kernel gives out.
-    number = 2**22 + 1
-    for folder, name in ((tmp_path, "c"), (tmp_path, "d"), (tmp_path / "c", "c")):
-        (folder / f"_incomplete-{name}-{number}").mkdir(parents=True)
-    with added(tmp_path / "c") as staging:
-        put(staging, a="one")
-    assert names(tmp_path / "c") == ["a"]
-    assert names(tmp_path) == [f"_incomplete-c-{number}", f"_incomplete-d-{number}", "c"]
-    with staged(tmp_path / "c") as staging:
-        put(staging, a="two")
-    assert names(tmp_path) == [f"_incomplete-d-{number}", "c"]
 
 
 @pytest.mark.parametrize("links", [True, False])

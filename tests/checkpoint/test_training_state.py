@@ -23,6 +23,7 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.memory.paged import Extent
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.states import States
 from ptm_accel.optim.support import blank_state
@@ -489,20 +490,20 @@ def test_saving_and_loading_take_time_by_the_number_of_parameters(
 ) -> None:
     """And not by its square, while what was read before is kept."""
     passed = 0
-    params, viewed = States.params, Extent.viewed
+    held, viewed = States.held, Extent.viewed
 
-    def counted(self: States) -> Iterator[nn.Parameter]:
+    def counted(self: States) -> Iterator[ParamSlot]:
         nonlocal passed
-        for param in params(self):
+        for slot in held(self):
             passed += 1
-            yield param
+            yield slot
 
     def seen(self: Extent, *, shown: bool) -> bool:
         nonlocal passed
         passed += 1
         return viewed(self, shown=shown)
 
-    monkeypatch.setattr(States, "params", counted)
+    monkeypatch.setattr(States, "held", counted)
     monkeypatch.setattr(Extent, "viewed", seen)
     taken = []
     for count in (100, 400):

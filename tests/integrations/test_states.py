@@ -233,39 +233,6 @@ def test_the_same_of_two_optimizers(tiny: ModuleType, tmp_path: Path, fresh: Cal
     assert not torch.equal(expected[0][1][0], expected[1][1][0])
 
 
-def test_a_save_killed_while_files_move_leaves_no_state_that_is_loaded(
-    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = tmp_path / "state"
-    loop = Loop(tiny, tmp_path, tiny.budget("tight", tmp_path))
-    loop.accelerator.save_state(str(state))
-    loop.run(0, 1)
-    replace = Path.replace
-
-    class Killed(BaseException):
-        pass
-
-    def kill(self: Path, target: Path) -> Path:
-        if self.name == "model.safetensors":
-            raise Killed
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", kill)
-    monkeypatch.setattr("ptm_accel.checkpoint.directory.shutil.rmtree", lambda *args, **kwargs: None)
-    with pytest.raises(Killed):
-        loop.accelerator.save_state(str(state))
-    monkeypatch.undo()
-    assert [path.name for path in state.glob("_incomplete*")] == [f"_incomplete-state-{os.getpid()}"]
-    with pytest.raises(CheckpointError, match="has no state of optimizer 0"):
-        loop.accelerator.load_state(str(state))
-    loop.accelerator.save_state(str(state))
-    assert not list(state.glob("_incomplete*"))
-    before = loop.end()
-    loop.run(1, 2)
-    loop.accelerator.load_state(str(state))
-    assert tiny.same(loop.end(), before)
-
-
 def test_a_save_that_fails_leaves_the_one_before(
     tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
