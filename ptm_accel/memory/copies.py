@@ -118,7 +118,6 @@ class Chained:
         # Those before, if one of them has failed: asked again, each has an error of its own for whoever asks.
         self._failed: Sequence[Transfer] = ()
         self._error: BaseException | None = None
-        # A handler of signals may ask while this thread is asking.
         self._lock = threading.RLock()
 
     def done(self) -> bool:
@@ -146,9 +145,9 @@ class Chained:
             if self._start is not None:
                 self._begin()
             finish(self._failed)
-            if self._copy is None:
-                assert self._error is not None, "waited for by a handler of signals, in the middle of being started"
+            if self._error is not None:
                 raise self._error
+            assert self._copy is not None
             return self._copy
 
     def _begin(self) -> None:
@@ -156,9 +155,6 @@ class Chained:
         assert start is not None
         # Ctrl-C may break this off; then nothing has begun.
         failed = settle(before) is not None
-        if self._start is None:
-            # A handler of signals has asked meanwhile.
-            return
         # Dropped together with the tensors that it holds.
         self._start, self._before = None, ()
         if failed:

@@ -21,7 +21,7 @@ import torch
 from machine_facts import facts
 
 from ptm_accel.memory.cores import usable_cores
-from ptm_accel.memory.populate import populate
+from ptm_accel.memory.pinned import populate
 
 
 def lock(address: int, nbytes: int) -> None:
