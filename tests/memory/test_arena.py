@@ -62,6 +62,24 @@ def test_a_block_is_aligned_writable_bytes(nbytes: int) -> None:
     budget.check_integrity()
 
 
+def test_large_blocks_ask_for_huge_pages() -> None:
+    budget, arena = make()
+    held = Held(budget, arena, 2 * HUGE_PAGE_BYTES + 4096)
+    address = held.buffer.data_ptr()
+    flags = ""
+    inside = False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                begin, end = (int(part, 16) for part in head.split("-"))
+                inside = begin <= address < end
+            elif inside and head == "VmFlags:":
+                flags = line
+    assert " hg" in flags
+    held.give_back()
+
+
 def test_a_run_is_reused_for_the_same_size_only() -> None:
     budget, arena = make()
     held = Held(budget, arena, 8192)
@@ -111,6 +129,19 @@ def is_mapped(address: int) -> bool:
     # Reading the list of mappings takes memory, which the C library may map at this very address.
     page = os.sysconf("SC_PAGE_SIZE")
     return ctypes.CDLL(None).msync(ctypes.c_void_p(address // page * page), page, _MS_ASYNC) == 0
+
+
+def test_a_run_that_comes_back_to_a_full_budget_is_not_kept() -> None:
+    budget, arena = make(4 * MIB)
+    held = Held(budget, arena, 2 * MIB)
+    held.block.buffer = None
+    held.charge.release()
+    # Another thread is faster than the recycling.
+    charge = budget.reserve(3 * MIB, Tag.GRAD, "quick")
+    arena.recycle(held.block)
+    assert arena.kept_bytes == 0
+    budget.check_integrity()
+    charge.release()
 
 
 def test_a_view_that_is_still_alive_keeps_its_bytes_mapped() -> None:
