@@ -25,18 +25,17 @@ from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.pinned import HostPin
 from ptm_accel.memory.runs import RunSpace
 from ptm_accel.memory.transfer import ALIGN_BYTES
-from ptm_accel.units import GIB, MIB, format_bytes
+from ptm_accel.units import GIB, format_bytes
 
-_SMALL_SLAB_BYTES = 64 * MIB
 _LARGE_SLAB_BYTES = 4 * GIB
 
 
 def default_slab_bytes(capacity_bytes: int, frame_bytes: int) -> int:
-    """The slab size for a host budget: a sixteenth of it, between 64 MiB and 4 GiB, and never more than it.
+    """The slab size for a host budget: a sixteenth of it, at most 4 GiB.
 
-    A power of two, and at least a frame.
+    A power of two, and at least a frame. What is free in a slab is of no use to others, so one must not be the budget.
     """
-    share = min(max(capacity_bytes // 16, _SMALL_SLAB_BYTES), _LARGE_SLAB_BYTES, max(capacity_bytes, 1))
+    share = min(max(capacity_bytes // 16, 1), _LARGE_SLAB_BYTES)
     return max(frame_bytes, _power_of_two_below(share))
 
 

@@ -77,8 +77,8 @@ def descriptors() -> Iterator[None]:
     [
         (1500 * GIB, 4 * MIB, 4 * GIB),
         (12 * GIB, 4 * MIB, 512 * MIB),
-        (100 * MIB, 4 * MIB, 64 * MIB),
-        (9 * MIB, 4 * MIB, 8 * MIB),
+        (1 * GIB, 4 * MIB, 64 * MIB),
+        (100 * MIB, 4 * MIB, 4 * MIB),
         (1 * MIB, 4 * MIB, 4 * MIB),
         (0, 4 * MIB, 4 * MIB),
     ],
