@@ -184,6 +184,7 @@ class PagedModel:
     def adapt(self) -> None:
         """Another model has come to the tiers or has left them, or needs something else: plans are made anew."""
         self.run_ahead.resized()
+        self._set_malloc()
         self._decide_to_plan()
         self._hold_norms()
 

@@ -152,7 +152,6 @@ class Chained:
         # Those before, if one of them has failed: asked again, each has an error of its own for whoever asks.
         self._failed: Sequence[Transfer] = ()
         self._error: BaseException | None = None
-        # The collector may close a pool, which asks, while this thread is asking.
         self._lock = threading.RLock()
 
     def done(self) -> bool:
@@ -180,9 +179,9 @@ class Chained:
             if self._start is not None:
                 self._begin()
             finish(self._failed)
-            if self._copy is None:
-                assert self._error is not None, "waited for in the middle of being started"
+            if self._error is not None:
                 raise self._error
+            assert self._copy is not None
             return self._copy
 
     def _begin(self) -> None:

@@ -187,7 +187,6 @@ class CudaTier:
         self._meter = LinkMeter()
         self._scale = EventScale()
         CudaTier._open.add(self)
-        # A handler of signals may look at pages in the middle of a copy.
         self._lock = threading.RLock()
 
     def allocate(self, nbytes: int) -> Block:

@@ -17,8 +17,17 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.copies import Chained, finish, joined, settle
 from ptm_accel.memory.device import DeviceTier
-from ptm_accel.memory.frame_pages import FrameHandle, FrameRun, Page, PageState, PieceHome, merged
-from ptm_accel.memory.frame_runs import Runs, check_runs, kept_runs, whole_runs
+from ptm_accel.memory.frame_pages import (
+    FrameHandle,
+    FrameRun,
+    Page,
+    PageState,
+    PieceHome,
+    Runs,
+    check_runs,
+    merged,
+    whole_runs,
+)
 from ptm_accel.memory.framed_pages import FramedPages
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.mapping import FilePiece, private_run
@@ -124,13 +133,11 @@ class FrameHome(FramedPages):
         with self._lock:
             assert handle in self._handles, f"store to the freed handle of {handle.name}"
             try:
-                if offset == 0 and source.numel() == handle.nbytes and whole_runs(handle) is not None:
+                if offset == 0 and source.numel() == handle.nbytes and (whole := whole_runs(handle)) is not None:
                     for page in handle.pages:
                         self._to_frame(page, whole=True)
-                    # Only now: a handler of signals may have used other pages meanwhile, and sent these to the disk.
-                    if whole_runs(handle) is not None:
-                        self._store_runs(kept_runs(handle), source, copies)
-                        return joined(copies)
+                    self._store_runs(whole, source, copies)
+                    return joined(copies)
                 runs = Runs()
                 for page, start, stop, at in handle.spans(offset, source.numel()):
                     if page.state is PageState.DISK:
@@ -159,8 +166,9 @@ class FrameHome(FramedPages):
         with self._lock:
             assert handle in self._handles, f"load from the freed handle of {handle.name}"
             try:
-                if offset == 0 and into.numel() == handle.nbytes and self._is_whole(handle):
-                    self._load_runs(kept_runs(handle), into, copies)
+                whole = self._whole(handle) if offset == 0 and into.numel() == handle.nbytes else None
+                if whole is not None:
+                    self._load_runs(whole, into, copies)
                     return joined(copies)
                 runs = Runs()
                 self._room_ahead(handle, offset, into.numel())
@@ -303,8 +311,8 @@ class FrameHome(FramedPages):
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
-    def _is_whole(self, handle: FrameHandle) -> bool:
-        """Whether all pages of a handle are there for a load; what has been written to them and has ended is forgotten.
+    def _whole(self, handle: FrameHandle) -> list[FrameRun] | None:
+        """As `whole_runs`, for a load; transfers into the pages that have ended well are forgotten.
 
         Raises:
             DiskError: a store failed.
@@ -313,7 +321,7 @@ class FrameHome(FramedPages):
             self._look_at_ended(page)
             if page.frame is not None:
                 self._framed.move_to_end(page)
-        return whole_runs(handle) is not None
+        return whole_runs(handle)
 
     def _store_runs(self, runs: Iterable[FrameRun], source: torch.Tensor, copies: list[Transfer]) -> None:
         """Starts copying to the pages of some runs."""

@@ -39,17 +39,16 @@ class FramedPages:
         self._lock = threading.RLock()
 
     def make_room(self, nbytes: int) -> int:
-        """Spills pages until the host budget has `nbytes` free, for others to charge; returns what is free then.
+        """Spills pages until others can charge `nbytes` of the host budget; returns how many they can then.
 
         Raises:
             DiskError: spilling failed.
         """
         with self._lock:
-            budget = self._frames.budget
             with contextlib.suppress(BudgetError):
-                while budget.free_bytes < nbytes and (victims := self._victims(nbytes)):
+                while self._frames.room_bytes < nbytes and (victims := self._victims(nbytes)):
                     self._spill(victims, admitting=True)
-            return budget.free_bytes
+            return self._frames.room_bytes
 
     def _mapped_bytes(self, more: Sequence[Page] = ()) -> int:
         """Bytes of frames that living snapshots map, and of those that one more would."""

@@ -4,8 +4,8 @@ Slabs are allocated once, on demand, and kept. Each is a memory file mapped as s
 mapped a second time, one after the other, without a copy (`Frame.piece`); and each is pinned where that is possible,
 since the device copies from pinned memory at full speed and without the host.
 
-Frames in use are charged by their owner. What is free but resident is *kept*, and the budget asks for it back when it
-is short: pageable slabs have holes punched, pinned ones (which must not) are released when nothing in them is in use.
+Frames in use are charged by their owner. What is free in a slab is *kept*: a slab counts as resident whole. When the
+budget is short, slabs in which nothing is in use are released.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -26,19 +25,17 @@ from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.pinned import HostPin
 from ptm_accel.memory.runs import RunSpace
 from ptm_accel.memory.transfer import ALIGN_BYTES
-from ptm_accel.units import GIB, MIB, format_bytes
+from ptm_accel.units import GIB, format_bytes
 
-_SMALL_SLAB_BYTES = 64 * MIB
 _LARGE_SLAB_BYTES = 4 * GIB
-_CLEAN, _RESIDENT = b"\x00", b"\x01"
 
 
 def default_slab_bytes(capacity_bytes: int, frame_bytes: int) -> int:
-    """The slab size for a host budget: a sixteenth of it, between 64 MiB and 4 GiB, and never more than it.
+    """The slab size for a host budget: a sixteenth of it, at most 4 GiB.
 
-    A power of two, and at least a frame.
+    A power of two, and at least a frame. What is free in a slab is of no use to others, so one must not be the budget.
     """
-    share = min(max(capacity_bytes // 16, _SMALL_SLAB_BYTES), _LARGE_SLAB_BYTES, max(capacity_bytes, 1))
+    share = min(max(capacity_bytes // 16, 1), _LARGE_SLAB_BYTES)
     return max(frame_bytes, _power_of_two_below(share))
 
 
@@ -109,7 +106,6 @@ class FramePool:
         assert self.slab_bytes >= frame_bytes and _power_of_two_below(self.slab_bytes) == self.slab_bytes, slab_bytes
         self._pin = pin
         self._slabs: list[_Slab] = []
-        self._kept = _Kept()
         self._frames: dict[Frame, None] = {}
         # `_turn` makes a take or a give one step for the others; it is held while the budget is asked. `_lock` guards
         # the slabs; it is not, since the budget calls `reclaim` under a lock of its own.
@@ -126,9 +122,16 @@ class FramePool:
 
     @property
     def kept_bytes(self) -> int:
-        """Resident bytes that no frame uses."""
+        """Bytes of slabs that no frame uses."""
         with self._lock:
-            return self._kept.units * ALIGN_BYTES
+            return sum(slab.kept_bytes for slab in self._slabs)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the budget that others can charge: a slab that is used in part stays whole."""
+        with self._lock:
+            stays = sum(slab.kept_bytes for slab in self._slabs if not slab.empty)
+            return self.budget.free_bytes - stays
 
     @property
     def slab_count(self) -> int:
@@ -144,7 +147,7 @@ class FramePool:
             name: of the tensor, for messages.
 
         Raises:
-            BudgetError: the host budget has no room, or (pinned slabs only) only in pieces that are too small.
+            BudgetError: the host budget has no room, or only in pieces that are too small.
         """
         assert 0 < nbytes <= self.frame_bytes and nbytes % ALIGN_BYTES == 0, f"frame of {nbytes} B for {name}"
         with self._turn:
@@ -162,19 +165,14 @@ class FramePool:
             frame.reservation.release()
 
     def reclaim(self, nbytes: int) -> int:
-        """Frees kept bytes until `nbytes` are free or nothing more can be; returns how many are. For the budget."""
+        """Releases empty slabs until `nbytes` are free or none is left; returns how many are. For the budget."""
         freed = 0
         with self._lock:
-            for slab in reversed(self._slabs):
-                if freed >= nbytes:
-                    break
-                if not slab.pinned:
-                    freed += slab.punch(nbytes - freed)
             for slab in reversed(list(self._slabs)):
                 if freed >= nbytes:
                     break
-                if slab.pinned and slab.empty:
-                    freed += slab.kept_bytes
+                if slab.empty:
+                    freed += slab.nbytes
                     self._slabs.remove(slab)
                     slab.close()
         return freed
@@ -201,9 +199,6 @@ class FramePool:
             for slab in self._slabs:
                 slab.check_integrity([(f._offset, f.nbytes) for f in self._frames if f._slab is slab])
             charged = sum(frame.reservation.nbytes for frame in self._frames if frame.reservation.live)
-            kept = sum(slab.kept_bytes for slab in self._slabs)
-            if kept != self.kept_bytes:
-                raise AssertionError(f"frame pool: slabs keep {kept} B, counted {self.kept_bytes}")
             if charged != self.used_bytes or charged > self.budget.used_bytes:
                 raise AssertionError(
                     f"frame pool: frames {self.used_bytes} B, charged {charged} B, budget {self.budget.used_bytes} B"
@@ -211,7 +206,7 @@ class FramePool:
         self.budget.check_integrity()
 
     def _take(self, nbytes: int, tag: Tag, name: str) -> Frame:
-        # The run is taken first, so that what it kept resident no longer counts as kept when the budget looks.
+        # The run is taken first, so that it no longer counts as kept when the budget looks.
         with self._lock:
             assert not self._closed, "take from a closed frame pool"
             place = self._place(nbytes)
@@ -222,14 +217,13 @@ class FramePool:
             reservation = self.budget.reserve(nbytes, tag, name)
         except BudgetError:
             with self._lock:
-                slab.untake(offset, nbytes)
+                slab.give(offset, nbytes)
             raise
         with self._lock:
-            slab.mark(offset, nbytes)
             frame = Frame(slab, offset, nbytes, reservation)
             self._frames[frame] = None
         if self.budget.used_bytes + self.kept_bytes > self.budget.capacity_bytes:
-            # Pinned slabs keep whole what is used in part, and somebody else has charged what was left beside them.
+            # A slab that is used in part stays whole, and somebody else has charged what was left beside it.
             self.give(frame)
             raise self._refusal(nbytes, name)
         return frame
@@ -247,20 +241,19 @@ class FramePool:
         return new, offset
 
     def _new_slab(self, nbytes: int) -> _Slab | None:
-        size = self.slab_bytes
-        if self._pin is not None:
-            # Pinning makes all of it resident at once.
-            room = self.budget.capacity_bytes - self.budget.used_bytes - self.kept_bytes
-            size = min(size, _power_of_two_below(room)) if room >= nbytes else 0
-            if size < nbytes:
-                return None
-        slab = _Slab(size, self._kept)
+        room = self.budget.capacity_bytes - self.budget.used_bytes - self.kept_bytes
+        if room < nbytes:
+            # Empty slabs that are too small for it.
+            room += self.reclaim(nbytes - room)
+        size = min(self.slab_bytes, _power_of_two_below(room)) if room >= nbytes else 0
+        if size < nbytes:
+            return None
+        slab = _Slab(size)
         if self._pin is not None:
             try:
                 slab.pin(self._pin)
             except (OSError, RuntimeError) as error:
                 self._pin = None
-                slab.clear()
                 _warn_pageable(size, error)
         self._slabs.append(slab)
         return slab
@@ -270,28 +263,15 @@ class FramePool:
         return BudgetError(
             f"host budget: cannot place {format_bytes(nbytes)} for {name}: {format_bytes(budget.used_bytes)} of "
             f"{format_bytes(budget.capacity_bytes)} are in use and {format_bytes(kept)} are free in "
-            f"{len(self._slabs)} pinned slabs, but in no run that is long enough; set host_memory higher."
+            f"{len(self._slabs)} slabs, but in no run that is long enough; set host_memory higher."
         )
 
 
-@dataclass(slots=True)
-class _Kept:
-    """Units of all slabs of a pool that are resident and that no frame uses; asked for with every frame."""
-
-    units: int = 0
-
-
 class _Slab:
-    """A memory file, mapped once as shared: which of its units are taken, and which are resident.
+    """A memory file, mapped once as shared, and which of its units are taken."""
 
-    Args:
-        nbytes: its length.
-        kept: where what it keeps is counted in.
-    """
-
-    def __init__(self, nbytes: int, kept: _Kept) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._kept = kept
         self.fd = -1
         try:
             self.fd = os.memfd_create("ptm_accel frames", os.MFD_CLOEXEC)
@@ -309,9 +289,6 @@ class _Slab:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensor: torch.Tensor | None = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._runs = RunSpace(nbytes // ALIGN_BYTES)
-        # One byte for each unit, so that residency is counted and marked at memory speed.
-        self._resident = bytearray(nbytes // ALIGN_BYTES)
-        self._kept_units = 0
         self._unpin: Callable[[], None] | None = None
 
     @property
@@ -324,7 +301,7 @@ class _Slab:
 
     @property
     def kept_bytes(self) -> int:
-        return self._kept_units * ALIGN_BYTES
+        return self._runs.free * ALIGN_BYTES
 
     def tensor(self) -> torch.Tensor:
         assert self._tensor is not None, "frame used after its slab was released"
@@ -332,56 +309,22 @@ class _Slab:
 
     def pin(self, pin: HostPin) -> None:
         self._unpin = pin(self.tensor().data_ptr(), self.nbytes)
-        self._resident[:] = _RESIDENT * len(self._resident)
-        self._keep(len(self._resident) - self._kept_units)
-
-    def clear(self) -> None:
-        """Gives back what was made resident for a pin that was refused; no frame has been taken yet."""
-        self._memory.madvise(mmap.MADV_REMOVE, 0, self.nbytes)
 
     def take(self, nbytes: int, page_bytes: int) -> int | None:
         """Takes a run; whole pages are aligned, so that small runs break up as few of them as possible."""
         units = nbytes // ALIGN_BYTES
         unit = self._runs.take(units, 1 if nbytes % page_bytes else page_bytes // ALIGN_BYTES)
-        if unit is None:
-            return None
-        self._keep(-self._count(unit, units))
-        return unit * ALIGN_BYTES
+        return None if unit is None else unit * ALIGN_BYTES
 
-    def mark(self, offset: int, nbytes: int) -> None:
-        """Counts a taken run as resident from now on."""
-        unit, units = offset // ALIGN_BYTES, nbytes // ALIGN_BYTES
-        self._resident[unit : unit + units] = _RESIDENT * units
-
-    def untake(self, offset: int, nbytes: int) -> None:
-        """Gives back a run that was never touched, or one in use: only what is resident is kept."""
-        unit, units = offset // ALIGN_BYTES, nbytes // ALIGN_BYTES
-        self._runs.give(unit, units)
-        self._keep(self._count(unit, units))
-
-    give = untake
-
-    def punch(self, nbytes: int) -> int:
-        """Gives up to `nbytes` of free resident memory back to the kernel, the highest first."""
-        freed = 0
-        for start, units in reversed(self._runs.gaps()):
-            while freed < nbytes and (resident := self._count(start, units)):
-                # From the end of the gap, and no more of it than is asked for.
-                length = min(units, -(-(nbytes - freed) // ALIGN_BYTES)) if resident == units else units
-                first = start + units - length
-                freed += self._count(first, length) * ALIGN_BYTES
-                self._keep(-self._count(first, length))
-                self._memory.madvise(mmap.MADV_REMOVE, first * ALIGN_BYTES, length * ALIGN_BYTES)
-                self._resident[first : first + length] = _CLEAN * length
-                units -= length
-        return freed
+    def give(self, offset: int, nbytes: int) -> None:
+        """Gives a run back."""
+        self._runs.give(offset // ALIGN_BYTES, nbytes // ALIGN_BYTES)
 
     def close(self) -> None:
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
             unpin()
         self._tensor = None
-        self._keep(-self._kept_units)
         # The mapping ends with its last view; its memory ends here.
         self._memory.madvise(mmap.MADV_REMOVE, 0, self.nbytes)
         os.close(self.fd)
@@ -394,18 +337,8 @@ class _Slab:
             if offset != end:
                 raise AssertionError(f"slab of {self.nbytes} B: run {offset}+{nbytes} after {end}")
             end = offset + nbytes
-        kept = sum(self._count(start, units) for start, units in self._runs.gaps())
-        if end != self.nbytes or kept != self._kept_units:
-            raise AssertionError(
-                f"slab of {self.nbytes} B: used + free = {end} B, kept {self._kept_units} units, counted {kept}"
-            )
-
-    def _keep(self, units: int) -> None:
-        self._kept_units += units
-        self._kept.units += units
-
-    def _count(self, unit: int, units: int) -> int:
-        return self._resident.count(_RESIDENT, unit, unit + units)
+        if end != self.nbytes:
+            raise AssertionError(f"slab of {self.nbytes} B: used + free = {end} B")
 
 
 def _warn_pageable(nbytes: int, error: BaseException) -> None:

@@ -118,7 +118,6 @@ class Timeline:
         self._ahead: deque[tuple[Mark, TimedEvent, Span]] = deque()
         self._known_s: float | None = None
         self._spent_s = dict.fromkeys(Span, 0.0)
-        # A signal's handler may look at parameters while this thread is in here.
         self._lock = threading.RLock()
 
     @property

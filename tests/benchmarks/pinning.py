@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from machine_facts import facts
 
-from ptm_accel.memory.populate import populate
+from ptm_accel.memory.pinned import populate
 
 
 def lock(address: int, nbytes: int) -> None:

@@ -19,8 +19,7 @@ from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState
-from ptm_accel.memory.frame_runs import kept_runs, whole_runs
+from ptm_accel.memory.frame_pages import FrameHandle, PageState
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.mapping import FilePiece
@@ -311,47 +310,6 @@ def test_where_pages_lie_is_looked_for_again_once_one_has_moved() -> None:
     s.close()
 
 
-def test_a_handler_that_uses_other_pages_in_the_middle_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    s = Setup(pages=4)
-    a, b, c = s.new(2, "a"), s.new(2, "b"), s.new(2, "c")
-    for value, handle in enumerate((a, b, c), 1):
-        s.store(handle, value)
-    s.store(a, 1)
-    s.load(c)
-    assert s.states(a) == [FRAME, FRAME]
-    original, used = FrameHome._to_frame, []
-
-    def to_frame(home: FrameHome, page: Page, *, whole: bool) -> Any:
-        if page is a.pages[0] and not used:
-            # What was used longest ago goes to the disk for it: what is being stored.
-            used.append(page)
-            assert (s.load(b) == 2).all()
-            assert s.states(a) == [DISK, DISK]
-        return original(home, page, whole=whole)
-
-    monkeypatch.setattr(FrameHome, "_to_frame", to_frame)
-    s.store(a, 4)
-    assert used
-    assert [set(s.load(handle).tolist()) for handle in (a, b, c)] == [{4}, {2}, {3}]
-    s.close()
-
-
-def test_what_moves_while_all_of_it_is_copied_is_not_copied_on() -> None:
-    s = Setup(pages=4)
-    a = s.new(2, "a")
-    s.store(a, 1)
-    assert whole_runs(a) is not None
-    runs = kept_runs(a)
-    next(runs)
-    assert a.runs is not None
-    # There is another one to come, and a page moves before that.
-    a.runs.append(a.runs[0])
-    a.runs = None
-    with pytest.raises(AssertionError, match="a: a page has moved"):
-        next(runs)
-    s.close()
-
-
 @pytest.mark.parametrize("slow", CopyDirection)
 def test_a_load_after_a_store_waits_for_it_and_a_store_after_a_load_too(slow: CopyDirection) -> None:
     # The slower direction must not be overtaken by the other, which runs in a thread of its own.
@@ -632,14 +590,14 @@ def test_a_refused_transfer_leaves_no_copy_running() -> None:
     s.close()
 
 
-def test_make_room_spills_for_others() -> None:
-    s = Setup(pages=4, slots=3)
-    handles = [s.new(1, f"h{i}") for i in range(4)]
-    assert s.home.make_room(2 * PAGE) == 2 * PAGE
-    reservation = s.host.reserve(2 * PAGE, Tag.STAGING, "somebody else")
+def test_make_room_spills_for_others_until_a_slab_is_empty() -> None:
+    s = Setup(pages=8, slots=6)
+    handles = [s.new(1, f"h{i}") for i in range(8)]
+    assert s.home.make_room(2 * PAGE) == 4 * PAGE
+    reservation = s.host.reserve(4 * PAGE, Tag.STAGING, "somebody else")
     # What is set aside for exchanges is not given away for good.
-    assert s.home.make_room(2 * PAGE) == PAGE
-    assert [s.states(h)[0] for h in handles] == [DISK] * 3 + [BLANK]
+    assert s.home.make_room(2 * PAGE) == 0
+    assert [s.states(h)[0] for h in handles].count(BLANK) >= 2
     reservation.release()
     s.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import gc
 import os
 import threading
@@ -75,12 +75,10 @@ def descriptors() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("capacity", "frame", "slab"),
     [
-        (64 * GIB, 4 * MIB, 4 * GIB),
         (1500 * GIB, 4 * MIB, 4 * GIB),
         (12 * GIB, 4 * MIB, 512 * MIB),
         (1 * GIB, 4 * MIB, 64 * MIB),
-        (100 * MIB, 4 * MIB, 64 * MIB),
-        (9 * MIB, 4 * MIB, 8 * MIB),
+        (100 * MIB, 4 * MIB, 4 * MIB),
         (1 * MIB, 4 * MIB, 4 * MIB),
         (0, 4 * MIB, 4 * MIB),
     ],
@@ -95,17 +93,14 @@ def test_frames_are_charged_by_their_owner_and_kept_after_that() -> None:
     frame, small = s.take(), s.pool.take(UNIT, Tag.STATE, "bias")
     assert s.budget.used_by_tag() == {Tag.PARAM: FRAME, Tag.STATE: UNIT}
     assert s.pool.used_bytes == FRAME + UNIT
-    assert s.pool.kept_bytes == 0
-    s.fill(frame, 7)
-    assert s.resident == FRAME
+    assert s.pool.kept_bytes == SLAB - FRAME - UNIT
     s.pool.give(frame)
     s.pool.give(small)
     assert s.budget.used_bytes == 0
-    assert s.pool.kept_bytes == FRAME + UNIT
+    assert s.pool.kept_bytes == SLAB
     s.pool.check_integrity()
     # What is kept is used again before anything else.
     s.take()
-    assert s.pool.kept_bytes == UNIT
     assert s.pool.slab_count == 1
     s.pool.close()
     s.pool.close()
@@ -113,60 +108,27 @@ def test_frames_are_charged_by_their_owner_and_kept_after_that() -> None:
     assert s.pool.kept_bytes == 0
 
 
-def test_kept_bytes_go_back_to_the_kernel_when_others_need_them() -> None:
-    s = Setup(capacity=SLAB)
-    frames = [s.take() for _ in range(3)]
-    for number, frame in enumerate(frames):
-        s.fill(frame, number + 1)
-    s.pool.give(frames[0])
-    s.pool.give(frames[1])
-    assert s.pool.kept_bytes == 2 * FRAME
-    assert s.resident == 3 * FRAME
-    # One frame's worth was never touched, so two and a half units over that must be punched.
-    other = s.budget.reserve(FRAME + 2 * UNIT, Tag.GRAD, "somebody else")
-    assert s.pool.kept_bytes == 2 * FRAME - 2 * UNIT
-    assert s.resident == 3 * FRAME - 2 * UNIT
-    s.budget.check_integrity()
-    assert (frames[2].view(0, FRAME) == 3).all()
-    other.release()
-    rest = s.budget.reserve(3 * FRAME, Tag.GRAD, "somebody else")
-    assert s.pool.kept_bytes == 0
-    assert s.resident == FRAME
-    s.pool.check_integrity()
-    rest.release()
-    s.pool.close()
-
-
 def test_a_refused_frame_leaves_everything_as_it_was() -> None:
-    s = Setup(capacity=2 * FRAME)
-    frame = s.take()
-    s.fill(frame, 1)
-    other = s.budget.reserve(UNIT, Tag.GRAD, "somebody else")
+    s = Setup(capacity=2 * FRAME + UNIT)
+    frames = [s.take(), s.take()]
     with pytest.raises(BudgetError, match=r"host budget: cannot place 16384 B for w: .* set host_memory higher"):
         s.take()
-    assert s.pool.used_bytes == FRAME
+    assert s.pool.used_bytes == 2 * FRAME
     assert s.pool.kept_bytes == 0
     s.pool.check_integrity()
-    other.release()
+    s.pool.give(frames[0])
     s.take()
     s.pool.close()
 
 
-def test_frames_taken_together_lie_together() -> None:
-    s = Setup()
-    pieces = [s.take().piece for _ in range(4)]
-    assert [piece.offset for piece in pieces] == [0, FRAME, 2 * FRAME, 3 * FRAME]
-    assert len({piece.fd for piece in pieces}) == 1
-    s.pool.close()
-
-
-def test_small_frames_share_the_room_of_a_large_one() -> None:
-    s = Setup()
-    whole = s.take()
-    small = [s.take(UNIT) for _ in range(4)]
-    assert s.take().piece.offset == 2 * FRAME
-    assert [frame.piece.offset for frame in small] == [FRAME + UNIT * i for i in range(4)]
-    s.pool.give(whole)
+def test_empty_slabs_make_way_for_a_larger_one() -> None:
+    s = Setup(capacity=FRAME + UNIT)
+    with s.budget.reserve(2 * UNIT, Tag.GRAD, "somebody else"):
+        s.pool.give(s.take(2 * UNIT))
+    assert s.pool.kept_bytes == 2 * UNIT
+    s.take()
+    assert s.pool.slab_count == 1
+    s.pool.check_integrity()
     s.pool.close()
 
 
@@ -187,20 +149,7 @@ def test_any_frames_can_be_mapped_side_by_side_without_a_copy() -> None:
     assert (mapped == 99).all()
 
 
-@pytest.mark.usefixtures("descriptors")
-def test_slabs_are_pinned_whole_and_unpinned_at_the_end() -> None:
-    pin = FakePin()
-    s = Setup(capacity=2 * SLAB, pin=pin)
-    frame = s.take()
-    assert pin.pinned == {frame.view(0, 1).data_ptr(): SLAB}
-    assert frame.pinned
-    assert s.pool.kept_bytes == SLAB - FRAME
-    s.pool.check_integrity()
-    s.pool.close()
-    assert not pin.pinned
-
-
-def test_only_wholly_free_pinned_slabs_are_released() -> None:
+def test_only_wholly_free_slabs_are_released() -> None:
     pin = FakePin()
     s = Setup(capacity=2 * SLAB, pin=pin)
     frames = [s.take() for _ in range(5)]
@@ -220,7 +169,7 @@ def test_only_wholly_free_pinned_slabs_are_released() -> None:
     s.pool.close()
 
 
-def test_a_pinned_slab_is_made_smaller_where_the_budget_ends() -> None:
+def test_a_slab_is_made_smaller_where_the_budget_ends() -> None:
     pin = FakePin()
     s = Setup(capacity=SLAB + 2 * FRAME + UNIT, pin=pin)
     for _ in range(6):
@@ -228,14 +177,14 @@ def test_a_pinned_slab_is_made_smaller_where_the_budget_ends() -> None:
     assert sorted(pin.pinned.values()) == [2 * FRAME, SLAB]
     s.take(UNIT)
     assert sorted(pin.pinned.values()) == [UNIT, 2 * FRAME, SLAB]
-    with pytest.raises(BudgetError, match="in use and 0 B are free in 3 pinned slabs, but in no run"):
+    with pytest.raises(BudgetError, match="in use and 0 B are free in 3 slabs, but in no run"):
         s.take(UNIT)
     s.pool.check_integrity()
     s.pool.close()
     assert not pin.pinned
 
 
-def test_pinned_room_in_pieces_is_refused_with_the_numbers() -> None:
+def test_room_in_pieces_is_refused_with_the_numbers() -> None:
     s = Setup(capacity=SLAB, pin=FakePin())
     small = [s.take(UNIT) for _ in range(16)]
     for frame in small[::2]:
@@ -244,25 +193,8 @@ def test_pinned_room_in_pieces_is_refused_with_the_numbers() -> None:
         s.take(FRAME, "layers.3.weight")
     assert str(caught.value) == (
         "host budget: cannot place 16384 B for layers.3.weight: 32768 B of 64.00 KiB are in use and 32768 B are free "
-        "in 1 pinned slabs, but in no run that is long enough; set host_memory higher."
+        "in 1 slabs, but in no run that is long enough; set host_memory higher."
     )
-    s.pool.check_integrity()
-    s.pool.close()
-
-
-def test_what_a_refused_pin_has_made_resident_is_given_back() -> None:
-    s = Setup()
-
-    def refuse(address: int, nbytes: int) -> Callable[[], None]:
-        ctypes.memset(address, 1, nbytes)
-        raise OSError("cudaHostRegister failed with CUDA error 2")
-
-    s.pool._pin = refuse
-    with pytest.warns(RuntimeWarning, match="could not pin"):
-        frame = s.take()
-    assert s.resident == 0
-    s.fill(frame, 7)
-    assert s.resident == FRAME
     s.pool.check_integrity()
     s.pool.close()
 
@@ -339,14 +271,13 @@ def test_integrity_sees_lost_frames_charges_and_kept_bytes() -> None:
         s.pool.check_integrity()
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_random_use_keeps_used_and_kept_within_the_capacity(pinned: bool) -> None:
+def test_random_use_keeps_used_and_kept_within_the_capacity() -> None:
     step = st.tuples(st.sampled_from(["take", "give", "reserve", "release"]), st.integers(0, 63))
 
     @settings(max_examples=40, deadline=None)
     @given(st.lists(step, min_size=20, max_size=60))
     def check(steps: list[tuple[str, int]]) -> None:
-        s = Setup(capacity=SLAB + 3 * FRAME + UNIT, pin=FakePin() if pinned else None)
+        s = Setup(capacity=SLAB + 3 * FRAME + UNIT, pin=FakePin())
         frames: dict[Frame, int] = {}
         others = []
         for number, (what, pick) in enumerate(steps):
@@ -361,8 +292,9 @@ def test_random_use_keeps_used_and_kept_within_the_capacity(pinned: bool) -> Non
                 frame = list(frames)[pick % len(frames)]
                 del frames[frame]
                 s.pool.give(frame)
-            elif what == "reserve" and not pinned:
-                if pick * UNIT <= s.budget.free_bytes:
+            elif what == "reserve":
+                # A slab that is used in part is not released for it.
+                with contextlib.suppress(BudgetError):
                     others.append(s.budget.reserve(pick * UNIT, Tag.GRAD, "somebody else"))
             elif what == "release" and others:
                 others.pop(pick % len(others)).release()
@@ -376,12 +308,12 @@ def test_random_use_keeps_used_and_kept_within_the_capacity(pinned: bool) -> Non
 
 
 def test_threads_share_a_pool() -> None:
-    s = Setup(capacity=2 * SLAB)
+    s = Setup(capacity=4 * SLAB)
     errors: list[BaseException] = []
 
     def use_frames(value: int) -> None:
         try:
-            for turn in range(150):
+            for turn in range(60):
                 frames = [s.take((turn + i) % 4 * UNIT + UNIT) for i in range(2)]
                 for frame in frames:
                     s.fill(frame, value)
@@ -393,7 +325,7 @@ def test_threads_share_a_pool() -> None:
 
     def use_budget() -> None:
         try:
-            for _ in range(150):
+            for _ in range(60):
                 s.budget.reserve(SLAB, Tag.GRAD, "somebody else").release()
         except BaseException as error:
             errors.append(error)

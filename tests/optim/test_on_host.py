@@ -593,7 +593,7 @@ def test_a_home_without_room_leaves_updates_to_the_device(tmp_path: Path, monkey
         home = engine.pool.home
         assert isinstance(home, FrameHome)
         # Not even the arithmetic has room.
-        held = home.budget.reserve(home.budget.free_bytes, Tag.STAGING, "somebody else")
+        held = home.budget.reserve(home.make_room(0), Tag.STAGING, "somebody else")
         took: list[bool] = []
         original = HostUpdates.take
         monkeypatch.setattr(HostUpdates, "take", lambda self, entry: took.append(original(self, entry)) or took[-1])
