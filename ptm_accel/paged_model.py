@@ -14,10 +14,7 @@ from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.device import CudaTier
-from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
-from ptm_accel.memory.mapped_files import scratch_origin
-from ptm_accel.memory.origin import Origin, Origins
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tenants import Need
@@ -209,14 +206,8 @@ class PagedModel:
         self._set_malloc()
         self._decide_to_plan()
         left = 0
-        # Where all fits, nothing has to be copied either.
-        origins = Origins.now() if isinstance(pool.home, DiskTier) and not self._all_fits() else None
         for slot in slots:
-            if slot.param in blank or slot.param in values:
-                pass
-            elif origins is not None and (origin := _origin_of(slot, origins)) is not None:
-                pool.leave_in_file(slot.value, origin)
-            else:
+            if slot.param not in blank and slot.param not in values:
                 # No name here may hold the data: what moves away at once must also be freed at once.
                 pool.adopt(slot.value, slot.param.data)
                 left += slot.value.nbytes
@@ -356,13 +347,3 @@ class PagedModel:
 
     def _all_fits(self) -> bool:
         return self.pool.whole_bytes <= self.pool.budget.capacity_bytes
-
-
-def _origin_of(slot: ParamSlot, origins: Origins) -> Origin | None:
-    """The file that a parameter may be read from until it is updated.
-
-    Those that are not trained never are: they are read in every pass, which is done beside compute from pages only.
-    """
-    if not slot.value.movable or not slot.param.requires_grad:
-        return None
-    return scratch_origin(slot.param.data) or origins.of(slot.param.data)

@@ -1,7 +1,7 @@
 """Models that are read or built straight onto pages, so that they are never whole in memory.
 
-`from_pretrained` lets transformers do all it does (resolve files, rename, fuse, cast, tie, initialise what is missing);
-only where it would put a tensor into the model, the tensor goes onto pages and the model gets a placeholder.
+`from_pretrained` lets transformers do all it does (resolve files, rename, fuse, cast, tie, initialise what is missing).
+Only where transformers would put a tensor into the model, the tensor goes onto pages and the model gets a placeholder.
 """
 
 from __future__ import annotations
@@ -23,33 +23,40 @@ from transformers.utils import ADAPTER_CONFIG_NAME  # type: ignore[attr-defined]
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
-from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.malloc import set_kept_blocks
 from ptm_accel.memory.paged import PagedTensor, Place, placeholder
-from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import create_value, small_bytes
-from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
 
 from . import saving
-from .weights import Setter, exchanged, load_weights, one_at_a_time, owner_of, read_headers, redirected, weight_files
+from .weights import (
+    Setter,
+    exchanged,
+    is_redirected,
+    load_weights,
+    one_at_a_time,
+    owner_of,
+    read_headers,
+    redirected,
+    weight_files,
+)
 
-__all__ = ["from_config", "from_pretrained", "load_weights"]
+__all__ = ["from_config", "from_pretrained", "load_weights", "read_if_too_large"]
 
 Dials = PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+Opened = tuple[ResolvedConfig, Memory]
 
+_PLACED = "the budgets decide where parameters are; set host_memory, device_memory and disk instead"
+_QUANTISED = "quantised parameters cannot be put on pages; load the model in a floating-point dtype"
+_DIVIDED = "pages of one model are not shared among processes yet; leave it out"
 _NOT_ON_PAGES = {
-    "device_map": "the budgets decide where parameters are; leave it out",
-    "max_memory": "the budgets decide where parameters are; set host_memory, device_memory and disk instead",
-    "offload_folder": "the disk dial says where parameters may be kept; set disk instead",
-    "quantization_config": "quantised parameters cannot be put on pages; load the model in a floating-point dtype",
-    "load_in_8bit": "quantised parameters cannot be put on pages; load the model in a floating-point dtype",
-    "load_in_4bit": "quantised parameters cannot be put on pages; load the model in a floating-point dtype",
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder"), _PLACED),
+    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), _QUANTISED),
+    **dict.fromkeys(("distributed_config", "tp_plan"), _DIVIDED),
     "gguf_file": "only safetensors can be read onto pages; convert the model once with save_pretrained()",
     "state_dict": "it is in memory already; call AutoModel.from_pretrained and attach the engine to the model",
-    "distributed_config": "pages of one model are not shared among processes yet; leave it out",
-    "tp_plan": "pages of one model are not shared among processes yet; leave it out",
 }
 
 
@@ -86,32 +93,39 @@ def from_pretrained(
         BudgetError: less than the least budget the model can train under.
     """
     _check_class(auto_cls)
-    _refuse(kwargs)
+    for name, reason in _NOT_ON_PAGES.items():
+        if kwargs.get(name) not in (None, False):
+            raise UnsupportedError(f"from_pretrained on pages does not take {name}={kwargs[name]!r}: {reason}.")
+    if kwargs.get("use_safetensors") is False:
+        raise UnsupportedError(
+            "from_pretrained on pages does not take use_safetensors=False: other formats can only be read whole. "
+            "Convert the model once with save_pretrained()."
+        )
     if Path(id_or_path).is_dir():
         _check_directory(Path(id_or_path), kwargs)
     config = PTMConfig.load(ptm_config)
-    resolved, memory = open_memory(config, memory)
-    reader = _Reader(config, resolved, memory)
-    try:
-        with (
-            redirected(reader.redirect),
-            exchanged(PreTrainedModel, _MOVE_MISSING, reader.admit_missing),
-            exchanged(PreTrainedModel, _FINALIZE, reader.attach_when_read),
-        ):
-            loaded = auto_cls.from_pretrained(id_or_path, **{"use_safetensors": True, **kwargs})
+    with _Reader(config, open_memory(config, memory)).reading(id_or_path) as reader:
+        loaded = auto_cls.from_pretrained(id_or_path, **{"use_safetensors": True, **kwargs})
         reader.attach(loaded[0] if isinstance(loaded, tuple) else loaded)
-    except SafetensorError as error:
-        memory.close()
-        raise CheckpointError(f"the weights of {id_or_path} are damaged: {error}. Download the model again.") from error
-    except BaseException:
-        memory.close()
-        raise
-    saving.install()
     return loaded
 
 
-_MOVE_MISSING = "_move_missing_keys_from_meta_to_device"
-_FINALIZE = "_finalize_model_loading"
+def read_if_too_large(
+    stock: Callable[..., Any], config: PTMConfig, host_bytes: int, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a `from_pretrained` of transformers; a model that is too large for memory is read onto pages.
+
+    Args:
+        stock: the method, bound to its class.
+        config: the dials.
+        host_bytes: a model whose parameters take no more than that is read as ever.
+        *args: as for `stock`.
+        **kwargs: as for `stock`; with those that decide where parameters are, the model is read as ever.
+    """
+    if is_redirected.get() or any(kwargs.get(name) not in (None, False) for name in _NOT_ON_PAGES):
+        return stock(*args, **kwargs)
+    with _Reader(config, None, host_bytes).reading(args[0] if args else kwargs):
+        return stock(*args, **kwargs)
 
 
 def _check_class(auto_cls: object) -> None:
@@ -123,17 +137,6 @@ def _check_class(auto_cls: object) -> None:
         )
 
 
-def _refuse(kwargs: Mapping[str, Any]) -> None:
-    for name, reason in _NOT_ON_PAGES.items():
-        if kwargs.get(name) not in (None, False):
-            raise UnsupportedError(f"from_pretrained on pages does not take {name}={kwargs[name]!r}: {reason}.")
-    if kwargs.get("use_safetensors") is False:
-        raise UnsupportedError(
-            "from_pretrained on pages does not take use_safetensors=False: other formats can only be read whole. "
-            "Convert the model once with save_pretrained()."
-        )
-
-
 def _check_directory(directory: Path, kwargs: Mapping[str, Any]) -> None:
     """Refuses a local directory that is incomplete or damaged, before anything is built."""
     folder = directory / kwargs.get("subfolder", "")
@@ -142,141 +145,121 @@ def _check_directory(directory: Path, kwargs: Mapping[str, Any]) -> None:
 
 
 class _Reader:
-    """Takes the tensors that transformers loads onto pages.
+    """Puts the tensors that transformers loads into a model onto pages.
 
     Args:
         config: the dials.
-        resolved: what was made of them.
-        memory: where the pages are.
+        opened: the memory for the pages; None to open this machine's for a model that is larger than `host_bytes`, and
+            to read others as ever.
+        host_bytes: see above.
     """
 
-    def __init__(self, config: PTMConfig, resolved: ResolvedConfig, memory: Memory) -> None:
+    def __init__(self, config: PTMConfig, opened: Opened | None, host_bytes: int = 0) -> None:
         self._config = config
-        self._resolved = resolved
-        self._memory = memory
-        self._pool: Pool = memory.pool
-        self._small = small_bytes(resolved.page_bytes)
+        self._opened = opened
+        self._host_bytes = host_bytes
+        self._begun = False
         self._values: dict[nn.Parameter, PagedTensor] = {}
-        self._loaded: dict[str, nn.Parameter] = {}
-        self._missing: list[Reservation] = []
-        self._sized = False
-        # Tensors that are only read to be copied onto pages are given back as they are freed.
-        set_kept_blocks(large=False)
         self._engine: Engine | None = None
 
-    def redirect(self, original: Setter) -> Setter:
-        """Makes the function that transformers hands loaded tensors to."""
+    @contextmanager
+    def reading(self, source: object) -> Iterator[_Reader]:
+        """While it lasts, what transformers loads goes onto pages. On failure the memory is closed."""
+        with redirected(self._redirect), exchanged(PreTrainedModel, "_finalize_model_loading", self._finalize):
+            try:
+                yield self
+            except BaseException as error:
+                if self._opened is not None:
+                    self._opened[1].close()
+                if isinstance(error, SafetensorError):
+                    raise CheckpointError(
+                        f"the weights of {source} are damaged: {error}. Download the model again."
+                    ) from error
+                raise
 
+    def _begin(self, model: nn.Module) -> Opened | None:
+        """The memory of a model that is being read onto pages. Before its first tensor its size is looked at."""
+        if not self._begun:
+            self._begun = True
+            if self._opened is None and sum(param.nbytes for param in model.parameters()) > self._host_bytes:
+                self._opened = open_memory(self._config)
+            if self._opened is not None:
+                # Tensors that are only read to be copied onto pages are given back as they are freed.
+                set_kept_blocks(large=False)
+                twin = copy.deepcopy(model)
+                if isinstance(twin, PreTrainedModel):
+                    twin.tie_weights()
+                Engine.rehearse(twin, self._config, *self._opened)
+        # What is loaded after the model is on pages (an adapter) is ordinary memory until the engine follows.
+        return self._opened if self._engine is None else None
+
+    def _redirect(self, original: Setter) -> Setter:
         def take(model: nn.Module, full_name: str, value: Any, info: Any, quantizer: Any) -> None:
-            if self._engine is not None:
-                # An adapter, which is put into the model after that is on pages.
-                original(model, full_name, value, info, quantizer)
-                return
-            if not self._sized:
-                self._sized = True
-                self._rehearse(model)
+            opened = self._begin(model)
             module, name = owner_of(model, full_name)
-            if not isinstance(value, torch.Tensor) or module._parameters.get(name) is None or not value.numel():
+            if opened is None:
+                original(model, full_name, value, info, quantizer)
+            elif not isinstance(value, torch.Tensor) or module._parameters.get(name) is None or not value.numel():
                 # A copy: what is mapped from the checkpoint would change, or end, with the file.
                 value = value.clone() if isinstance(value, torch.Tensor) else value
                 original(model, full_name, value, info, quantizer)
-                return
-            value = value.detach()
-            if self._is_there_already(model, full_name, value, info):
-                return
-            stand_in = self._stand_in(value)
-            original(model, full_name, stand_in, info, quantizer)
-            if module._parameters.get(name) is stand_in:
-                self._values[stand_in] = self._put(full_name, value)
-                self._loaded[full_name] = stand_in
+            else:
+                pool, small = opened[1].pool, small_bytes(opened[0].page_bytes)
+                data = placeholder(value.shape, value.dtype, pool.compute.device)
+                stand_in = nn.Parameter(data, requires_grad=value.is_floating_point())
+                original(model, full_name, stand_in, info, quantizer)
+                if module._parameters.get(name) is stand_in:
+                    pages = self._values[stand_in] = create_value(full_name, value, pool, small=small)
+                    pool.fault(pages, write=True).copy_(value.detach())
 
         return take
 
-    def admit_missing(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Makes the function that gives memory to what the checkpoint lacks: it is charged first."""
+    def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces the function that ends the loading of a model: what follows (adapters) meets real values."""
 
-        def move(model: Any, missing_keys: Any, *rest: Any) -> None:
-            named = dict(model.named_parameters())
-            lacking = [named[name] for name in missing_keys - model.all_tied_weights_keys.keys() if name in named]
-            nbytes = sum(param.nbytes for param in lacking)
-            if nbytes:
-                what = f"{len(lacking)} parameters that the checkpoint lacks"
-                self._missing.append(self._pool.hold(nbytes, Tag.PARAM, what))
-            original(model, missing_keys, *rest)
-
-        return move
-
-    def attach_when_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes the function that ends the reading of a model: what is done to it then (adapters) meets real values."""
-
-        def finalize(model: nn.Module, *rest: Any) -> Any:
+        def finalize(model: Any, *rest: Any) -> Any:
+            opened, info = self._begin(model), rest[-1]
+            if opened is None:
+                return original(model, *rest)
+            pool, ties, named = opened[1].pool, model.all_tied_weights_keys, dict(model.named_parameters())
+            # transformers ties weights that are both in a checkpoint if they are equal, which placeholders do not tell.
+            info.missing_keys.update(name for name, source in ties.items() if self._are_equal(named, source, name))
+            absent = [named[name] for name in info.missing_and_mismatched() - ties.keys() if name in named]
+            nbytes, what = sum(param.nbytes for param in absent), f"{len(absent)} parameters that the checkpoint lacks"
+            # They are made beside the pages, and are charged as pages once the model is attached.
+            charge = pool.hold(nbytes, Tag.PARAM, what) if nbytes else None
             info = original(model, *rest)
+            if charge is not None:
+                charge.release()
             self.attach(model)
             return info
 
         return finalize
 
-    def attach(self, model: nn.Module) -> Engine:
-        """Joins the model and its pages. On failure the pages are gone, and the model is of no use."""
+    def _are_equal(self, named: Mapping[str, nn.Parameter], one: str, other: str) -> bool:
+        """Whether two parameters were both loaded, with the same values."""
+        pages = [self._values.get(named[name]) if name in named else None for name in (one, other)]
+        first, second = pages
+        if first is None or second is None or (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        assert self._opened is not None
+        pool = self._opened[1].pool
+        with pool.pin(first) as here, pool.pin(second) as there:
+            return torch.equal(here, there)
+
+    def attach(self, model: nn.Module) -> None:
+        """Joins the model and its pages; one that is on pages already is followed."""
         if self._engine is not None:
             self._engine.follow(model)
-            return self._engine
-        for reservation in self._missing:
-            reservation.release()
+            return
+        assert self._opened is not None
+        resolved, memory = self._opened
         living = set(model.parameters())
         for param in [param for param in self._values if param not in living]:
-            self._pool.forget(self._values.pop(param))
-        self._engine = Engine.take_over(model, self._config, self._resolved, self._memory, self._values)
-        model.to(self._pool.compute.device)
-        return self._engine
-
-    def _rehearse(self, model: nn.Module) -> None:
-        """Refuses a model that cannot train under the budgets before anything is read."""
-        twin = copy.deepcopy(model)
-        if isinstance(twin, PreTrainedModel):
-            twin.tie_weights()
-        Engine.rehearse(twin, self._config, self._resolved, self._memory)
-
-    def _stand_in(self, value: torch.Tensor) -> nn.Parameter:
-        data = placeholder(value.shape, value.dtype, self._pool.compute.device)
-        return nn.Parameter(data, requires_grad=value.is_floating_point())
-
-    def _put(self, name: str, value: torch.Tensor) -> PagedTensor:
-        pages = create_value(name, value, self._pool, small=self._small)
-        self._pool.fault(pages, write=True).copy_(value)
-        return pages
-
-    def _is_there_already(self, model: nn.Module, name: str, value: torch.Tensor, info: Any) -> bool:
-        """Whether `value` is that of a weight loaded before, to which it will be tied.
-
-        transformers ties two weights that a checkpoint has both only if they are equal, which it cannot see on
-        placeholders. Where they are, it is told that the second is missing.
-        """
-        ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-        source = ties.get(name, name)
-        for other in (source, *(target for target, of in ties.items() if of == source)):
-            param = self._loaded.get(other)
-            if other == name or param is None or param.shape != value.shape or param.dtype != value.dtype:
-                continue
-            here = self._pool.fault(self._values[param])
-            if not torch.equal(here, value.to(here.device)):
-                continue
-            if name == source:
-                self._move(model, other, name)
-                info.missing_keys.discard(name)
-                info.missing_keys.add(other)
-            return True
-        return False
-
-    def _move(self, model: nn.Module, before: str, after: str) -> None:
-        """Gives the parameter that was loaded as `before` the name `after`."""
-        param = self._loaded[after] = self._loaded.pop(before)
-        module, name = owner_of(model, after)
-        module._parameters[name] = param
-        module, name = owner_of(model, before)
-        module._parameters[name] = nn.Parameter(
-            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
-        )
+            memory.pool.forget(self._values.pop(param))
+        self._engine = Engine.take_over(model, self._config, resolved, memory, self._values)
+        model.to(memory.pool.compute.device)
+        saving.install()
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
@@ -304,7 +287,7 @@ def from_config(
 
     Raises:
         UnsupportedError: no class is given, or a large parameter is left by `_init_weights` as it was constructed.
-        BudgetError: less than the least budget the model can train under.
+        BudgetError: less than the least budget the model can train under, with the weights that it ties still apart.
     """
     _check_class(auto_cls)
     dials = PTMConfig.load(ptm_config)
@@ -314,11 +297,18 @@ def from_config(
             build = auto_cls.from_config if hasattr(auto_cls, "from_config") else auto_cls._from_config
             with initialization.no_init_weights(), _large_on_meta(small_bytes(resolved.page_bytes)):
                 model = build(config, **kwargs)
-        separate = _tie(model)
         engine = Engine.take_over(model, dials, resolved, memory, {})
-        with _untied(engine, model, separate):
-            model.initialize_weights()
-        _refuse_uninitialised(engine)
+        model.initialize_weights()
+        left = [slot.name for slot in engine.slots if slot.value.place is Place.BLANK]
+        if left:
+            raise UnsupportedError(
+                f"{len(left)} parameters of {type(model).__name__} are not set by its _init_weights (first: {left[0]}),"
+                " so they have no initial values on pages. Set them there, or build the model as usual and pass it to "
+                "the Trainer."
+            )
+        # Only now: weights that are tied draw random numbers of their own, as they do in the plain model.
+        model.tie_weights(recompute_mapping=False)
+        engine.follow()
     except BaseException:
         memory.close()
         raise
@@ -345,56 +335,3 @@ def _large_on_meta(small: int) -> Iterator[None]:
 
     with exchanged(nn.Module, "register_parameter", make):
         yield
-
-
-def _tie(model: Any) -> dict[str, nn.Parameter]:
-    """Ties the model's weights; returns those that were parameters of their own before, by name."""
-    before: dict[str, nn.Parameter] = {}
-    for name in model.all_tied_weights_keys:
-        module, last = owner_of(model, name)
-        param = module._parameters.get(last)
-        if param is not None:
-            before[name] = param
-    model.tie_weights(recompute_mapping=False)
-    return before
-
-
-@contextmanager
-def _untied(engine: Engine, model: nn.Module, separate: dict[str, nn.Parameter]) -> Iterator[None]:
-    """While it lasts, tied weights are apart: each draws random numbers of its own, as it does in the plain model."""
-    slots, pool = engine.slots, engine.pool
-    names = dict(slots.by_name)
-    tied: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-    passing: list[ParamSlot] = []
-    for name, param in separate.items():
-        module, last = owner_of(model, name)
-        tied.append((module, last, module._parameters[last]))
-        if param.device.type == "meta":
-            stand_in = placeholder(param.shape, param.dtype, pool.compute.device)
-            value = create_value(f"{name}, before it is tied", param, pool, small=0)
-            param = nn.Parameter(stand_in, requires_grad=param.requires_grad)
-            passing.append(ParamSlot(value.name, param, value, pool, engine.table))
-            slots.add(passing[-1])
-            passing[-1].come_onto_pages(engine.residency, pool.compute.device)
-        module._parameters[last] = param
-    try:
-        yield
-    finally:
-        for module, last, shared in tied:
-            module._parameters[last] = shared
-        for slot in passing:
-            slots.remove(slot)
-            slot.leave_pages()
-            pool.forget(slot.value)
-        slots.by_name.clear()
-        slots.by_name.update(names)
-
-
-def _refuse_uninitialised(engine: Engine) -> None:
-    left = [slot.name for slot in engine.slots if slot.value.place is Place.BLANK]
-    if left:
-        kind = type(engine.model).__name__
-        raise UnsupportedError(
-            f"{len(left)} parameters of {kind} are not set by its _init_weights (first: {left[0]}), so they have no "
-            "initial values on pages. Set them there, or build the model as usual and pass it to the Trainer."
-        )

@@ -7,7 +7,12 @@ the first. Of a model on pages that would be most of the model in memory; so the
 from __future__ import annotations
 
 import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_utils
 
 from ptm_accel.engine import Engine, engine_of
-from ptm_accel.memory.mapped_files import MappedFiles
+from ptm_accel.errors import DiskError
 from ptm_accel.model.attach import small_bytes
+from ptm_accel.units import format_bytes
 
 _MARK = "_of_ptm_accel"
 
@@ -41,14 +47,12 @@ def install() -> None:
 
 
 class _IntoFiles(TorchDispatchMode):
-    """Puts what operations make into files, one result at a time."""
+    """Puts what operations make into scratch files, one result at a time."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        config = engine.config
-        assert config.disk_limit_bytes is not None
-        self._files = MappedFiles(config.disk_paths, config.disk_limit_bytes)
-        self._least_bytes = small_bytes(config.page_bytes)
+        self._folders = engine.config.disk_paths
+        self._least_bytes = small_bytes(engine.config.page_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -56,4 +60,28 @@ class _IntoFiles(TorchDispatchMode):
         # A result that is a view takes nothing.
         if len(results) != 1 or results[0].alias_info is not None or not isinstance(made, torch.Tensor):
             return made
-        return self._files.copy_of(made) if made.nbytes >= self._least_bytes and made.is_contiguous() else made
+        if made.nbytes < self._least_bytes or not made.is_contiguous():
+            return made
+        return copy_in_file(made, self._folders)
+
+
+def copy_in_file(tensor: torch.Tensor, folders: Sequence[Path]) -> torch.Tensor:
+    """A copy of a contiguous tensor that is mapped from a file without a name, in the folder with most room.
+
+    Raises:
+        DiskError: the disk is full.
+    """
+    folder, nbytes = max(folders, key=lambda folder: shutil.disk_usage(folder).free), tensor.nbytes
+    descriptor, name = tempfile.mkstemp(prefix="ptm_accel-", suffix=".mapped", dir=folder)
+    try:
+        # A disk that is full is met here; at a write through the mapping the process would be killed.
+        os.posix_fallocate(descriptor, 0, nbytes)
+        storage: Any = torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
+    except OSError as error:
+        text = f"disk: {folder} has no room for {format_bytes(nbytes)} of a model's experts while it is saved"
+        raise DiskError(error.errno, f"{text}; free space, or add a folder", name) from error
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+    octets: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return octets.view(tensor.dtype).view(tensor.shape).copy_(tensor)

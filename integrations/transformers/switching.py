@@ -1,4 +1,4 @@
-"""Every Trainer that a script makes is one on pages, and its models never need memory for all of them before.
+"""Every Trainer that a script makes is one on pages, and models that memory has no room for are read onto pages.
 
 Done where the environment switches pages on (`ptm_accel.autoload` calls this when the hosts are imported). The hosts
 import one another in circles, so all that needs them waits until the first Trainer or model is made.
@@ -6,20 +6,14 @@ import one another in circles, so all that needs them waits until the first Trai
 
 from __future__ import annotations
 
+import functools
 import os
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from ptm_accel.config import resolve
 from ptm_accel.environment import from_environment
-from ptm_accel.memory.mapped_files import MappedFiles
-from ptm_accel.model.attach import small_bytes
-from ptm_accel.model.scratch_parameters import ScratchParameters
 from ptm_accel.opening import local_processes
-
-from .first_pages import opening_lightly
-from .forgetting import forget_what_is_read
 
 
 def switch_trainer(module: ModuleType) -> None:
@@ -41,7 +35,7 @@ def switch_trainer(module: ModuleType) -> None:
 
 
 def switch_models(module: ModuleType) -> None:
-    """Has parameters put into scratch files as they are made or read, where there is a disk for them.
+    """Has models that are larger than `host_memory` read onto pages, where there is a disk for them.
 
     Args:
         module: `transformers.modeling_utils`.
@@ -53,12 +47,13 @@ def switch_models(module: ModuleType) -> None:
     if config is None or config.disk is None:
         return
     # No card is asked for: whoever imports this may fork yet, and a child could use none that was.
-    resolved = resolve(config, device_total_bytes=None, processes=local_processes())
-    assert resolved.disk_limit_bytes is not None
-    # Read by several threads at once, tensors that are cast would wait in memory for their turn.
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    files = MappedFiles(resolved.disk_paths, resolved.disk_limit_bytes)
-    ScratchParameters(files, small_bytes(resolved.page_bytes)).install()
-    names = vars(module)
-    names["safe_open"] = opening_lightly(names["safe_open"])
-    forget_what_is_read(import_module("transformers.core_model_loading"))
+    host_bytes = resolve(config, device_total_bytes=None, processes=local_processes()).host_bytes
+    stock = module.PreTrainedModel.from_pretrained.__func__
+
+    @functools.wraps(stock)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        from .loading import read_if_too_large
+
+        return read_if_too_large(functools.partial(stock, cls), config, host_bytes, *args, **kwargs)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)

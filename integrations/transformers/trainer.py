@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from ptm_accel.optim.support import blank_state
 from ..accelerate import PTMAccelerator
 from ..trl import refuse_arguments
 from .callback import PTMCallback
-from .cards import add_section
 from .checkpoints import PagedCheckpoints
 from .interrupts import SafePoints
 from .loop import KnownLoop, step_follows
@@ -197,13 +195,6 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         """As in the Trainer; Ctrl-C ends an evaluation before it."""
         self._safe_points.check()
         return super().prediction_step(*args, **kwargs)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As in the Trainer, with a section about memory."""
-        super().create_model_card(*args, **kwargs)
-        card = Path(str(self.args.output_dir)) / "README.md"
-        if self._engine is not None and self.is_world_process_zero() and card.is_file():
-            add_section(card, self._engine)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in the Trainer; the lines of training get what was used and moved since the last one."""

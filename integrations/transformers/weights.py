@@ -10,11 +10,12 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,13 +24,11 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils import logging as host_logging
 
-from ptm_accel.engine import Engine, engine_of
+from ptm_accel.engine import engine_of
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.units import format_bytes
 
-from .forgetting import MATERIALIZE, SET, Forgetting
 from .own_loading import own_loading
 
 Setter = Callable[..., None]
@@ -40,6 +39,10 @@ _SHOWN_NAMES = 3
 
 one_at_a_time = threading.RLock()
 """Held while functions of transformers are exchanged."""
+
+
+is_redirected: ContextVar[bool] = ContextVar("is_redirected", default=False)
+"""Whether the caller is within `redirected`."""
 
 
 @contextmanager
@@ -72,16 +75,14 @@ def redirected(make: Callable[[Setter], Setter]) -> Iterator[None]:
     Args:
         make: makes the function from the original one; it copies most of what it is given.
     """
-    forgetting = Forgetting(all_is_copied=True)
-    with one_at_a_time, ExitStack() as stack:
-        stack.enter_context(exchanged(core_model_loading, SET, lambda original: forgetting.set_param(make(original))))
-        if hasattr(core_model_loading, MATERIALIZE):
-            stack.enter_context(exchanged(core_model_loading, MATERIALIZE, forgetting.materialize))
-        before = os.environ.get(_SEQUENTIAL)
+    with one_at_a_time, exchanged(core_model_loading, "set_param_for_module", make):
+        before, within = os.environ.get(_SEQUENTIAL), is_redirected.set(True)
+        # Read by several threads at once, tensors that are cast would wait in memory for their turn.
         os.environ[_SEQUENTIAL] = "1"
         try:
             yield
         finally:
+            is_redirected.reset(within)
             if before is None:
                 del os.environ[_SEQUENTIAL]
             else:
@@ -156,15 +157,10 @@ def opened(file: Path) -> Iterator[Any]:
     try:
         shard = safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise damaged(file, error) from error
+        size = format_bytes(file.stat().st_size) if file.is_file() else "missing"
+        raise CheckpointError(f"{file} ({size}) is damaged: {error}. Copy or download the model again.") from error
     with shard:
         yield shard
-
-
-def damaged(file: Path, error: Exception) -> CheckpointError:
-    """What is raised for a file of weights that cannot be read."""
-    size = format_bytes(file.stat().st_size) if file.is_file() else "missing"
-    return CheckpointError(f"{file} ({size}) is damaged: {error}. Copy or download the model again.")
 
 
 def _some(names: list[str]) -> str:
@@ -186,6 +182,14 @@ class Differences:
 
     missing_keys: list[str]
     unexpected_keys: list[str]
+
+
+class _Handed(NamedTuple):
+    """Names after tensors were handed out: of the model alone, of the files alone, and errors by name."""
+
+    missing: Set[str]
+    unexpected: Set[str]
+    failures: Mapping[str, str]
 
 
 def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> Differences:
@@ -221,156 +225,71 @@ def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> D
             "would leave out. Use model.load_state_dict(), which works on pages, or the Trainer's resuming."
         )
     files = weight_files(Path(directory))
-    load: _Load = _load_converted if isinstance(model, PreTrainedModel) else _load_plain
-    with engine.state_dicts.names_only():
-        check = _Check(model, strict)
-        with _without_progress_bar():
-            load(model, read_headers(files), check, "meta")
-        check.refuse_differences(Path(directory))
-        with ExitStack() as stack:
-            tensors: dict[str, Any] = {}
-            for file in files:
-                shard = stack.enter_context(opened(file))
-                tensors.update((name, shard.get_slice(name)) for name in shard.keys())  # noqa: SIM118
-            load(model, tensors, _Write(check, engine), "cpu")
+    targets = _targets(model)
+    with engine.state_dicts.names_only(), ExitStack() as stack, torch.no_grad():
+        shapes: dict[str, torch.Size] = {}
+
+        def note(name: str, value: torch.Tensor) -> None:
+            shapes[name] = value.shape
+
+        handed = _hand_out(model, read_headers(files), "meta", strict, note)
+        found = _compare(model, directory, shapes, handed, strict)
+        # Of several names of one tensor the last in the model counts, as in `load_state_dict`.
+        last = {id(target): name for name, target in targets.items() if name in shapes}
+
+        def write(name: str, value: torch.Tensor) -> None:
+            target = targets.get(name)
+            if target is None or last[id(target)] != name:
+                return
+            slot = engine.slots.of(target)
+            if slot is None:
+                target.copy_(value)
+            else:
+                slot.write(value)
+
+        tensors: dict[str, Any] = {}
+        for file in files:
+            shard = stack.enter_context(opened(file))
+            tensors.update((name, shard.get_slice(name)) for name in shard.keys())  # noqa: SIM118
+        for name, text in _hand_out(model, tensors, "cpu", strict, write).failures.items():
+            raise CheckpointError(
+                f"{name} cannot be made from what is saved: {_last_line(text)}. The model is now partly loaded; load "
+                "another checkpoint into it."
+            )
     if engine.optimizer is not None:
         engine.optimizer.weights_changed()
-    return check.found
+    return found
 
 
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where `load_state_dict` puts tensors, by name: a module and a name there, in the order in which it does."""
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that `load_state_dict` writes to, in its order; none is brought in."""
     return {
-        f"{path}.{name}" if path else name: (module, name)
+        f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules(remove_duplicate=False)
-        for name in (*dict.keys(module._parameters), *module._buffers)
-        if _tensor_of(module, name) is not None and name not in module._non_persistent_buffers_set
+        for name, tensor in (*dict.items(module._parameters), *module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
     }
 
 
-@dataclass
-class _Target:
-    """Where tensors of a checkpoint go, one after the other, under the names and in the form that the model has."""
-
-    model: nn.Module
-    places: dict[str, tuple[nn.Module, str]]
-    strict: bool
-
-    def take(self, full_name: str, value: torch.Tensor) -> None:
-        """One tensor, for the parameter or buffer that the model calls `full_name`."""
-        raise NotImplementedError
-
-    def end(self, missing: set[str], unexpected: set[str], failures: dict[str, str]) -> None:
-        """All tensors were taken: what the model has beside them, what the model lacks, what could not be converted."""
-
-
-class _Check(_Target):
-    """Compares names and shapes, and changes nothing."""
-
-    def __init__(self, model: nn.Module, strict: bool) -> None:
-        super().__init__(model, _places(model), strict)
-        self.found = Differences([], [])
-        # The name that counts for each parameter and buffer: `load_state_dict` writes it last.
-        self.last: dict[int, str] = {}
-        self._order = {name: number for number, name in enumerate(self.places)}
-        self.unexpected: set[str] = set()
-        self.differences: list[str] = []
-
-    def take(self, full_name: str, value: torch.Tensor) -> None:
-        if full_name not in self.places:
-            # The model's state dictionary has it, by a hook of somebody's, and there is nothing to load it into.
-            self.unexpected.add(full_name)
-            return
-        ref = _tensor_of(*self.places[full_name])
-        assert ref is not None
-        self.last[id(ref)] = max(self.last.get(id(ref), full_name), full_name, key=self._order.__getitem__)
-        if ref.shape != value.shape:
-            self.differences.append(
-                f"{full_name} is of shape {tuple(value.shape)} there and of {tuple(ref.shape)} in the model"
-            )
-
-    def end(self, missing: set[str], unexpected: set[str], failures: dict[str, str]) -> None:
-        # Under the other names of a tied parameter there is nothing to load.
-        absent = [name for name in self.places if name in missing and not self._is_reached(name)]
-        self.found = Differences(absent, sorted(unexpected | self.unexpected))
-        for words, names in (
-            ("lacks", self.found.missing_keys),
-            ("has, and the model has not,", self.found.unexpected_keys),
-        ):
-            if names and self.strict:
-                self.differences.append(f"it {words} {len(names)} tensors ({_some(sorted(names))})")
-        # What cannot be converted without values says so when it has them.
-        real = {name: text for name, text in failures.items() if "meta" not in text.lower()}
-        self.differences += [f"{name} cannot be made: {text.strip().splitlines()[-1]}" for name, text in real.items()]
-
-    def _is_reached(self, name: str) -> bool:
-        return id(_tensor_of(*self.places[name])) in self.last
-
-    def refuse_differences(self, directory: Path) -> None:
-        """Raises `CheckpointError` if there was any."""
-        if self.differences:
-            raise CheckpointError(
-                f"the weights in {directory} are not of this {type(self.model).__name__}: {_some(self.differences)}. "
-                "Nothing was changed. Resume from a checkpoint of the same model, or build the model from its config."
-            )
-
-
-class _Write(_Target):
-    """Writes to pages, and to buffers, which are not on any.
-
-    Args:
-        check: what has compared the same tensors, and refused none.
-        engine: the model's.
-    """
-
-    def __init__(self, check: _Check, engine: Engine) -> None:
-        super().__init__(check.model, check.places, check.strict)
-        self.engine = engine
-        self._last = check.last
-
-    @torch.no_grad()
-    def take(self, full_name: str, value: torch.Tensor) -> None:
-        ref = _tensor_of(*self.places[full_name])
-        if self._last[id(ref)] != full_name:
-            return
-        slot = self.engine.slots.of(ref)
-        if slot is not None:
-            with self.engine.pool.pin(slot.value, write=True) as pages:
-                pages.copy_(value)
-            slot.generation += 1
-        elif ref is not None:
-            ref.copy_(value)
-
-    def end(self, missing: set[str], unexpected: set[str], failures: dict[str, str]) -> None:
-        for name, text in failures.items():
-            raise CheckpointError(
-                f"{name} cannot be made from what is saved: {text.strip().splitlines()[-1]}. The model is now partly "
-                "loaded; load another checkpoint into it."
-            )
-
-
-_Load = Callable[[nn.Module, Mapping[str, Any], _Target, str], None]
-"""Hands tensors by name to a target; the last argument is the device they are made on."""
-
-
-def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A module's parameter or buffer, without bringing it in."""
-    param = dict.get(module._parameters, name)
-    return param if param is not None else module._buffers.get(name)
-
-
-def _load_converted(model: Any, tensors: Mapping[str, Any], target: _Target, device: str) -> None:
-    """Hands `tensors` to `target`, renamed and fused as transformers does it for this model."""
-    mapping: Any = get_model_conversion_mapping(model)
-    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
+def _hand_out(
+    model: nn.Module, tensors: Mapping[str, Any], device: str, strict: bool, take: Callable[[str, torch.Tensor], None]
+) -> _Handed:
+    """Calls `take` with each of `tensors` on `device`, named, fused and cast as transformers does it for this model."""
+    if not isinstance(model, PreTrainedModel):
+        known = _targets(model).keys()
+        for name in known & tensors.keys():
+            take(name, tensors[name][...])
+        return _Handed(known - tensors.keys(), tensors.keys() - known, {})
 
     def redirect(original: Setter) -> Setter:
-        def take(root: nn.Module, full_name: str, value: Any, info: Any, quantizer: Any) -> None:
+        def taken(root: nn.Module, full_name: str, value: Any, info: Any, quantizer: Any) -> None:
             info.missing_keys.discard(full_name)
-            target.take(full_name, value)
+            take(full_name, value)
 
-        return take
+        return taken
 
+    mapping: Any = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
     before = model.__dict__.get("_weight_conversions")
     try:
         with redirected(redirect):
@@ -380,26 +299,46 @@ def _load_converted(model: Any, tensors: Mapping[str, Any], target: _Target, dev
         model.__dict__.pop("_weight_conversions", None)
         if before is not None:
             model.__dict__["_weight_conversions"] = before
-    if target.strict:
+    if strict:
         model._adjust_missing_and_unexpected_keys(info)
-    target.end(set(info.missing_keys), set(info.unexpected_keys), dict(info.conversion_errors))
+    return _Handed(info.missing_keys, info.unexpected_keys, info.conversion_errors)
 
 
-def _load_plain(model: nn.Module, tensors: Mapping[str, Any], target: _Target, device: str) -> None:
-    """Hands `tensors` to `target` by their own names."""
-    known = target.places.keys()
-    for name in known:
-        if name in tensors:
-            target.take(name, tensors[name][...])
-    target.end(known - tensors.keys(), tensors.keys() - known, {})
+def _compare(
+    model: nn.Module, directory: Path, shapes: Mapping[str, torch.Size], handed: _Handed, strict: bool
+) -> Differences:
+    """What differs in names, after tensors of these shapes were handed out.
+
+    Raises:
+        CheckpointError: shapes differ, a tensor cannot be made, or names differ and `strict` is set.
+    """
+    targets = _targets(model)
+    # Under the other names of a tied parameter there is nothing to load.
+    reached = {id(targets[name]) for name in shapes.keys() & targets.keys()}
+    missing = [name for name, target in targets.items() if name in handed.missing and id(target) not in reached]
+    # A hook of somebody's may give the state dictionary a name that nothing can be loaded into.
+    unexpected = sorted(handed.unexpected | (shapes.keys() - targets.keys()))
+    differences = [
+        f"{name} is of shape {tuple(shape)} there and of {tuple(targets[name].shape)} in the model"
+        for name, shape in shapes.items()
+        if name in targets and targets[name].shape != shape
+    ]
+    for words, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
+        if names and strict:
+            differences.append(f"it {words} {len(names)} tensors ({_some(sorted(names))})")
+    differences += [
+        f"{name} cannot be made: {_last_line(text)}"
+        for name, text in handed.failures.items()
+        # What cannot be made without values says so when it has them.
+        if "meta" not in text.lower()
+    ]
+    if differences:
+        raise CheckpointError(
+            f"the weights in {directory} are not of this {type(model).__name__}: {_some(differences)}. "
+            "Nothing was changed. Resume from a checkpoint of the same model, or build the model from its config."
+        )
+    return Differences(missing, unexpected)
 
 
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    shown = host_logging.is_progress_bar_enabled()
-    host_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            host_logging.enable_progress_bar()
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]

@@ -99,9 +99,7 @@ class Extents:
             raise
 
     def place_when_loaded(self, tensor: PagedTensor) -> Place:
-        """What a tensor is once it has been loaded: dirty if the home lacks the end of it, or is to have it."""
-        if tensor.origin is not None and not tensor.stored_bytes and tensor.origin.suits:
-            return Place.CLEAN
+        """What a tensor is once it has been loaded: dirty if the home lacks the end of it."""
         return Place.CLEAN if tensor.stored_bytes >= tensor.slot_bytes else Place.DIRTY
 
     def settle_in(self, tensor: PagedTensor, place: Place) -> None:

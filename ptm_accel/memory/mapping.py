@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ptm_accel.errors import BudgetError
-from ptm_accel.memory.page_map import page_map
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.units import format_bytes
 
@@ -132,28 +131,6 @@ def view_at(address: int, nbytes: int) -> memoryview:
     """A writable view of memory that the caller keeps alive."""
     view: memoryview = _view_from_memory(address, nbytes, _PYBUF_WRITE)
     return view
-
-
-def forget_pages(address: int, nbytes: int) -> None:
-    """Has pages of a shared mapping of a file count as memory of this process no more; they stay in the page cache."""
-    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    # Advice only: where it is not taken, the pages go on being counted.
-    _LIBC.madvise(begin, round_up(address + nbytes - begin, mmap.PAGESIZE), mmap.MADV_DONTNEED)
-
-
-def forget_unwritten(address: int, nbytes: int) -> bool:
-    """As `forget_pages`, of any mapping: the whole pages of these bytes, if they are a file's and none was written to.
-
-    Returns:
-        whether it was done. Where the system does not tell which pages were written to, it never is.
-    """
-    begin = round_up(address, mmap.PAGESIZE)
-    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    pages = page_map(begin, end) if begin < end else None
-    if pages is None or pages.written or not bool(pages.of_file.any()):
-        return False
-    done: int = _LIBC.madvise(begin, end - begin, mmap.MADV_DONTNEED)
-    return done == 0
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
 if TYPE_CHECKING:
@@ -24,18 +23,17 @@ class Place(enum.Enum):
                               |               |  ^                             |   ^
                               |               |  +--fault-- ARRIVING <-prefetch+   |
                               +--store--------+--drop the extent------------------+        any --drop--> BLANK
-    BLANK --leave_in_file--> AWAY, in its origin until it is first stored
     ```
     """
 
     BLANK = "blank"
     """Nowhere: every element is the fill value."""
     AWAY = "away"
-    """In the home only (what was never stored there is still in the origin, or the fill value)."""
+    """In the home only (what was never stored there is the fill value)."""
     ARRIVING = "arriving"
     """In the home, and on their way into an extent, which nobody has seen yet."""
     CLEAN = "clean"
-    """In an extent of the compute tier, and the same bytes in the home, or in the origin."""
+    """In an extent of the compute tier, and the same bytes in the home."""
     DIRTY = "dirty"
     """In an extent only; what the home holds, if anything, is out of date."""
 
@@ -114,9 +112,7 @@ class PagedTensor:
         extent: the contiguous copy in the compute tier, if any.
         arrival: the transfer that fills the extent of one that is arriving.
         handle: the home's name for its bytes, once it has been there.
-        stored_bytes: how many of the home's bytes, from the start, have been written; the rest is that of the origin,
-            or the fill value.
-        origin: the file that has what was never stored, if any.
+        stored_bytes: how many of the home's bytes, from the start, have been written; the rest is the fill value.
         pins: how many pins are held.
         movable: False for small tensors that stay in the compute tier.
         occupant: who is told about comings and goings.
@@ -135,7 +131,6 @@ class PagedTensor:
         "nbytes",
         "numel",
         "occupant",
-        "origin",
         "owner",
         "pins",
         "place",
@@ -156,7 +151,6 @@ class PagedTensor:
         self.arrival: Transfer | None = None
         self.handle: Any = None
         self.stored_bytes = 0
-        self.origin: Origin | None = None
         self.pins = 0
         self.movable = True
         self.occupant: Occupant | None = None
@@ -188,13 +182,13 @@ class PagedTensor:
     def note_changes(self) -> None:
         """Takes note of changes to resident bytes that only their occupant knows of."""
         if self.occupant is not None and self.occupant.was_written():
-            self.place, self.origin = Place.DIRTY, None
+            self.place = Place.DIRTY
 
     def check(self) -> None:
         """Raises `AssertionError` where the place and what is held disagree."""
-        stored = self.handle is not None or self.origin is not None
+        stored = self.handle is not None
         held = {
-            Place.BLANK: self.extent is None and self.stored_bytes == 0 and self.origin is None,
+            Place.BLANK: self.extent is None and self.stored_bytes == 0,
             Place.AWAY: self.extent is None and stored,
             Place.ARRIVING: self.extent is not None and stored,
             Place.CLEAN: self.extent is not None and stored,

@@ -3,8 +3,7 @@
 It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
 tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
 `Traffic` moves bytes to and from the home, `Extents` gives tensors their memory and takes it back, `Windows` gives
-parts of tensors, `Ahead` makes moves that nobody waits for, `Snapshots` and `Handouts` are for those who look from
-outside, and the `Shelf` has what may leave, in order.
+parts of tensors, `Ahead` makes moves that nobody waits for, and the `Shelf` has what may leave, in order.
 
 What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
 (`Ahead`) and moved away beside compute; neither changes what an access returns.
@@ -27,13 +26,11 @@ from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import close_all, settle
 from ptm_accel.memory.extents import Extents
-from ptm_accel.memory.mapped_files import is_scratch
-from ptm_accel.memory.origin import Origin
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pin import Pin
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.shelf import Shelf
-from ptm_accel.memory.snapshots import Snapshots
+from ptm_accel.memory.snapshots import snapshot
 from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
 from ptm_accel.memory.traffic import PoolStats, Traffic
@@ -95,7 +92,6 @@ class Pool:
         self.extents = Extents(self)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
-        self.snapshots = Snapshots(self)
         self.adviser: Adviser | None = None
         self.owed: Owed | None = None
         self.copies_in = self.closed = False
@@ -172,8 +168,6 @@ class Pool:
             if (adviser := self.listener) is not None:
                 adviser.created(tensor)
             copied |= self.copies(tensor)
-            # A scratch file is no place for values that training writes again and again.
-            copied |= is_scratch(data)
             # Of what torch has yet to conjugate or to negate the bytes are not the values.
             lazy = data.is_conj() or data.is_neg()
             alone = not (copied or lazy) and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
@@ -181,7 +175,6 @@ class Pool:
                 self.extents.make(tensor).tensor.copy_(data)
             else:
                 self.extents.wrap(tensor, data)
-            tensor.origin = None
             self.extents.settle_in(tensor, Place.DIRTY)
 
     def copies(self, tensor: PagedTensor) -> bool:
@@ -203,13 +196,6 @@ class Pool:
             self.extents.settle_in(tensor, Place.DIRTY)
             return made
 
-    def leave_in_file(self, tensor: PagedTensor, origin: Origin) -> None:
-        """Makes what a file holds the bytes of a blank tensor, without reading them: BLANK -> AWAY."""
-        with self.lock:
-            assert tensor.place is Place.BLANK and origin.nbytes == tensor.nbytes, tensor
-            tensor.origin = origin
-            tensor.place = Place.AWAY
-
     def drop(self, tensor: PagedTensor) -> None:
         """Lets go of all bytes of `tensor`: it is blank again."""
         with self.lock:
@@ -228,7 +214,6 @@ class Pool:
                 self.home.free(tensor.handle)
                 tensor.handle = None
             tensor.stored_bytes = 0
-            tensor.origin = None
             tensor.place = Place.BLANK
 
     def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
@@ -292,7 +277,7 @@ class Pool:
         else:
             self.extents.bring(tensor)
         if write:
-            tensor.place, tensor.origin = Place.DIRTY, None
+            tensor.place = Place.DIRTY
         assert tensor.extent is not None
         return tensor.extent.tensor
 
@@ -418,12 +403,11 @@ class Pool:
     def snapshot(self, tensor: PagedTensor) -> torch.Tensor:
         """The tensor's values as a CPU tensor that costs no charged memory.
 
-        An extent in host memory is given as it is (a live alias, as `state_dict` gives in plain torch); what is in
-        the home, as a private mapping. Valid until the next step. An alias that is kept keeps its extent from being
-        moved away, so once many are, the others come from the home as well.
+        An extent in host memory that never leaves is given as it is (a live alias, as `state_dict` gives in plain
+        torch); all else comes from the home, as a private mapping. Valid until the next step.
         """
         with self.lock:
-            return self.snapshots.take(tensor)
+            return snapshot(self, tensor)
 
     def close(self) -> None:
         """Drops every tensor and gives their memory back. Idempotent; pins must have ended.

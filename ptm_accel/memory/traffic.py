@@ -75,7 +75,7 @@ class Traffic:
         return tensor.handle
 
     def start_load(self, tensor: PagedTensor, offset: int, into: torch.Tensor, typed: torch.Tensor) -> Transfer | None:
-        """Starts loading the bytes from `offset` on; what was never stored is read from the origin, or filled.
+        """Starts loading the bytes from `offset` on; what was never stored is filled.
 
         Args:
             tensor: which one; it is away.
@@ -99,10 +99,7 @@ class Traffic:
         if there:
             loads.append(self.home.load(tensor.handle, offset, into[:there]))
         filled = there // tensor.dtype.itemsize
-        if filled < typed.numel() and tensor.origin is not None:
-            loads.append(tensor.origin.load(offset + there, into[there:]))
-            there = typed.nbytes
-        elif filled < typed.numel():
+        if filled < typed.numel():
             typed.view(-1)[filled:].fill_(tensor.fill)
         self.stats.loaded_bytes += there
         return joined(loads) if loads else None
@@ -144,8 +141,6 @@ class Traffic:
         transfer = self.home.store(handle, offset, octets)
         tensor.stores.append(transfer)
         tensor.stored_bytes = max(tensor.stored_bytes, offset + octets.numel())
-        if tensor.stored_bytes >= tensor.nbytes:
-            tensor.origin = None
         self.stats.stored_bytes += octets.numel()
         return transfer
 
@@ -173,7 +168,6 @@ class Traffic:
             tensor.stores.append(Keeping(self.home.store(handle, aligned, tail), tail))
         self.stats.stored_bytes += tensor.slot_bytes
         tensor.stored_bytes = tensor.slot_bytes
-        tensor.origin = None
 
     def store_whole(self, tensor: PagedTensor) -> None:
         """Stores a resident tensor and waits until that is done.

@@ -157,7 +157,7 @@ class Windows:
             tensor, window.tensor = window.source, None
             if window.pin is not None:
                 if wrote:
-                    tensor.place, tensor.origin = Place.DIRTY, None
+                    tensor.place = Place.DIRTY
                 window.pin.release()
                 return
             block, reservation = window.block, window.reservation
@@ -186,7 +186,7 @@ class Windows:
         nbytes = min(octets.numel(), tensor.nbytes - window.start * tensor.dtype.itemsize)
         typed = octets[:nbytes].view(tensor.dtype)
         tensor.extent.tensor.view(-1)[window.start : window.start + typed.numel()].copy_(typed)
-        tensor.place, tensor.origin = Place.DIRTY, None
+        tensor.place = Place.DIRTY
 
 
 class HostWindow(Window):

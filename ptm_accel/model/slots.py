@@ -376,6 +376,12 @@ class ParamSlot:
                 keep(copy)
             return copy
 
+    def write(self, values: torch.Tensor) -> None:
+        """Gives the parameter other values, between two steps."""
+        with self._pool.pin(self.value, write=True) as pages:
+            pages.copy_(values)
+        self.generation += 1
+
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""
         return self._pool.fault(self.value, write=write)

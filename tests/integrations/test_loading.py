@@ -17,7 +17,12 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from ptm_accel.integrations.transformers.loading import from_config, from_pretrained, load_weights
+from ptm_accel.integrations.transformers.loading import (
+    from_config,
+    from_pretrained,
+    load_weights,
+    read_if_too_large,
+)
 from torch import nn
 from transformers import (
     AutoModel,
@@ -28,6 +33,7 @@ from transformers import (
     core_model_loading,
 )
 
+from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, CheckpointError, UnsupportedError
 from tests.integrations.saved_models import (
@@ -235,7 +241,7 @@ def test_another_thread_reads_a_plain_model_meanwhile(saved: Save, tmp_path: Pat
     [
         (
             {"device_map": "auto"},
-            r"does not take device_map='auto': the budgets decide where parameters are; leave it out",
+            r"does not take device_map='auto': the budgets decide where parameters are; set host_memory",
         ),
         ({"gguf_file": "a.gguf"}, r"does not take gguf_file='a.gguf': only safetensors can be read onto pages"),
         ({"load_in_8bit": True}, r"does not take load_in_8bit=True: quantised parameters cannot be put on pages"),
@@ -308,7 +314,7 @@ def test_the_floor_of_a_tied_model_counts_its_weight_once(saved: Save, tmp_path:
 
 def test_a_checkpoint_of_another_model_does_not_fill_the_memory(saved: Save, tmp_path: Path) -> None:
     other = ENTRIES["llama"].build().config  # type: ignore[union-attr]
-    other.vocab_size, other.hidden_size, other.tie_word_embeddings = 20_000, 64, False
+    other.hidden_size, other.intermediate_size, other.num_hidden_layers = 64, 4096, 8
     with pytest.raises(BudgetError, match=r"cannot place .* for \d+ parameters that the checkpoint lacks"):
         from_pretrained(AutoModelForCausalLM, saved("vit"), {**dials(tmp_path), "host_memory": "8MiB"}, config=other)
 
@@ -378,4 +384,35 @@ def test_an_adapter_is_put_into_a_base_that_has_its_values(saved: Save, tmp_path
     assert all(engine.slots.of(param) is not None for param in ours.parameters())
     assert "model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight" in ours.state_dict()
     assert_same_model(ours, plain)
+    close(ours)
+
+
+def test_what_is_larger_than_memory_is_read_onto_pages_by_an_unchanged_script(saved: Save, tmp_path: Path) -> None:
+    wanted = PTMConfig.load(dials(tmp_path))
+    plain = AutoModelForCausalLM.from_pretrained(saved("llama"))
+    torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
+    plain.config.save_pretrained(tmp_path)
+    nbytes = sum(param.nbytes for param in plain.parameters())
+    stock = transformers.LlamaForCausalLM.from_pretrained
+    for directory in (saved("llama"), tmp_path):
+        ours = read_if_too_large(stock, wanted, nbytes - 1, directory)
+        assert_same_model(ours, stock(directory))
+        close(ours)
+    for host_bytes, more in ((nbytes, {}), (0, {"device_map": "cpu"})):
+        ordinary = read_if_too_large(stock, wanted, host_bytes, saved("llama"), **more)
+        assert engine_of(ordinary) is None
+        assert_same_model(ordinary, plain)
+
+
+def test_pages_that_are_asked_for_are_those_of_the_call(saved: Save, tmp_path: Path) -> None:
+    class Within(AutoModelForCausalLM):
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            return read_if_too_large(super().from_pretrained, PTMConfig(), 0, *args, **kwargs)
+
+    memory = open_memory("host+disk", 2_000_000, tmp_path)
+    ours = from_pretrained(Within, saved("llama"), config(), memory=memory)
+    engine = engine_of(ours)
+    assert engine is not None
+    assert engine.memory is memory
     close(ours)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +20,7 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
-from ptm_accel.memory.mapped_files import MappedFiles, is_in_a_file
+from ptm_accel.errors import DiskError
 
 
 def mixtral(tiny: ModuleType) -> MixtralForCausalLM:
@@ -35,13 +38,13 @@ def test_experts_are_taken_apart_in_files(tiny: ModuleType, tmp_path: Path, monk
     saving.install()
     saving.install()
     kept: list[torch.Tensor] = []
-    stock = MappedFiles.copy_of
+    stock = saving.copy_in_file
 
-    def noted(files: MappedFiles, tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(stock(files, tensor))
+    def noted(tensor: torch.Tensor, folders: Sequence[Path]) -> torch.Tensor:
+        kept.append(stock(tensor, folders))
         return kept[-1]
 
-    monkeypatch.setattr(MappedFiles, "copy_of", noted)
+    monkeypatch.setattr(saving, "copy_in_file", noted)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     config = PTMConfig(host_memory="720KiB", page_size=4096, disk=str(scratch))
@@ -54,12 +57,26 @@ def test_experts_are_taken_apart_in_files(tiny: ModuleType, tmp_path: Path, monk
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
     fused = [slot.value for slot in engine.slots if "gate_up_proj" in slot.name]
     assert sum(tensor.nbytes for tensor in kept) == sum(value.nbytes for value in fused)
-    assert all(map(is_in_a_file, kept))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    starts = {int(line.split("-")[0], 16) for line in maps if str(scratch) in line and ".mapped" in line}
+    assert {tensor.data_ptr() for tensor in kept} == starts
     kept.clear()
     plain.save_pretrained(tmp_path / "again")
     assert not kept, "a model that is not on pages is saved as ever"
     engine.close()
     assert not list(scratch.iterdir())
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ptm_accel.integrations.transformers import saving
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=r"has no room for 4096 B of a model's experts while it is saved; free space"):
+        saving.copy_in_file(torch.zeros(1024), [tmp_path])
+    assert not list(tmp_path.iterdir())
 
 
 class LocalHub:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from ptm_accel.integrations.transformers import weights
 from ptm_accel.integrations.transformers.loading import from_config, from_pretrained, load_weights
 from ptm_accel.integrations.transformers.weights import read_headers, weight_files
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, core_model_loading
 
 import ptm_accel
 from ptm_accel.engine import Engine, engine_of
@@ -204,21 +204,36 @@ def test_a_tensor_that_cannot_be_made_is_said(saved: Save, tmp_path: Path) -> No
     close(ours)
 
 
-def test_a_tensor_that_only_fails_with_its_values_is_named(saved: Save, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("on_meta", "with_values", "message"),
+    [
+        (
+            "Traceback ...\nRuntimeError: sizes differ",
+            "",
+            "a.weight cannot be made: RuntimeError: sizes differ. Nothing was changed",
+        ),
+        (
+            "NotImplementedError: Cannot copy out of meta tensor",
+            "Traceback ...\nRuntimeError: sizes differ\n",
+            "a.weight cannot be made from what is saved: RuntimeError: sizes differ",
+        ),
+    ],
+)
+def test_a_tensor_that_only_fails_with_its_values_is_named(
+    on_meta: str, with_values: str, message: str, saved: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where an operation cannot run without values, the comparison beforehand does not see what is wrong."""
     ours = from_pretrained(AutoModelForCausalLM, saved("llama"), dials(tmp_path))
-    engine = engine_of(ours)
-    assert engine is not None
-    check = weights._Check(ours, strict=True)
-    check.end(set(), set(), {"a.weight": "NotImplementedError: Cannot copy out of meta tensor"})
-    check.refuse_differences(tmp_path)
-    check.end(set(), set(), {"a.weight": "Traceback ...\nRuntimeError: sizes differ"})
-    with pytest.raises(
-        CheckpointError, match="a.weight cannot be made: RuntimeError: sizes differ. Nothing was changed"
-    ):
-        check.refuse_differences(tmp_path)
-    with pytest.raises(CheckpointError, match="a.weight cannot be made from what is saved: RuntimeError: sizes differ"):
-        weights._Write(check, engine).end(set(), set(), {"a.weight": "Traceback ...\nRuntimeError: sizes differ\n"})
+    stock = core_model_loading.convert_and_load_state_dict_in_model
+
+    def failing(model: Any, tensors: Any, load_config: Any) -> Any:
+        info, index = stock(model, tensors, load_config)
+        info.conversion_errors["a.weight"] = on_meta if load_config.device_map[""] == "meta" else with_values
+        return info, index
+
+    monkeypatch.setattr(core_model_loading, "convert_and_load_state_dict_in_model", failing)
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(ours, saved("llama"))
     close(ours)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,22 +61,14 @@ def test_what_fits_is_given_as_it_is(frozen: bool, tmp_path: Path) -> None:
         assert engine.memory.disk.bytes_written == 0
 
 
-def test_views_that_are_kept_leave_the_least_budget(tmp_path: Path) -> None:
+def test_state_dicts_that_are_kept_view_nothing_that_may_leave(tmp_path: Path) -> None:
     model = net()
     floor, whole = needs(copy.deepcopy(model), tmp_path, "host+disk")
     with on_pages(model, "host+disk", (floor + whole) // 2, tmp_path) as engine:
-        pool = engine.pool
         # What somebody has read by its name is no exception.
-        kept = [model[0].weight, *(model.state_dict() for _ in range(3))]
-        viewed = [s.value for s in engine.slots if s.value.viewed]
-        assert viewed
-        assert sum(value.slot_bytes for value in viewed if value.movable) <= pool.budget.capacity_bytes // 4
-        pool.need = replace(pool.need, least_bytes=pool.budget.capacity_bytes)
-        del kept
-        again = model.state_dict()
-        viewed = [s.value for s in engine.slots if s.value.viewed]
-        assert not [value for value in viewed if value.movable]
-        assert len(again) == len(list(engine.slots))
+        kept: list[Any] = [model[0].weight, *(model.state_dict() for _ in range(3))]
+        assert len(kept[-1]) == len(list(engine.slots))
+        assert not [slot.name for slot in engine.slots if slot.value.movable and slot.value.viewed]
 
 
 def test_state_of_an_optimizer_that_is_kept_leaves_room_to_train(tmp_path: Path) -> None:
