@@ -198,7 +198,8 @@ class ParamSlot:
     def show(self) -> None:
         """Makes it an ordinary parameter until `hide`; the caller has brought the values in, and keeps them there."""
         self._shown += 1
-        self.param.__class__ = nn.Parameter
+        if self.on_pages:
+            self.param.__class__ = nn.Parameter
 
     def hide(self) -> None:
         """Ends `show`."""
