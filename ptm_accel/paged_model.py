@@ -29,14 +29,14 @@ from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import leave_meta, small_bytes, take_parameters
 from ptm_accel.model.changes import Outline, outline
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
-from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
+from ptm_accel.model.floor import ANY_ADAMW, FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.sharing import Claim, claim_of, party_of, share
-from ptm_accel.sizing import hint_about_masters, idle_fits_below, refuse_below, refuse_homeless
+from ptm_accel.sizing import hint_about_masters, idle_fits_below, refuse_short
 from ptm_accel.ways import know_way
 
 _RETURN_EVERY_BYTES = 64 << 20
@@ -134,13 +134,14 @@ class PagedModel:
             BudgetError: no optimizer could do with the budgets; nothing has been changed then.
         """
         adamw, least = self._floor(FUSED_ADAMW, model, slots), self._floor(NO_OPTIMIZER, model, slots)
+        expected = self._floor(ANY_ADAMW, model, slots)
         try:
-            self._needs(adamw, least, adamw)
+            self._needs(adamw, least, expected)
             return
         except BudgetError:
             if adamw.total_bytes == least.total_bytes:
                 raise
-        self._needs(least, least, adamw)
+        self._needs(least, least, expected)
 
     def _needs(self, floor: Floor, states: Floor, expected: Floor) -> None:
         """The least budget is known, or another one than before: budgets are divided anew where they are shared.
@@ -155,8 +156,7 @@ class PagedModel:
         """
         before = self._share(floor, states, expected)
         try:
-            refuse_below(self.memory, floor, expected)
-            refuse_homeless(self.memory, states, expected)
+            refuse_short(self.memory, floor, states, expected, self.config.page_bytes)
         except BaseException:
             if self.party is not None and before is not None:
                 share(self.party, before)

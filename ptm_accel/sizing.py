@@ -10,9 +10,12 @@ import torch
 from ptm_accel.config import ResolvedConfig
 from ptm_accel.errors import BudgetError
 from ptm_accel.machine import available_bytes
-from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.memory.disk import bounce_bytes
+from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
+from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import Floor
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.units import format_bytes
@@ -25,67 +28,83 @@ def dial_of(memory: Memory) -> str:
     return "device_memory" if memory.pool.budget.tier is Tier.DEVICE else "host_memory"
 
 
-def refuse_below(memory: Memory, floor: Floor, expected: Floor) -> None:
-    """Refuses a budget of the compute tier below the floor.
+def refuse_short(memory: Memory, floor: Floor, states: Floor, expected: Floor, page_bytes: int) -> None:
+    """Refuses budgets under which a model cannot train.
+
+    The error names every tier that is short of `expected`, so that budgets of the figures named are not refused again.
 
     Args:
         memory: the tiers.
-        floor: what is refused where it does not fit: as far as is known, so with any optimizer before there is one.
-        expected: with the optimizer that is expected, AdamW, so that nobody sets a figure and is refused once more.
+        floor: what the compute tier is checked against.
+        states: what the tiers below are checked against: known states, so without those of a missing optimizer.
+        expected: figures are named for this: the optimizer, or AdamW while there is none.
+        page_bytes: of a page.
 
     Raises:
-        BudgetError: with the figure to set and the tensor that is the reason.
+        BudgetError: with a figure for each tier that is short, and the tensor that is the reason.
     """
-    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
-    if capacity < floor.total_bytes:
-        more = with_adamw(expected.total_bytes) if expected.total_bytes > floor.total_bytes else ""
-        raise BudgetError(
-            f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
-            f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
-            f"{format_bytes(floor.moving_bytes)} for {floor.reason}). Set {dial} to at least "
-            f"{floor.total_bytes} bytes{more}."
-        )
-
-
-def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
-    """Refuses tiers that cannot hold all states of the model together.
-
-    Args:
-        memory: the tiers.
-        floor: what is refused where it does not fit: the states that are known, so without those of an optimizer that
-            there is not yet.
-        expected: with the optimizer that is expected, AdamW, so that nobody sets a figure and is refused once more.
-
-    Raises:
-        BudgetError: with the figures and the dial to set.
-    """
-    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
-    if capacity >= floor.whole_bytes:
+    capacity, home = memory.pool.room.limit_bytes, memory.pool.home
+    if capacity >= floor.total_bytes and _missing_bytes(memory, states) <= 0:
         return
-    states, unknown = format_bytes(floor.states_bytes), expected.states_bytes - floor.states_bytes
-    if memory.pool.home is None:
-        more = with_adamw(expected.whole_bytes) if unknown else ""
-        raise BudgetError(
-            f"{dial} is {format_bytes(capacity)} and the states of this model take {states}, "
-            f"{format_bytes(floor.whole_bytes)} with what a step needs beside them, with no tier below for what "
-            f"does not fit. Set disk to a directory on an SSD, or {dial} to at least {floor.whole_bytes} bytes{more}."
+    dial, errors = dial_of(memory), []
+    if capacity < expected.total_bytes and home is not None:
+        errors.append(
+            f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
+            f"{format_bytes(expected.total_bytes)} ({format_bytes(expected.fixed_bytes)} at all times, "
+            f"{format_bytes(expected.moving_bytes)} for {expected.reason}). Set {dial} to at least "
+            f"{expected.total_bytes} bytes{_with_adamw(expected.total_bytes, floor.total_bytes)}."
         )
-    below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
-    missing = floor.states_bytes - floor.fixed_bytes - sum(below.values())
-    if missing > 0:
+    missing = _missing_bytes(memory, expected)
+    taken = format_bytes(expected.states_bytes)
+    if missing > 0 and home is None:
+        least = expected.total_bytes + bounce_bytes(1, page_bytes)
+        with_disk = f" and {dial} to at least {least} bytes" if capacity < least else ""
+        errors.append(
+            f"{dial} is {format_bytes(capacity)} and the states of this model take {taken}, "
+            f"{format_bytes(capacity + missing)} with what a step needs beside them, with no tier below for what does "
+            f"not fit. Set disk to a directory on an SSD{with_disk}, or {dial} to at least {capacity + missing} bytes"
+            f"{_with_adamw(capacity + missing, capacity + _missing_bytes(memory, states))}."
+        )
+    elif missing > 0:
+        below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
         named = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
-        more = with_adamw(missing + unknown) if unknown else ""
-        raise BudgetError(
-            f"the states of this model take {states}, more than {dial} ({format_bytes(capacity)}), and "
-            f"the tiers below hold too little of them ({named}). "
+        errors.append(
+            f"the states of this model take {taken}, more than {dial} ({format_bytes(capacity)}), and the tiers below "
+            f"hold too little of them ({named}). "
             f"{'Raise the limit of disk, or add a path,' if Tier.DISK in below else 'Set disk, or raise host_memory'} "
-            f"by at least {missing} bytes{more}."
+            f"by at least {missing} bytes{_with_adamw(missing, _missing_bytes(memory, states))}."
         )
+    raise BudgetError(" ".join(errors))
+
+
+def _missing_bytes(memory: Memory, floor: Floor) -> int:
+    """By how much the tiers are too small to hold all states together.
+
+    Without a tier below, all of it has to fit into the compute tier. With one, the tiers below must hold all that may
+    leave the compute tier: a tensor keeps its place there as long as it lives.
+    """
+    capacity, home = memory.pool.room.limit_bytes, memory.pool.home
+    if home is None:
+        return max(floor.total_bytes, floor.whole_bytes) - capacity
+    if capacity >= floor.whole_bytes:
+        return 0
+    below = [budget for tier, budget in memory.budgets.items() if tier is not memory.pool.budget.tier]
+    held = sum(budget.used_by_tag().get(Tag.STAGING, 0) for budget in below if budget.tier is Tier.HOST)
+    if isinstance(home, FrameHome) and memory.disk is not None:
+        held += SPARES * home.page_bytes
+    return floor.away_bytes + held - sum(budget.capacity_bytes for budget in below)
 
 
 def with_adamw(nbytes: int) -> str:
-    """Before there is an optimizer, the figure that is most likely to be enough: who sets it is refused only once."""
+    """Names the figure with AdamW's state beside one without, for models that share budgets."""
     return f" ({nbytes} with AdamW's state, which is not counted yet)"
+
+
+def _with_adamw(expected_bytes: int, known_bytes: int) -> str:
+    """Names the lower figure of an optimizer without state, before there is an optimizer."""
+    if expected_bytes == known_bytes:
+        return ""
+    return f" (with AdamW; an optimizer without state needs {max(known_bytes, 0)})"
 
 
 def refuse_gathering(memory: Memory, values: Iterable[PagedTensor]) -> None:

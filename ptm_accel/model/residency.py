@@ -169,7 +169,7 @@ class Residency:
         if module is self.root:
             before = module.register_forward_pre_hook(self._enter_root_hook(), prepend=True, with_kwargs=True)
         else:
-            before = module.register_forward_pre_hook(self._enter_hook(), prepend=True)
+            before = module.register_forward_pre_hook(self._enter_hook(), prepend=True, with_kwargs=True)
         after = module.register_forward_hook(self._leave_hook(), always_call=True)
         self._hooked[module] = before, after
 
@@ -198,13 +198,14 @@ class Residency:
     def _enter_hook(self) -> Any:
         refuse = self._refuse
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():
                 refuse(module)
             stack = self._frames.stack
             if stack and stack[0].module is module:
                 self._end_torn_down(module)
             self.enter(module)
+            self._pin_given((*args, *kwargs.values()))
 
         return Hook(enter)
 
@@ -346,6 +347,14 @@ class Residency:
             self._sum(frames.stack, slot)
         if module._parameters:
             self._meet_autocast(frames, frame)
+
+    def _pin_given(self, values: Iterable[Any]) -> None:
+        """Pins parameters that a forward is given: a recomputation reads no name for them."""
+        for value in values:
+            slot = self.slots.of(value) if isinstance(value, nn.Parameter) else None
+            if slot is not None and slot.value.movable:
+                slot.meet()
+                self._frames.stack[-1].pins.append(self.pool.pin(slot.value, write=self.writing))
 
     def _enter_region(self, frames: _Frames, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
