@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptm_accel import __version__, autoload, machine
-from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, DiskConfig, PTMConfig, check_disk_path
-from ptm_accel.dials import expand
+from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, DiskConfig, PTMConfig, check_disk_path, expand
 from ptm_accel.environment import SWITCH
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
 from ptm_accel.units import format_bytes

@@ -22,9 +22,8 @@ from ptm_accel import clipping
 from ptm_accel.clipping import clip_grad_norm, clip_grad_value
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
-from ptm_accel.environment import agreed
+from ptm_accel.environment import agreed, speak
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.logs import speak
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 
