@@ -20,7 +20,7 @@ TELL = """
 import json, os
 from queue import SimpleQueue
 import torch
-from ptm_accel.hardware.identity import machine_fingerprint
+from ptm_accel.hardware.cache import machine_fingerprint
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.optim.hands import Hands
 
