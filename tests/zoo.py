@@ -329,7 +329,7 @@ MORE = {
     for entry in (
         Entry("opt", _opt, _causal),
         Entry("swin", _swin, _images),
-        Entry("convnext", _convnext, _images),
+        Entry("convnext", _convnext, _images, checkpointing=("off",)),
         Entry("wav2vec2", _wav2vec2, _waves),
         Entry("deberta", _deberta, _classified),
     )
