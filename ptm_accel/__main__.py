@@ -13,9 +13,17 @@ import sys
 
 from ptm_accel import autoload
 from ptm_accel.config import PTMConfig
-from ptm_accel.environment import CONFIG_FILE, TEXT_DIALS, from_environment, overridden, to_environment
+from ptm_accel.environment import (
+    CONFIG_FILE,
+    TEXT_DIALS,
+    from_environment,
+    is_flag,
+    misplaced_flag,
+    overridden,
+    to_environment,
+    unknown_flag,
+)
 from ptm_accel.errors import PTMError
-from ptm_accel.flags import is_flag, misplaced_flag, unknown_flag
 
 
 def main(argv: list[str] | None = None) -> None:

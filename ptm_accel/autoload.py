@@ -13,20 +13,15 @@ import after it. Nothing here may raise: that would be an `import torch` that fa
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 SWITCH = "ACCELERATE_USE_PTM"
-LAUNCHER = "PTM_LAUNCHER"
-"""The process that has started the script, where it was a launcher of ours."""
-OWNER = "PTM_OWNER"
-"""The process whose script is to be put on pages; those that it starts have it in their environment as well."""
 
 _ACCELERATE = "ptm_accel.integrations.accelerate"
 _TRANSFORMERS = "ptm_accel.integrations.transformers"
@@ -47,9 +42,6 @@ HOSTS = {
 
 _COMMANDS = ("accelerate", "accelerate-launch", "accelerate-config", "ptm-accel")
 
-_failures: list[object] = []
-"""With what `sys.exit` was called in a process that is to train on pages, where that is a failure."""
-
 
 def install() -> None:
     """Called by torch."""
@@ -61,10 +53,9 @@ def install() -> None:
         found |= HOSTS
         # Now, since a script may import the functions by name before it imports a host.
         import_module("ptm_accel.clipping").install()
-        if OWNER not in os.environ and _runs_the_script(program):
-            os.environ[OWNER] = str(os.getpid())
-            _note_exits()
-            atexit.register(refuse_unused)
+        if not _is_child() and not program.startswith(("torchrun", "torch.distributed")):
+            atexit.unregister(tell_of_unused)
+            atexit.register(tell_of_unused)
     if found:
         watch(found, program)
 
@@ -75,24 +66,10 @@ def watch(wanted: dict[str, tuple[str, str]], main: str = "") -> None:
         sys.meta_path.insert(0, Watcher(wanted, main))
 
 
-def _note_exits() -> None:
-    """Has `sys.exit` remember that it was given a status of failure: what is called at exit is not told of it."""
-    stock = sys.exit
-
-    def exit_noted(status: Any = None, /) -> NoReturn:
-        if status not in (None, 0):
-            _failures.append(status)
-        stock(status)
-
-    sys.exit = exit_noted
-
-
-def _runs_the_script(program: str) -> bool:
-    """Whether this process is the one that was asked for, and not a launcher of torch's or a helper of the script."""
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is not None:
-        return launcher == str(os.getppid())
-    return not program.startswith(("torchrun", "torch.distributed"))
+def _is_child() -> bool:
+    """Whether this process was started by `multiprocessing`, for a part of somebody's script."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
 
 
 def what_runs(argv: Sequence[str]) -> str:
@@ -169,21 +146,14 @@ class Watcher:
         getattr(import_module(home), function)(module)
 
 
-def refuse_unused() -> None:
-    """At the end of a process that was to train on pages: an error, if no model came onto any."""
+def tell_of_unused() -> None:
+    """At the end of a process that was to train on pages: says so, if no model came onto any."""
     engine = sys.modules.get("ptm_accel.engine")
-    if os.environ.get(OWNER) != str(os.getpid()) or (engine is not None and engine.Engine.count):
+    if (engine is not None and engine.Engine.count) or hasattr(sys, "last_type") or hasattr(sys, "last_exc"):
+        # It has trained on pages, or has ended by an error, which says more.
         return
-    if hasattr(sys, "last_type") or hasattr(sys, "last_exc") or _failures:
-        # It has ended by another error, which says more.
-        return
-    sys.stdout.flush()
     sys.stderr.write(
         "ptm_accel: pages were switched on (--use_ptm), and no model was put on them: the script prepares none with "
         "an Accelerator or a transformers Trainer, and reads none with from_pretrained. Leave --use_ptm out, or see "
         "docs/launch.md.\n"
     )
-    sys.stderr.flush()
-    logging.shutdown()
-    # An exception would be printed here and forgotten.
-    os._exit(1)

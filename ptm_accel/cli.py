@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptm_accel import __version__, autoload, machine
-from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, DiskConfig, PTMConfig, check_disk_path
-from ptm_accel.dials import expand
+from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, DiskConfig, PTMConfig, check_disk_path, expand
 from ptm_accel.environment import SWITCH
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
 from ptm_accel.units import format_bytes
@@ -230,17 +229,20 @@ def _asked() -> dict[str, Any]:
     dials: dict[str, Any] = {}
     for dial, question in questions.items():
         while answer := typer.prompt(question, default="", show_default=False).strip():
-            value: Any = [part.strip() for part in answer.split(",")] if dial == "disk" else answer
             try:
-                checked = PTMConfig.load({dial: value})
-                for path in DiskConfig.load(checked.disk).paths if checked.disk is not None else ():
-                    check_disk_path(Path(expand(path)))
+                dials[dial] = _checked(dial, answer)
+                break
             except PTMError as error:
                 typer.echo(f"  {error}", err=True)
-                continue
-            dials[dial] = value
-            break
     return dials
+
+
+def _checked(dial: str, answer: str) -> str | list[str]:
+    value = [part.strip() for part in answer.split(",")] if dial == "disk" else answer
+    disk = PTMConfig.load({dial: value}).disk
+    for path in DiskConfig.load(disk).paths if disk is not None else ():
+        check_disk_path(Path(expand(path)))
+    return value
 
 
 def write_section(file: Path, dials: dict[str, Any]) -> None:
@@ -312,24 +314,15 @@ def launch_script(arguments: Sequence[str]) -> None:
     try:
         host.launch_command(args)
     except subprocess.CalledProcessError as error:
-        # The process has told of its error itself; where accelerate has called it from would be a second traceback.
-        raise SystemExit(_told(error.returncode)) from None
+        # The process has shown its own traceback; accelerate's would be a second one.
+        raise SystemExit(_status(error.returncode)) from None
 
 
-def _told(code: int) -> int:
-    """The exit status that stands for how a process has ended; says so where the process could not.
-
-    Args:
-        code: as `subprocess` gives it: below zero, the signal that has ended it.
-    """
+def _status(code: int) -> int:
+    """A shell's exit status for a return code of `subprocess`, where a negative one is a signal."""
     if code >= 0:
         return code
-    hint = ""
-    if -code == signal.SIGKILL:
-        hint = (
-            " Where nobody has killed it, memory ran out: activations are not counted by host_memory. Lower "
-            "host_memory, use a smaller batch, or gradient checkpointing."
-        )
+    hint = " Memory may have run out: lower host_memory or the batch size." if -code == signal.SIGKILL else ""
     sys.stderr.write(f"ptm-accel launch: the script was ended by {signal.Signals(-code).name}.{hint}\n")
     return 128 - code
 

@@ -6,28 +6,20 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import yaml
 
 from ptm_accel import machine
-from ptm_accel.dials import (
-    check_choice,
-    check_holds_a_page,
-    check_keys,
-    check_size,
-    expand,
-    is_share,
-    path_texts,
-    refuse_too_much,
-)
-from ptm_accel.errors import ConfigError
+from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.units import format_bytes, parse_bytes
 
 DEFAULT_PAGE_SIZE = "4MiB"
@@ -61,7 +53,7 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         """Checks the paths' form (not yet whether they exist) and the limit."""
-        texts = path_texts(self.paths)
+        texts = _path_texts(self.paths)
         seen: dict[str, str] = {}
         for text in texts:
             folder = os.path.realpath(expand(text))
@@ -70,7 +62,7 @@ class DiskConfig:
                 raise ConfigError(f"disk.paths: {text!r} is the same folder as {first!r}; name each folder once.")
             seen[folder] = text
         object.__setattr__(self, "paths", texts)
-        if self.limit is not None and check_size("disk.limit", self.limit) == 0:
+        if self.limit is not None and _check_size("disk.limit", self.limit) == 0:
             raise ConfigError("disk.limit: 0 B leaves no room for pages; raise it, or leave disk out.")
 
     @classmethod
@@ -85,7 +77,7 @@ class DiskConfig:
         if isinstance(value, str | os.PathLike):
             return cls(paths=(os.fspath(value),))
         if isinstance(value, Mapping):
-            check_keys(value, [field.name for field in fields(cls)], "disk")
+            _check_keys(value, [field.name for field in fields(cls)], "disk")
             if value.get("paths") is None:
                 raise ConfigError(f"disk: {dict(value)!r} has no paths; set disk.paths to at least one folder.")
             return cls(**value)
@@ -129,7 +121,7 @@ class PTMConfig:
         page_bytes = _check_page_size(self.page_size)
         for dial, value in (("device_memory", self.device_memory), ("host_memory", self.host_memory)):
             if value is not None:
-                check_holds_a_page(dial, check_size(dial, value), page_bytes, value)
+                _check_holds_a_page(dial, _check_size(dial, value), page_bytes, value)
         if self.disk is not None:
             object.__setattr__(self, "disk", DiskConfig.load(self.disk))
         if self.update == "lock_free":
@@ -137,9 +129,9 @@ class PTMConfig:
                 "update: 'lock_free' is not available in this version (available: exact, blocking); set update to "
                 "'exact'."
             )
-        check_choice("update", self.update, UPDATE_MODES)
+        _check_choice("update", self.update, UPDATE_MODES)
         if self.master_weights is not None:
-            check_choice("master_weights", self.master_weights, MASTER_WEIGHTS)
+            _check_choice("master_weights", self.master_weights, MASTER_WEIGHTS)
         if self.master_weights == "none":
             object.__setattr__(self, "master_weights", None)
 
@@ -195,7 +187,7 @@ class PTMConfig:
                 f"configuration: expected a mapping of dials, got {type(value).__name__} {value!r}; "
                 f"write lines such as 'host_memory: 16GiB'."
             )
-        check_keys(value, known, "configuration")
+        _check_keys(value, known, "configuration")
         return cls(**value)
 
 
@@ -317,12 +309,12 @@ def _resolve_host(asked: str | int | None, page_bytes: int, processes: int) -> t
             f"the {limit.origin} is {format_bytes(limit.bytes)}"
         )
     else:
-        nbytes = check_size("host_memory", asked, total_bytes=limit.bytes // processes)
+        nbytes = _check_size("host_memory", asked, total_bytes=limit.bytes // processes)
         of = f"given, {asked} of the {limit.origin} {format_bytes(limit.bytes)}{_each(processes)}"
-        origin = of if is_share(asked) else "given"
+        origin = of if _is_share(asked) else "given"
     if nbytes > limit.bytes // processes:
-        refuse_too_much("host_memory", nbytes, f"the {limit.origin}{_each(processes)}", limit.bytes // processes)
-    check_holds_a_page("host_memory", nbytes, page_bytes)
+        _refuse_too_much("host_memory", nbytes, f"the {limit.origin}{_each(processes)}", limit.bytes // processes)
+    _check_holds_a_page("host_memory", nbytes, page_bytes)
     return nbytes, origin
 
 
@@ -342,11 +334,11 @@ def _resolve_device(
             nbytes = parse_bytes(DEVICE_SHARE, total_bytes=free_bytes)
             origin = f"derived from {DEVICE_SHARE} of {format_bytes(free_bytes)}, which others leave of {card}"
     else:
-        nbytes = check_size("device_memory", asked, total_bytes=total_bytes)
-        origin = f"given, {asked} of {card}" if is_share(asked) else "given"
+        nbytes = _check_size("device_memory", asked, total_bytes=total_bytes)
+        origin = f"given, {asked} of {card}" if _is_share(asked) else "given"
     if nbytes > total_bytes:
-        refuse_too_much("device_memory", nbytes, "the card's memory", total_bytes)
-    check_holds_a_page("device_memory", nbytes, page_bytes)
+        _refuse_too_much("device_memory", nbytes, "the card's memory", total_bytes)
+    _check_holds_a_page("device_memory", nbytes, page_bytes)
     return nbytes, origin
 
 
@@ -361,9 +353,9 @@ def _resolve_disk(config: PTMConfig, processes: int) -> tuple[tuple[Path, ...], 
     file_systems = {path.stat().st_dev: path for path in paths}
     free_bytes = sum(psutil.disk_usage(str(path)).free for path in file_systems.values()) // processes
     asked = DISK_SHARE if disk.limit is None else disk.limit
-    nbytes = check_size("disk.limit", asked, total_bytes=free_bytes)
+    nbytes = _check_size("disk.limit", asked, total_bytes=free_bytes)
     if nbytes > free_bytes:
-        refuse_too_much("disk.limit", nbytes, f"the free space of its paths{_each(processes)}", free_bytes)
+        _refuse_too_much("disk.limit", nbytes, f"the free space of its paths{_each(processes)}", free_bytes)
     if disk.limit is None:
         origin = f"paths given, limit derived from {DISK_SHARE} of {format_bytes(free_bytes)} free{_each(processes)}"
         return paths, nbytes, origin
@@ -385,3 +377,92 @@ def _check_page_size(value: str | int) -> int:
 
 def _show(nbytes: int | None) -> str:
     return "none" if nbytes is None else format_bytes(nbytes)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+_ANY_TOTAL_BYTES = 1 << 62
+"""Stands for a total that is only known on the machine, and so large that no share but 0% of it is too small."""
+
+
+def _check_size(dial: str, value: str | int, *, total_bytes: int = _ANY_TOTAL_BYTES) -> int:
+    """Bytes of a dial; without `total_bytes`, a share is only checked for its form and for not being zero."""
+    try:
+        return parse_bytes(value, total_bytes=total_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"{dial}: {error}") from error
+
+
+def _check_holds_a_page(dial: str, nbytes: int, page_bytes: int, asked: str | int | None = None) -> None:
+    """Says that the bytes of a dial are too few for anything, if they are."""
+    if nbytes < page_bytes:
+        # `16` is rarely meant so; neither is the `16` of `--ptm_host_memory 16 GB`, which a shell cuts in two.
+        bare = nbytes > 0 and str(asked).strip() == str(nbytes)
+        unit = " (a number without a unit is bytes; in a shell a size is one word, such as 16GB)" if bare else ""
+        raise ConfigError(
+            f"{dial}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}{unit}; "
+            f"raise {dial}, or lower page_size."
+        )
+
+
+def _refuse_too_much(dial: str, asked_bytes: int, limit_name: str, limit_bytes: int) -> NoReturn:
+    """Says that a dial asks for more than there is."""
+    limit = format_bytes(limit_bytes)
+    # What is shown may have been rounded up.
+    most = limit if parse_bytes(limit) <= limit_bytes else str(limit_bytes)
+    raise BudgetError(
+        f"{dial}: asked {format_bytes(asked_bytes)}, {limit_name} is {limit}; set {dial} to at most {most}."
+    )
+
+
+def _is_share(value: str | int) -> bool:
+    """Whether a size is given as a part of something."""
+    return isinstance(value, str) and value.strip().endswith("%")
+
+
+def _check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
+    """Says that a dial has a value that there is not, if so."""
+    if value not in choices:
+        raise ConfigError(f"{dial}: {value!r} is unknown; set it to {' or '.join(repr(name) for name in choices)}.")
+
+
+_MEANT = {
+    "gpu": "device_memory",
+    "cuda": "device_memory",
+    "vram": "device_memory",
+    "cpu": "host_memory",
+    "ram": "host_memory",
+    "nvme": "disk",
+    "ssd": "disk",
+}
+"""What others call it, and the dial that it is here."""
+
+
+def _check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
+    """Says that a mapping has a key that there is not, and which one may be meant."""
+    for key in value:
+        if key not in known:
+            words = re.split("[^a-z]+", str(key).lower())
+            meant = [dial for word, dial in _MEANT.items() if word in words and dial in known]
+            close = meant or difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}The keys are: {', '.join(known)}.")
+
+
+def _path_texts(paths: object) -> tuple[str, ...]:
+    """The paths as texts; accepts one path too, since configurations come from files and callers without types."""
+    if isinstance(paths, str | os.PathLike):
+        paths = (paths,)
+    if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise ConfigError(f"disk.paths: {paths!r} is not a path or a list of paths; name existing folders.")
+    texts = tuple(os.fspath(path) for path in paths)
+    if not texts or not all(text.strip() for text in texts):
+        raise ConfigError(
+            f"disk.paths: {list(texts)!r} names no folder; name at least one, or leave disk out to train without."
+        )
+    return texts
+
+
+def expand(text: str) -> str:
+    """A path with `~` and environment variables put in."""
+    return os.path.expanduser(os.path.expandvars(text))

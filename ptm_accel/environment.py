@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,10 @@ from ptm_accel.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config_file"
+PREFIX = "ptm_"
+"""What the flags of the dials begin with."""
+SWITCH_FLAG = "use_ptm"
+"""The launcher's flag that switches pages on."""
 
 TEXT_DIALS = {
     "device_memory": "what may be used on each accelerator, such as 10GB or 80%%",
@@ -153,3 +158,54 @@ def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
             raise ConfigError(f"disk_limit: {texts['disk_limit']!r} is a limit without a disk; set disk as well.")
         disk = replace(disk, limit=texts["disk_limit"])
     return replace(config, **changes, disk=disk)
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+def is_flag(text: str) -> bool:
+    """Whether an argument is meant for us."""
+    return text.replace("-", "_").startswith((f"__{SWITCH_FLAG}", f"__{PREFIX}"))
+
+
+def unknown_flag(flag: str, *switches: str) -> str:
+    """What is said of a flag that there is not.
+
+    Args:
+        flag: as it was typed.
+        switches: flags that there are beside those of the dials.
+    """
+    known = [*switches, *(f"--{PREFIX}{dial}" for dial in (*TEXT_DIALS, CONFIG_FILE))]
+    if not switches and flag.replace("-", "_") == f"__{SWITCH_FLAG}":
+        return f"{flag} is a flag of accelerate launch; here pages are switched on without it."
+    close = difflib.get_close_matches("--" + flag[2:].replace("-", "_"), known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"unknown flag {flag}; {hint}The flags are: {', '.join(known)}."
+
+
+def misplaced_flag(flag: str, script: str) -> str:
+    """What is said of a flag that the script would be given.
+
+    Args:
+        flag: as it was typed.
+        script: what it stands behind.
+    """
+    return f"{flag} stands behind the script {script}, to which it would be given; put it before."
+
+
+# ---- logging ---------------------------------------------------------------------------------------------------------
+
+
+def speak() -> None:
+    """Lets the messages of ptm_accel be seen on stderr, unless the program has its own idea of logging.
+
+    The resolved dials, hints and the summary are information, which Python hides by default.
+    """
+    logger = logging.getLogger("ptm_accel")
+    if logger.handlers or logging.getLogger().handlers or logger.level != logging.NOTSET:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[ptm_accel] %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

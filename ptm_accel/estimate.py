@@ -34,8 +34,8 @@ class Estimate:
             device has in host memory, and every other folder needs as well.
         reason: which tensor or phase makes that the least.
         below_bytes: what the tiers below must hold under the least budget.
-        pass_bytes: what a forward and backward hold beside the budget on a CPU, at most: activations and casts; on a
-            device the budget counts them. None if no batch was given.
+        pass_bytes: what a forward and backward hold at most beside the budget on a CPU: the batch and activations; on
+            a device the budget counts them. None if no batch was given.
     """
 
     parameters: int
@@ -84,8 +84,7 @@ def estimate(
         memory.close()
     pass_bytes = None
     if batch is not None:
-        trace = forecast(model, batch, autocast_dtype=autocast_dtype, page_bytes=page_bytes)
-        pass_bytes = max((access.held_bytes for access in trace.accesses), default=0)
+        pass_bytes = forecast(model, batch, autocast_dtype=autocast_dtype)
     return Estimate(
         parameters=sum(count for count, _ in counted),
         trainable=sum(count for count, trained in counted if trained),
@@ -93,6 +92,6 @@ def estimate(
         whole_bytes=floor.whole_bytes,
         least_bytes=floor.total_bytes + bounce_bytes(1, page_bytes),
         reason=floor.reason,
-        below_bytes=max(floor.states_bytes - floor.fixed_bytes, 0),
+        below_bytes=floor.away_bytes,
         pass_bytes=pass_bytes,
     )

@@ -24,13 +24,13 @@ from ptm_accel.metrics import Metrics
 from ptm_accel.model.attach import leave_meta, small_bytes, take_parameters
 from ptm_accel.model.changes import Outline, outline
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
-from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
+from ptm_accel.model.floor import ANY_ADAMW, FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
-from ptm_accel.sizing import hint_about_masters, idle_fits_below, refuse_below, refuse_homeless
+from ptm_accel.sizing import hint_about_masters, idle_fits_below, refuse_short
 from ptm_accel.ways import know_way
 
 _RETURN_EVERY_BYTES = 64 << 20
@@ -128,13 +128,14 @@ class PagedModel:
             BudgetError: no optimizer could do with the budgets; nothing has been changed then.
         """
         adamw, least = self._floor(FUSED_ADAMW, model, slots), self._floor(NO_OPTIMIZER, model, slots)
+        expected = self._floor(ANY_ADAMW, model, slots)
         try:
-            self._needs(adamw, least, adamw)
+            self._needs(adamw, least, expected)
             return
         except BudgetError:
             if adamw.total_bytes == least.total_bytes:
                 raise
-        self._needs(least, least, adamw)
+        self._needs(least, least, expected)
 
     def _needs(self, floor: Floor, states: Floor, expected: Floor) -> None:
         """The least budget is known, or another one than before.
@@ -147,8 +148,7 @@ class PagedModel:
         Raises:
             BudgetError: the budgets are less than that and what other models need; nothing has been changed then.
         """
-        refuse_below(self.memory, floor, expected)
-        refuse_homeless(self.memory, self._counted(states), self._counted(expected))
+        refuse_short(self.memory, floor, self._counted(states), self._counted(expected), self.config.page_bytes)
         self.floor, self._states = floor, states
         self.say_need()
 
@@ -161,7 +161,7 @@ class PagedModel:
             least_bytes=least,
             whole_bytes=max(floor.whole_bytes, least),
             known_bytes=states.whole_bytes,
-            away_bytes=states.states_bytes - states.fixed_bytes,
+            away_bytes=states.away_bytes,
         )
         if self.pool.room.tide is not None:
             self.pool.room.tide.need(self._least_beside_activations())
@@ -175,6 +175,7 @@ class PagedModel:
         return replace(
             floor,
             states_bytes=min(floor.states_bytes, values),
+            away_bytes=min(floor.away_bytes, values),
             whole_bytes=min(floor.whole_bytes, whole),
         )
 

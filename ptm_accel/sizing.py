@@ -10,10 +10,12 @@ import torch
 from ptm_accel.config import ResolvedConfig
 from ptm_accel.errors import BudgetError
 from ptm_accel.machine import available_bytes
-from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.budget import Tag, Tier
+from ptm_accel.memory.disk import bounce_bytes
+from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
-from ptm_accel.memory.tenants import Need
+from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import Floor
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.units import format_bytes
@@ -26,75 +28,81 @@ def dial_of(memory: Memory) -> str:
     return "device_memory" if memory.pool.budget.tier is Tier.DEVICE else "host_memory"
 
 
-def refuse_below(memory: Memory, floor: Floor, expected: Floor) -> None:
-    """Refuses a budget of the compute tier below the floor, and what other models that share it need at the least.
+def refuse_short(memory: Memory, floor: Floor, states: Floor, expected: Floor, page_bytes: int) -> None:
+    """Refuses budgets under which a model cannot train, beside the other models that share them.
+
+    The error names every tier that is short of `expected`, so that budgets of the figures named are not refused again.
 
     Args:
         memory: the tiers.
-        floor: what is refused where it does not fit: as far as is known, so with any optimizer before there is one.
-        expected: with the optimizer that is expected, AdamW, so that nobody sets a figure and is refused once more.
+        floor: what the compute tier is checked against.
+        states: what the tiers below are checked against: known states, so without those of a missing optimizer.
+        expected: figures are named for this: the optimizer, or AdamW while there is none.
+        page_bytes: of a page.
 
     Raises:
-        BudgetError: with the figure to set and the tensor that is the reason.
+        BudgetError: with a figure for each tier that is short, and the tensor that is the reason.
     """
-    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
-    others = [(need.name, need.least_bytes) for need in _others(memory)]
-    least = floor.total_bytes + sum(nbytes for _, nbytes in others)
-    if capacity < least:
-        missing = expected.total_bytes - floor.total_bytes
-        more = with_adamw(least + missing) if missing > 0 else ""
-        raise BudgetError(
-            f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
-            f"{format_bytes(floor.total_bytes)} ({format_bytes(floor.fixed_bytes)} at all times, "
-            f"{format_bytes(floor.moving_bytes)} for {floor.reason}){_beside(others)}. Set {dial} to at least "
-            f"{least} bytes{more}{_or_detach(others)}."
-        )
-
-
-def refuse_homeless(memory: Memory, floor: Floor, expected: Floor) -> None:
-    """Refuses tiers that cannot hold all states of the model and of others that share them together.
-
-    Args:
-        memory: the tiers.
-        floor: what is refused where it does not fit: the states that are known, so without those of an optimizer that
-            there is not yet.
-        expected: with the optimizer that is expected, AdamW, so that nobody sets a figure and is refused once more.
-
-    Raises:
-        BudgetError: with the figures and the dial to set.
-    """
-    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
-    others = _others(memory)
-    whole = floor.whole_bytes + sum(need.known_bytes for need in others)
-    if capacity >= whole:
+    capacity, home = memory.pool.room.limit_bytes, memory.pool.home
+    others = [other.pool.need for other in memory.others]
+    known = floor.total_bytes + sum(need.least_bytes for need in others)
+    if capacity >= known and _missing_bytes(memory, states) <= 0:
         return
-    states, unknown = format_bytes(floor.states_bytes), expected.states_bytes - floor.states_bytes
-    if memory.pool.home is None:
+    dial, errors = dial_of(memory), []
+    least = known - floor.total_bytes + expected.total_bytes
+    if capacity < least and home is not None:
+        named = [(need.name, need.least_bytes) for need in others]
+        errors.append(
+            f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
+            f"{format_bytes(expected.total_bytes)} ({format_bytes(expected.fixed_bytes)} at all times, "
+            f"{format_bytes(expected.moving_bytes)} for {expected.reason}){_beside(named)}. Set {dial} to at least "
+            f"{least} bytes{_with_adamw(least, known)}{_or_detach(named)}."
+        )
+    missing = _missing_bytes(memory, expected)
+    taken = format_bytes(expected.states_bytes)
+    if missing > 0 and home is None:
         named = [(need.name, need.known_bytes) for need in others]
-        more = with_adamw(whole - floor.whole_bytes + expected.whole_bytes) if unknown else ""
-        raise BudgetError(
-            f"{dial} is {format_bytes(capacity)} and the states of this model take {states}, "
-            f"{format_bytes(floor.whole_bytes)} with what a step needs beside them{_beside(named)}, with no tier below "
-            f"for what does not fit. Set disk to a directory on an SSD, or {dial} to at least {whole} bytes{more}"
+        least += bounce_bytes(1, page_bytes)
+        with_disk = f" and {dial} to at least {least} bytes" if capacity < least else ""
+        errors.append(
+            f"{dial} is {format_bytes(capacity)} and the states of this model take {taken}, "
+            f"{format_bytes(capacity + missing)} with what a step needs beside them{_beside(named)}, with no tier "
+            f"below for what does not fit. Set disk to a directory on an SSD{with_disk}, or {dial} to at least "
+            f"{capacity + missing} bytes{_with_adamw(capacity + missing, capacity + _missing_bytes(memory, states))}"
             f"{_or_detach(named)}."
         )
-    below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
-    away = [(need.name, need.away_bytes) for need in others]
-    missing = floor.states_bytes - floor.fixed_bytes + sum(nbytes for _, nbytes in away) - sum(below.values())
-    if missing > 0:
+    elif missing > 0:
+        named = [(need.name, need.away_bytes) for need in others]
+        below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
         tiers = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
-        more = with_adamw(missing + unknown) if unknown else ""
-        raise BudgetError(
-            f"the states of this model take {states}{_beside(away)}, more than {dial} ({format_bytes(capacity)}), and "
+        errors.append(
+            f"the states of this model take {taken}{_beside(named)}, more than {dial} ({format_bytes(capacity)}), and "
             f"the tiers below hold too little of them ({tiers}). "
             f"{'Raise the limit of disk, or add a path,' if Tier.DISK in below else 'Set disk, or raise host_memory'} "
-            f"by at least {missing} bytes{more}{_or_detach(away)}."
+            f"by at least {missing} bytes{_with_adamw(missing, _missing_bytes(memory, states))}{_or_detach(named)}."
         )
+    raise BudgetError(" ".join(errors))
 
 
-def _others(memory: Memory) -> list[Need]:
-    """What the other models need that share the tiers."""
-    return [other.pool.need for other in memory.others]
+def _missing_bytes(memory: Memory, floor: Floor) -> int:
+    """By how much the tiers are too small to hold all states together.
+
+    Without a tier below, all of it has to fit into the compute tier. With one, the tiers below must hold all that may
+    leave the compute tier: a tensor keeps its place there as long as it lives.
+    """
+    capacity, home = memory.pool.room.limit_bytes, memory.pool.home
+    others = [other.pool.need for other in memory.others]
+    whole = max(floor.total_bytes, floor.whole_bytes) + sum(need.known_bytes for need in others)
+    if home is None:
+        return whole - capacity
+    if capacity >= whole:
+        return 0
+    below = [budget for tier, budget in memory.budgets.items() if tier is not memory.pool.budget.tier]
+    held = sum(budget.used_by_tag().get(Tag.STAGING, 0) for budget in below if budget.tier is Tier.HOST)
+    if isinstance(home, FrameHome) and memory.disk is not None:
+        held += SPARES * home.page_bytes
+    away = floor.away_bytes + sum(need.away_bytes for need in others)
+    return away + held - sum(budget.capacity_bytes for budget in below)
 
 
 def _beside(others: list[tuple[str, int]]) -> str:
@@ -107,9 +115,11 @@ def _or_detach(others: list[tuple[str, int]]) -> str:
     return ", or take a model that is not used any more off its pages: engine_of(model).detach()" if others else ""
 
 
-def with_adamw(nbytes: int) -> str:
-    """Before there is an optimizer, the figure that is most likely to be enough: who sets it is refused only once."""
-    return f" ({nbytes} with AdamW's state, which is not counted yet)"
+def _with_adamw(expected_bytes: int, known_bytes: int) -> str:
+    """Names the lower figure of an optimizer without state, before there is an optimizer."""
+    if expected_bytes == known_bytes:
+        return ""
+    return f" (with AdamW; an optimizer without state needs {max(known_bytes, 0)})"
 
 
 def refuse_gathering(memory: Memory, values: Iterable[PagedTensor]) -> None:

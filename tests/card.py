@@ -24,7 +24,7 @@ from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.card_memory import CardMemory, device_refusal
 from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.transfer import Block
-from ptm_accel.model.meter import storage_key
+from ptm_accel.model.forecast import storage_key
 from ptm_accel.units import MIB
 from tests.mock_device import POISON, MockDevice
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,65 +47,39 @@ def test_who_is_waited_for(
     monkeypatch.setattr(sys, "orig_argv", argv)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(autoload.atexit, "register", lambda function: None)
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    for name in (autoload.SWITCH, autoload.OWNER):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(autoload.SWITCH, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     autoload.install()
     autoload.install()
-    monkeypatch.delenv(autoload.OWNER, raising=False)
     watchers = [finder for finder in sys.meta_path if isinstance(finder, autoload.Watcher)]
     assert [set(watcher._wanted) for watcher in watchers] == ([] if waited_for is None else [waited_for])
 
 
-def test_the_process_that_owns_the_script_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.mark.parametrize(("program", "asks"), [("x.py", True), ("torchrun", False), ("torch.distributed.run", False)])
+def test_launchers_of_torch_do_not_tell_of_unused_pages(
+    program: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
     monkeypatch.setattr(autoload.atexit, "register", asked.append)
-    monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setenv(autoload.SWITCH, "1")
-    monkeypatch.delenv(autoload.OWNER, raising=False)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "torch.distributed.run", "x.py"])
+    monkeypatch.setattr(autoload, "what_runs", lambda argv: program)
     autoload.install()
-    assert autoload.OWNER not in os.environ
-    monkeypatch.setattr(sys, "orig_argv", ["python", "x.py"])
-    autoload.install()
-    assert os.environ[autoload.OWNER] == str(os.getpid())
-    assert asked == [autoload.refuse_unused]
-    autoload.install()
-    assert len(asked) == 1
-    monkeypatch.delenv(autoload.OWNER)
-    monkeypatch.setenv(autoload.LAUNCHER, "1")
-    autoload.install()
-    assert len(asked) == 1, "started by what the launcher has started"
-    monkeypatch.setenv(autoload.LAUNCHER, str(os.getppid()))
-    autoload.install()
-    assert len(asked) == 2
-    monkeypatch.delenv(autoload.OWNER)
+    assert asked == ([autoload.tell_of_unused] if asks else [])
 
 
-@pytest.mark.parametrize(("status", "refused"), [(None, [1]), (0, [1]), (2, []), ("no such file", [])])
-def test_a_script_that_has_failed_by_itself_is_not_refused(
-    status: object, refused: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("count", "error", "told"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_pages_that_no_model_came_onto_are_told_of_at_exit(
+    count: int, error: bool, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As by a wrong argument of its own: pages have no part in that, and its status is what it said."""
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(autoload.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(autoload, "_failures", [])
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.setattr(Engine, "count", 0)
+    monkeypatch.setattr(Engine, "count", count)
     for name in ("last_type", "last_exc"):
         monkeypatch.delattr(sys, name, raising=False)
-    monkeypatch.setenv(autoload.OWNER, str(os.getpid()))
-    autoload._note_exits()
-    with pytest.raises(SystemExit) as left:
-        sys.exit(status)  # type: ignore[arg-type]
-    assert left.value.code == status
-    autoload.refuse_unused()
-    assert ended == refused
-    assert ("no model was put on them" in capsys.readouterr().err) == bool(refused)
+    if error:
+        monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+    autoload.tell_of_unused()
+    assert ("no model was put on them" in capsys.readouterr().err) == told
 
 
 def test_modules_are_met_once_whenever_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

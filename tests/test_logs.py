@@ -7,7 +7,7 @@ import sys
 
 
 def run(setup: str) -> str:
-    lines = ["import logging", setup, "from ptm_accel.logs import speak", "speak()", "speak()"]
+    lines = ["import logging", setup, "from ptm_accel.environment import speak", "speak()", "speak()"]
     code = "\n".join([*lines, "logging.getLogger('ptm_accel.engine').info('dials')"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stderr

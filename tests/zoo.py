@@ -251,3 +251,87 @@ ENTRIES = {
         Entry("lora", _lora, _causal),
     )
 }
+
+
+def _opt() -> nn.Module:
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        word_embed_proj_dim=HIDDEN,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def _swin() -> nn.Module:
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=48, depths=[1, 1], num_heads=[2, 4], window_size=4, num_labels=5
+    )
+    return transformers.SwinForImageClassification(config)
+
+
+def _convnext() -> nn.Module:
+    config = transformers.ConvNextConfig(
+        image_size=16, patch_size=2, hidden_sizes=[32, 48], depths=[1, 2], num_stages=2, num_labels=5
+    )
+    return transformers.ConvNextForImageClassification(config)
+
+
+def _wav2vec2() -> nn.Module:
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=96,
+        conv_dim=[32, 32],
+        conv_stride=[5, 2],
+        conv_kernel=[10, 3],
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        mask_time_prob=0.0,
+        layerdrop=0.0,
+    )
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+def _waves(g: torch.Generator) -> Batch:
+    return {
+        "input_values": torch.randn(BATCH, 400, generator=g),
+        "labels": torch.randint(1, 32, (BATCH, 3), generator=g),
+    }
+
+
+def _deberta() -> nn.Module:
+    config = transformers.DebertaV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        num_labels=2,
+    )
+    return transformers.DebertaV2ForSequenceClassification(config)
+
+
+def _classified(g: torch.Generator) -> Batch:
+    return {"input_ids": _tokens(g), "labels": torch.randint(0, 2, (BATCH,), generator=g)}
+
+
+MORE = {
+    entry.name: entry
+    for entry in (
+        Entry("opt", _opt, _causal),
+        Entry("swin", _swin, _images),
+        Entry("convnext", _convnext, _images, checkpointing=("off",)),
+        Entry("wav2vec2", _wav2vec2, _waves),
+        Entry("deberta", _deberta, _classified),
+    )
+}
+"""Architectures whose least budgets are tested, beside those of `ENTRIES`."""

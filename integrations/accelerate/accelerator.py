@@ -20,9 +20,8 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
-from ptm_accel.environment import agreed
+from ptm_accel.environment import agreed, speak
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.logs import speak
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 

@@ -16,11 +16,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from ptm_accel.autoload import LAUNCHER
 from ptm_accel.config import YAML_SECTION, PTMConfig
-from ptm_accel.environment import CONFIG_FILE, TEXT_DIALS, overridden, to_environment
+from ptm_accel.environment import (
+    CONFIG_FILE,
+    PREFIX,
+    SWITCH_FLAG,
+    TEXT_DIALS,
+    is_flag,
+    misplaced_flag,
+    overridden,
+    to_environment,
+    unknown_flag,
+)
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
-from ptm_accel.flags import PREFIX, SWITCH_FLAG, is_flag, misplaced_flag, unknown_flag
 
 _GROUP = "PTM Arguments"
 _OTHERS = {
@@ -149,7 +157,6 @@ def switch_on(args: argparse.Namespace, defaults: Any) -> None:
     file = flags.pop(CONFIG_FILE, None)
     base = PTMConfig.load(file if file is not None else {YAML_SECTION: section or {}})
     os.environ.update(to_environment(overridden(base, flags)))
-    os.environ[LAUNCHER] = str(os.getpid())
     _start_all(args)
 
 

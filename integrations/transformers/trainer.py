@@ -16,9 +16,8 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.environment import agreed
+from ptm_accel.environment import agreed, speak
 from ptm_accel.errors import PagedModelError, UnsupportedError
-from ptm_accel.logs import speak
 from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator

@@ -16,7 +16,7 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.transfer import Home, Transfer
 
-_SPARES = 2
+SPARES = 2
 
 
 class SwapSpace:
@@ -35,12 +35,12 @@ class SwapSpace:
     @property
     def missing_bytes(self) -> int:
         """How much of what is to be set aside is not, at present."""
-        return (_SPARES - len(self._spares)) * self._page_bytes
+        return (SPARES - len(self._spares)) * self._page_bytes
 
     def refill(self) -> BudgetError | None:
         """Sets aside what is missing, as far as there is room; returns the refusal if there is not enough."""
         try:
-            while len(self._spares) < _SPARES:
+            while len(self._spares) < SPARES:
                 self._spares.append(self.disk.new(self._page_bytes, Tag.STAGING, "exchanging pages"))
         except BudgetError as refusal:
             return refusal

@@ -11,6 +11,7 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor, placeholder
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
 _WRAPPERS = {
@@ -49,7 +50,9 @@ def check_model(model: nn.Module, paged: Container[nn.Parameter] = ()) -> None:
                 f"{name or 'the model'} is already wrapped by {kind} ({type(module).__name__}). ptm_accel takes its "
                 "place; pass the unwrapped model and leave the other plugin out."
             )
-    checked = {name: param for name, param in model.named_parameters() if param not in paged}
+    # Those that are on pages of another model are refused by its name, later.
+    there = {name: param for name, param in model.named_parameters() if param not in paged}
+    checked = {name: param for name, param in there.items() if not isinstance(param, AwayParameter)}
     for name, param in checked.items():
         _check_parameter(name, param)
     _check_apart({n: p for n, p in checked.items() if p.device.type != "meta" and p.numel()})

@@ -111,6 +111,8 @@ class AwayParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Brings the values in and calls `func`."""
+        if torch.compiler.is_dynamo_compiling():
+            return _call_outside_graph(func, args, kwargs or {})
         return call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -200,6 +202,13 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     if getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")):
         return one_tensor_at_a_time(_with_values, func, args, kwargs)
     return _with_values(func, args, kwargs)
+
+
+_call_outside_graph = torch.compiler.disable(
+    call,
+    reason="a compiled region reads a parameter on pages of a module that is not under it. Without fullgraph=True the "
+    "graph breaks there; or compile a module that holds both.",
+)
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:

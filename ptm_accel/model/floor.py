@@ -46,6 +46,9 @@ class Appetite:
 FUSED_ADAMW = Appetite()
 """What is assumed until there is an optimizer."""
 
+ANY_ADAMW = Appetite(scratch_tensors=3)
+"""What refusals name figures for until there is an optimizer: enough for AdamW, fused or not."""
+
 NO_OPTIMIZER = Appetite(state_tensors=0)
 """What any optimizer needs at the least."""
 
@@ -59,6 +62,7 @@ class Floor:
         fixed_bytes: what is there at all times.
         moving_bytes: what the worst moment needs beside it.
         states_bytes: parameters, gradients, optimizer state, masters and buffers together.
+        away_bytes: the same without buffers: what may need room below. Small tensors do when a checkpoint is saved.
         whole_bytes: the budget under which nothing ever moves.
         reason: which tensor or phase decides.
     """
@@ -67,6 +71,7 @@ class Floor:
     fixed_bytes: int
     moving_bytes: int
     states_bytes: int
+    away_bytes: int
     whole_bytes: int
     reason: str
 
@@ -109,9 +114,10 @@ def least_budget(
     worst_update = max(updates, key=lambda m: m.nbytes, default=_Moment(0, "nothing"))
     moments = [forward, _recomputation(model, slots), _accumulation(trainable, masters), worst_update]
     worst = max(moments, key=lambda m: m.nbytes)
-    states = buffers + sum(_states(s, appetite, masters) for s in slots)
+    away = sum(_states(s, appetite, masters) for s in slots)
+    states = buffers + away
     whole = states + landing + max(forward.nbytes, worst_update.nbytes)
-    return Floor(fixed + worst.nbytes, fixed, worst.nbytes, states, whole, worst.reason)
+    return Floor(fixed + worst.nbytes, fixed, worst.nbytes, states, away, whole, worst.reason)
 
 
 def _states(slot: ParamSlot, appetite: Appetite, masters: bool) -> int:

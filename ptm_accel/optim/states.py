@@ -110,7 +110,7 @@ class States:
     def are_of(self, slots: SlotTable) -> bool:
         """Whether what the optimizer holds of the model is still there, and of the shapes that its state is of."""
         shapes = ((tensor.shape, state.slot.value.shape) for state in self for tensor in state.paged.values())
-        here = all(slots.of(slot.param) is not None for slot in self.held())
+        here = all(slots.of(state.slot.param) is not None for state in self)
         return here and all(kept == shape for kept, shape in shapes)
 
     # ---- what is kept ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from ptm_accel.hardware.identity import disk_key, machine_fingerprint
+from ptm_accel.hardware.cache import disk_key, machine_fingerprint
 
 
 def test_this_machine_is_the_same_each_time_and_starts_no_cuda() -> None:

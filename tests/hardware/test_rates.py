@@ -13,9 +13,9 @@ import torch
 
 from ptm_accel.errors import DiskError
 from ptm_accel.hardware import measure, rates
+from ptm_accel.hardware.cache import ProfileStore
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
 from ptm_accel.hardware.rates import Gauge, Probe, cpu_update_rate, device_rates, disk_rates
-from ptm_accel.hardware.store import ProfileStore
 from ptm_accel.units import MIB
 from tests.hardware.machines import CARD, DISK, HERE, LINK
 
@@ -112,26 +112,6 @@ def test_without_a_cache_the_process_remembers(machine: Machine, tmp_path: Path,
     assert machine.asked["one"] == 2
 
 
-def test_refresh_measures_again_and_others_see_it(machine: Machine, tmp_path: Path) -> None:
-    mine = gauge(machine, tmp_path)
-    mine.disks([ONE])
-    machine.disks["one"] = LINK
-    assert mine.disks([ONE, ALSO_ONE], refresh=True) == [LINK, LINK]
-    mine.cpu_update(1, refresh=True)
-    mine.device(torch.device("cuda"), refresh=True)
-    mine.cpu_update(1, refresh=True)
-    mine.device(torch.device("cuda"), refresh=True)
-    assert machine.asked == {"one": 2, "1 threads": 2, "card": 2}
-    assert mine.disks([ONE]) == gauge(machine, tmp_path).disks([ONE]) == [LINK]
-
-
-def test_what_cannot_be_measured_again_stays_as_it_was(machine: Machine, tmp_path: Path) -> None:
-    mine = gauge(machine, tmp_path)
-    mine.disks([ONE])
-    machine.disks["one"] = None
-    assert mine.disks([ONE], refresh=True) == [DISK]
-
-
 @pytest.mark.parametrize("answer", [None, DiskError(5, "read of it failed: no; set disk.paths.", "/one")])
 def test_a_disk_that_cannot_be_measured_is_none_and_not_tried_again(
     machine: Machine, tmp_path: Path, answer: Exception | None, caplog: pytest.LogCaptureFixture
@@ -144,7 +124,7 @@ def test_a_disk_that_cannot_be_measured_is_none_and_not_tried_again(
     assert (f"the speed of the disk path {ONE} cannot be measured: " in caplog.text) == (answer is not None)
     machine.disks["one"] = DISK
     assert gauge(machine, tmp_path).disks([ONE]) == [DISK]
-    assert mine.disks([ONE], refresh=True) == mine.disks([ONE]) == [DISK]
+    assert mine.disks([ONE]) == [None]
 
 
 def test_a_folder_that_is_not_there_is_none(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,4 +192,3 @@ def test_this_machine(tmp_path: Path) -> None:
     assert cpu_update_rate(1) == rate
     (name,) = {path.name for path in (tmp_path / "cache").iterdir() if path.suffix == ".json"}
     assert name.startswith("hardware-")
-    assert disk_rates([tmp_path], refresh=True) != [found]

@@ -50,7 +50,8 @@ def forget():
     ScratchFile.move = collecting
     for slot in engine.slots:
         if slot.value in engine.pool.shelf:
-            slot.written()
+            slot.fetch()
+            slot.changed()
             engine.pool.ahead.evict(slot.value)
     while not held.is_set():
         time.sleep(0.001)

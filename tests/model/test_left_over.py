@@ -40,7 +40,8 @@ def test_a_gradient_that_autograd_has_left_is_forgotten(how: str, tmp_path: Path
     with at_floor(model := net(), tmp_path) as engine:
         optimizer = engine.bind_optimizer(adamw(model))
         param = next(iter(engine.slots)).param
-        param.grad = torch.ones_like(param)
+        with bare():
+            param.grad = torch.ones_like(param)
         {"optimizer": optimizer.zero_grad, "engine": engine.zero_grad, "abort": engine.abort}[how]()
         assert param.grad is None
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ptm_accel.hardware import store as store_module
+from ptm_accel.hardware import cache as store_module
+from ptm_accel.hardware.cache import ProfileStore, cache_directory
 from ptm_accel.hardware.profile import HardwareProfile
-from ptm_accel.hardware.store import ProfileStore, cache_directory
 from tests.descriptors import open_files
 from tests.hardware.machines import DISK, HERE, LINK, PROFILE
 

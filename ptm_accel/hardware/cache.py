@@ -1,4 +1,4 @@
-"""The file in the user's cache directory in which a profile outlives the process.
+"""Which machine this is, and the file in the user's cache directory in which its rates outlive the process.
 
 There is one file for each fingerprint, so that machines that share a home directory do not overwrite each other's. It
 is only a cache: whatever is wrong with it or its folder, the worst that happens is that things are measured again.
@@ -10,17 +10,71 @@ import contextlib
 import fcntl
 import logging
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
+import torch
+
 from ptm_accel.hardware.profile import Fingerprint, HardwareProfile, from_json, to_json
+from ptm_accel.units import GIB
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 30.0
 _LOOK_AGAIN_S = 0.05
+
+
+def machine_fingerprint(proc: Path = Path("/proc")) -> Fingerprint:
+    """The fingerprint of this machine.
+
+    GPUs and driver are read from `/proc`: asking CUDA would start it, which takes memory on the card and forbids
+    forks, also in a process that never uses it. (Where `/proc` does not tell, devices are still told apart by name.)
+
+    Args:
+        proc: where the kernel's files are.
+    """
+    gpus = sorted(_field(file, "Model") for file in (proc / "driver/nvidia/gpus").glob("*/information"))
+    return Fingerprint(
+        cpu=_field(proc / "cpuinfo", "model name") or platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=round(psutil.virtual_memory().total / GIB),
+        kernel=platform.release(),
+        torch=str(torch.__version__),
+        gpus=", ".join(gpus),
+        driver=_field(proc / "driver/nvidia/version", "NVRM version"),
+    )
+
+
+def disk_key(folder: Path) -> str:
+    """What tells the disk that holds `folder` from others: device number, file system type, source of the mount.
+
+    Raises:
+        OSError: there is no such folder, or it may not be looked at.
+    """
+    real = Path(os.path.realpath(folder))
+    number = os.stat(real).st_dev
+    # The last mount of several at one place is the one that is seen.
+    mounts = [mount for mount in psutil.disk_partitions(all=True)[::-1] if real.is_relative_to(mount.mountpoint)]
+    mount = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
+    kind, source = (mount.fstype, mount.device) if mount is not None else ("unknown", "unknown")
+    return f"{os.major(number)}:{os.minor(number)} {kind} {source}"
+
+
+def _field(file: Path, name: str) -> str:
+    """The first `name: value` of a file; empty where there is none."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return " ".join(value.split())
+    return ""
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -58,23 +112,17 @@ class ProfileStore:
 
     def read(self) -> HardwareProfile:
         """What is in the file; an empty profile if there is none, or none of this machine and format."""
-        empty = HardwareProfile(fingerprint=self.fingerprint)
-        if self.path is None:
-            return empty
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return empty
-        except (OSError, ValueError) as error:
-            logger.info("the hardware profile %s cannot be read (%s); it is measured again.", self.path, error)
-            return empty
-        profile = from_json(text, self.fingerprint)
-        if profile is None:
-            logger.info(
-                "the hardware profile %s is damaged, or of another version or machine; it is measured again.", self.path
-            )
-            return empty
-        return profile
+        profile, problem = None, "is damaged, or of another version or machine"
+        if self.path is not None:
+            try:
+                profile = from_json(self.path.read_text(encoding="utf-8"), self.fingerprint)
+            except FileNotFoundError:
+                problem = ""
+            except (OSError, ValueError) as error:
+                problem = f"cannot be read ({error})"
+            if profile is None and problem:
+                logger.info("the hardware profile %s %s; it is measured again.", self.path, problem)
+        return profile or HardwareProfile(fingerprint=self.fingerprint)
 
     def add(self, measured: HardwareProfile) -> None:
         """Puts what was measured beside what is in the file, by replacing the file as a whole.
