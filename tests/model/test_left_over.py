@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ptm_accel.model.away import bare
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, stack, step
 from tests.tiers import MEMORIES, at_floor, needs, on_pages
