@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
@@ -21,25 +23,78 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import check_model, small_bytes
 from ptm_accel.model.away import bare
-from ptm_accel.model.changes import Changes, changes_of, outline, refuse_changes
+from ptm_accel.model.changes import Changes, Outline, changes_of, outline, refuse_changes
 from ptm_accel.model.floor import Floor
+from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.slots import ParamSlot, same_place
 from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.sizing import refuse_oversized_model
-from ptm_accel.trained_model import TrainedModel
+from ptm_accel.pages import Pages
+from ptm_accel.sizing import hint_about_masters, refuse_oversized_model
+from ptm_accel.training import Training
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-"""Weak on both sides: an engine is kept alive by its model (through the model's parameter dictionaries), and by nothing
+"""Weak on both sides: an engine is kept alive by its model (through the hooks on its modules), and by nothing
 here, so that a model that is no longer used takes its engine and all its pages with it."""
 
 
-class Engine(TrainedModel):
-    """A model on pages. Made by `Engine.attach`, ended by `detach` or `close`."""
+class Engine:
+    """A model on pages. Made by `Engine.attach`, ended by `detach` or `close`.
+
+    Attributes:
+        asked: the options as given.
+        config: the options as resolved for this machine.
+        memory: the tiers.
+        pool: where its tensors are.
+        pages: its parameters on pages.
+        training: its gradients, its optimizer and its replicas.
+        slots, table, residency, run_ahead, state_dicts, metrics: see `Pages`.
+    """
+
+    count: ClassVar[int] = 0
+    """How many models this process has put on pages."""
 
     def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
-        super().__init__(model, asked, config, memory)
+        self.asked = asked
+        self.config = config
+        self.memory = memory
+        self.pool = memory.pool
+        self.pages = Pages(model, asked, config, memory)
+        self.training = Training(self.pages)
+        self.slots = self.pages.slots
+        self.table = self.pages.table
+        self.residency = self.pages.residency
+        self.residency.owner = self
+        self.run_ahead = self.pages.run_ahead
+        self.state_dicts = self.pages.state_dicts
+        self.metrics = self.pages.metrics
+        self._outline: Outline = ()
         self._finaliser = weakref.finalize(model, _close_unasked, memory)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, unchanged but for its hooks and, while they are away, the class of its parameters."""
+        return self.pages.model
+
+    @property
+    def gradients(self) -> Gradients | None:
+        """Its gradients."""
+        return self.training.gradients
+
+    @property
+    def optimizer(self) -> PagedOptimizer | None:
+        """The optimizer bound to it, if any."""
+        return self.training.optimizer
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Keeps it and those of other processes alike, where there are some."""
+        return self.training.replicas
+
+    @property
+    def floor(self) -> Floor:
+        """The least budget it can train under."""
+        return self.pages.needs.floor
 
     # ---- beginning and end -----------------------------------------------------------------------------------
 
@@ -75,15 +130,16 @@ class Engine(TrainedModel):
             existing._check_same(config)
             existing._check_place(device)
             existing.follow(model)
-            if evaluates and existing.optimizer is None and not existing.evaluates:
-                existing.evaluates = True
-                existing.say_need()
+            needs = existing.pages.needs
+            if evaluates and existing.optimizer is None and not needs.evaluates:
+                needs.evaluates = True
+                needs.say()
             return existing
         check_model(model)
         asked = config or PTMConfig()
         resolved, memory = open_memory(asked, memory, device)
         engine = cls(model, asked, resolved, memory)
-        engine.evaluates = evaluates
+        engine.pages.needs.evaluates = evaluates
         try:
             engine._install({})
         except BaseException:
@@ -131,10 +187,27 @@ class Engine(TrainedModel):
         engine = cls(model, config, resolved, memory)
         engine._finaliser.detach()
         try:
-            engine._size_up({})
+            engine.pages.size_up({})
         finally:
             for slot in engine.slots:
                 memory.pool.forget(slot.value)
+
+    def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        self.pages.size_up(values)
+        self._adapt_others()
+        # What stays for long among activations leaves holes there.
+        self.pool.copies_in = self.pool.card is not None
+        self._bring_in(list(self.slots), values)
+        if self.pool.card is not None:
+            self.pages.watch_activations(self.pool.card)
+        hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
+        Engine.count += 1
+
+    def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        self.pages.bring_in(slots, values)
+        self.training.begin()
+        self.refresh_compiled()
+        self._outline = outline(self.model)
 
     def follow(self, model: nn.Module | None = None) -> None:
         """Follows what has become of the model: wrapped, given adapters or another head, resized, merged.
@@ -151,7 +224,7 @@ class Engine(TrainedModel):
         """
         model = self.model if model is None else model
         if model is self.model and outline(model) == self._outline and self.residency.covers(model):
-            self._meet_trainable()
+            self.training.meet_trainable()
             return
         check_model(model, {slot.param for slot in self.slots})
         small = small_bytes(self.config.page_bytes)
@@ -160,14 +233,15 @@ class Engine(TrainedModel):
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
             if self.optimizer is not None and self.optimizer.states.are_of(changes.slots):
-                floor = self._floor(self.optimizer.appetite, model, changes.slots)
-                self._needs(floor, floor, floor)
+                floor = self.pages.needs.estimate(self.optimizer.appetite, model, changes.slots)
+                self.pages.needs.check(floor, floor, floor)
             else:
-                self._expect_optimizer(model, changes.slots)
+                self.pages.needs.expect_optimizer(model, changes.slots)
         except BaseException:
             for slot in changes.new:
                 self.pool.forget(slot.value)
             raise
+        self._adapt_others()
         self._change(model, changes)
 
     def _change(self, model: nn.Module, changes: Changes) -> None:
@@ -177,34 +251,27 @@ class Engine(TrainedModel):
         assert self.gradients is not None
         sums = self.gradients.lift()
         self.gradients.remove()
-        self.state_dicts.remove()
-        self.residency.remove()
+        self.pages.remove_hooks()
         self.run_ahead.forget()
         for slot in changes.gone:
-            self._take_off(slot)
+            self.pages.take_off(slot)
         self.slots.become(changes.slots)
         if model is not self.model:
             _engines.pop(self.model, None)
             _engines[model] = weakref.ref(self)
             self._finaliser.detach()
             self._finaliser = weakref.finalize(model, _close_unasked, self.memory)
-            self.model = model
+            self.pages.become(model)
             if self.replicas is not None:
                 self.replicas.follow(model)
         self._bring_in(changes.new, {})
         self.gradients.take_over(sums, self.slots)
         if self.replicas is not None:
             self.replicas.share_values(changes.new, ())
-        if self.optimizer is not None:
-            assert self.gradients is not None
-            if self.optimizer.states.are_of(self.slots):
-                self.optimizer.follow(self.gradients)
-            else:
-                self.optimizer.close()
-                self.optimizer = None
+        self.training.follow()
 
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
-        """As `TrainedModel.bind_optimizer`.
+        """Puts an optimizer's state on pages; another one that was bound before loses its state.
 
         Raises:
             UnsupportedError: the optimizer cannot run on pages, or holds parameters of another model on pages as well.
@@ -217,7 +284,72 @@ class Engine(TrainedModel):
                 f"the optimizer holds {len(params)} parameters, of {type(self.model).__name__} and of "
                 f"{type(other.model).__name__}, which are both on pages. Make one optimizer for each."
             )
-        return super().bind_optimizer(optimizer)
+        bound = self.training.bind(optimizer)
+        self._adapt_others()
+        return bound
+
+    # ---- what a loop asks for ----------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self.training.zero_grad()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        parameters: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` over all parameters with gradients; bit-equal to it.
+
+        Args:
+            max_norm: the most that their norm may be.
+            norm_type: the p of the p-norm.
+            error_if_nonfinite: a norm that is infinite or NaN is an error.
+            parameters: all that have gradients, in the order in which to sum; by default that of the model.
+
+        Returns:
+            the norm before clipping, a scalar.
+
+        Raises:
+            RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` was asked for; nothing has been clipped.
+        """
+        return self.training.clip_grad_norm_(
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters
+        )
+
+    def settle(self) -> None:
+        """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
+
+        Nobody has to call this: a parameter or a state that is looked at is updated first.
+
+        Raises:
+            DiskError: a transfer failed.
+        """
+        self.pages.settle()
+
+    def refresh_compiled(self, model: nn.Module | None = None) -> None:
+        """Looks for what `torch.compile` has compiled since the model was put on pages.
+
+        Needed only after `model.compile()` on the whole model; everything else is found by itself.
+
+        Args:
+            model: what wraps or replaces the model now, if it is another module.
+
+        Raises:
+            UnsupportedError: a compile mode that cannot work on pages, by name.
+            BudgetError: a compiled region whose parameters and gradients do not fit at once.
+        """
+        self.residency.regions.refresh(self.model if model is None else model)
+
+    def check_integrity(self) -> None:
+        """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
+        self.settle()
+        self.memory.check_integrity()
+        pinned = self.pool.pinned()
+        assert not pinned, f"pinned while idle: {pinned}"
 
     def detach(self, *, check: bool = True) -> nn.Module:
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
@@ -238,17 +370,11 @@ class Engine(TrainedModel):
             # Whether the card has room was asked above; the budget need not.
             self.pool.compute.limit(None)
         if check:
-            self._leave_card()
+            self.pages.leave_card()
         sums = self._sums_off_pages() if check else []
         self.abort()
-        if self.optimizer is not None:
-            self.optimizer.close()
-            self.optimizer = None
-        if self.gradients is not None:
-            self.gradients.remove()
-            self.gradients = None
-        self.state_dicts.remove()
-        self.residency.remove()
+        self.training.end()
+        self.pages.remove_hooks()
         if self.replicas is not None:
             self.replicas.remove()
         for slot in self.slots:
@@ -257,7 +383,7 @@ class Engine(TrainedModel):
                 slot.value.occupant = None
                 slot.leave_pages()
                 continue
-            self._take_off(slot)
+            self.pages.take_off(slot)
         for slot, total in sums:
             slot.param.grad = total
         self.close()
@@ -297,14 +423,17 @@ class Engine(TrainedModel):
                 self.optimizer.on_host.close()
         self._adapt_others()
 
-    def _needs(self, floor: Floor, states: Floor, expected: Floor) -> None:
-        super()._needs(floor, states, expected)
-        self._adapt_others()
-
     def _adapt_others(self) -> None:
         for other in living_engines():
             if other is not self and other.memory.users is self.memory.users:
                 other.adapt()
+
+    def adapt(self) -> None:
+        """Another model has come to the tiers or has left them, or needs something else: plans are made anew."""
+        self.run_ahead.resized()
+        self.pages.set_malloc()
+        self.pages.decide_to_plan()
+        self.training.hold_norms()
 
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from ptm_accel.engine import engine_holding, engine_of
+from ptm_accel.engine import Engine, engine_holding, engine_of
 from ptm_accel.model.copying import copy_off_pages
+from ptm_accel.sizing import refuse_gathering
 
 
 @contextmanager
@@ -18,18 +19,41 @@ def gathered(model: nn.Module, *, grads: bool = False, write: bool = False) -> I
 
     Args:
         model: the model, or a part of it, or what wraps it; one that is not on pages is yielded as it is.
-        grads: also show the summed (and clipped) gradients as `p.grad`.
+        grads: gradients are looked at inside, by `p.grad`, which shows one at a time.
         write: what is changed inside is kept.
 
     Raises:
         BudgetError: the budget does not hold them all at once.
+        UnsupportedError: gradients are asked for between a backward in which updates have begun and its step.
     """
     engine = engine_of(model) or engine_holding(model.parameters())
     if engine is None:
         yield model
         return
-    with engine.gathered(grads=grads, write=write, part=model):
+    with ExitStack() as stack:
+        _gather(engine, stack, model, grads=grads, write=write)
         yield model
+
+
+def _gather(engine: Engine, stack: ExitStack, part: nn.Module, *, grads: bool, write: bool) -> None:
+    # Pins leave little room to work in.
+    engine.settle()
+    if grads:
+        engine.training.look_at_gradients()
+    slots = [slot for slot in map(engine.slots.of, part.parameters()) if slot is not None]
+    refuse_gathering(engine.memory, [slot.value for slot in slots])
+    saved = engine.residency.saved.cover()
+    if saved is not None:
+        # What is computed with parameters meanwhile may have its backward after it.
+        stack.enter_context(saved)
+    for slot in slots:
+        stack.callback(engine.pool.pin(slot.value, write=write).release)
+        if not grads:
+            slot.show()
+            stack.callback(slot.hide)
+        if write:
+            # What was written before an exception is written, as without pages.
+            stack.callback(slot.take_in)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:

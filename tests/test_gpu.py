@@ -19,7 +19,7 @@ from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.units import Entry as Update
-from ptm_accel.paged_model import PagedModel
+from ptm_accel.pages import Pages
 from ptm_accel.units import GIB, MIB
 from tests.tiers import needs
 from tests.zoo import ENTRIES, Entry
@@ -33,7 +33,7 @@ STEPS = 5
 @pytest.fixture
 def small_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages keep what `device_memory` says, whatever else is free on the card: tiny models fit any."""
-    monkeypatch.setattr(PagedModel, "_watch_tide", lambda self, card: None)
+    monkeypatch.setattr(Pages, "watch_activations", lambda self, card: None)
 
 
 @pytest.fixture

@@ -134,11 +134,11 @@ class Twins:
         def run(model: Any) -> list[torch.Tensor]:
             with self.region():
                 loss = model(**batch).loss
-            with self.engine.backward() if model is self.paged else nullcontext():
+            with self.engine.training.backward() if model is self.paged else nullcontext():
                 loss.backward()
             return [loss.detach()]
 
-        self.engine.updates_in_backward = lambda: True
+        self.engine.training.updates_in_backward = lambda: True
         try:
             self.compare(run)
             norm = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), float("inf"))
@@ -147,7 +147,7 @@ class Twins:
             self.inner.step()
             self.optimizer.step()
         finally:
-            self.engine.updates_in_backward = lambda: False
+            self.engine.training.updates_in_backward = lambda: False
         self.inner.zero_grad()
         self.optimizer.zero_grad()
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ptm_accel import trained_model
+from ptm_accel import training
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DeviceBudgetError
@@ -122,7 +122,7 @@ def test_where_all_fits_a_card_parameters_are_updated_together(fused: bool, monk
 
     monkeypatch.setattr(arithmetic, "bare_step", noted)
     # An optimizer that makes tensors of its own as it goes is given a few parameters at a time, for their sake.
-    monkeypatch.setattr(trained_model, "_LARGEST_BATCH_BYTES", 4 * MIB)
+    monkeypatch.setattr(training, "_LARGEST_BATCH_BYTES", 4 * MIB)
     with on_card(model, 2 * states) as (engine, _):
         assert train(model, engine.bind_optimizer(optimizer_of(model)), lengths) == expected
         assert engine.pool.fits_on_card

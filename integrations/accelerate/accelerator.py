@@ -177,7 +177,7 @@ class PTMAccelerator(PagedStates):
         if hasattr(bare, "save_pretrained"):
             import_module("..transformers.saving", __package__).install()
         if self.num_processes > 1:
-            engine.replicate()
+            engine.training.replicate()
         return engine
 
     def _holds(self, model: nn.Module) -> bool:
@@ -210,7 +210,7 @@ class PTMAccelerator(PagedStates):
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if self.num_processes > 1 and not evaluation_mode and not hasattr(prepared, "no_sync"):
             # Scripts for several processes expect what DDP has.
-            vars(prepared)["no_sync"] = engine.no_sync
+            vars(prepared)["no_sync"] = engine.training.no_sync
         return prepared
 
     def prepare_optimizer(
@@ -277,20 +277,20 @@ class PTMAccelerator(PagedStates):
     # ---- gradients -------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As `Accelerator.backward`; updates may begin in it (`Engine.updates_in_backward`)."""
+        """As `Accelerator.backward`; updates may begin in it (`Training.updates_in_backward`)."""
         with ExitStack() as stack:
             for engine in list(self._attached):
-                stack.enter_context(engine.backward())
+                stack.enter_context(engine.training.backward())
             super().backward(loss, **kwargs)
         for engine in list(self._attached):
             if engine.replicas is not None and engine.replicas.due:
-                engine.synchronise()
+                engine.training.synchronise()
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """As `Accelerator.no_sync`: what backward adds in it stays in this process until a later one."""
         engine = engine_of(model)
-        with super().no_sync(model), nullcontext() if engine is None else engine.no_sync():
+        with super().no_sync(model), nullcontext() if engine is None else engine.training.no_sync():
             yield
 
     def clip_grad_norm_(
@@ -303,7 +303,7 @@ class PTMAccelerator(PagedStates):
             norm: torch.Tensor | None = super().clip_grad_norm_(given, max_norm, norm_type)
             return norm
         self.unscale_gradients()
-        if engine.holds_gradients_of(given):
+        if engine.training.holds_gradients_of(given):
             return engine.clip_grad_norm_(max_norm, norm_type, parameters=given)
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 

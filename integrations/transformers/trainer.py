@@ -97,7 +97,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         # The model before this one (model_init makes a new one for each train()) must not be kept by the callbacks.
         self.callback_handler.model = self.model
         engine = accelerator.attach(self._bare_model)
-        engine.updates_in_backward = step_follows(self)
+        engine.training.updates_in_backward = step_follows(self)
         return engine
 
     def compute_loss_context_manager(self) -> ExitStack:
@@ -105,7 +105,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         stack: ExitStack = super().compute_loss_context_manager()
         engine = self._engine if self.model is not None else None
         if engine is not None:
-            stack.enter_context(engine.no_updates())
+            stack.enter_context(engine.training.no_updates())
         return stack
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Updates that begin during backward, where nothing can come between a gradient and its update.
 
-Without clipping, accumulation and loss scaling, and in a loop that is known (`Engine.updates_in_backward`), what the
+Without clipping, accumulation and loss scaling, and in a loop that is known (`Training.updates_in_backward`), what the
 optimizer will do with a gradient is settled as soon as the gradient is whole. That it is whole is known twice over: the
 trace of such a pass has one arrival of it, and no use of its parameter after that; and should a pass turn out otherwise
 that is an error, and never a wrong number. State then streams beside backward as well, and a gradient's memory is free

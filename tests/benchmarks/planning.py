@@ -52,12 +52,13 @@ def child(kind: str, directory: Path, steps: int, host_memory: str) -> None:
     """One run."""
     from ptm_accel.integrations.transformers import Trainer
 
-    from ptm_accel.engine import Engine
+    from ptm_accel.pages import Pages
+    from ptm_accel.training import Training
 
     if kind == "demand":
-        Engine.planned = False
+        Pages.planned = False
     elif kind == "planned":
-        Engine._may_overlap = lambda self: False  # type: ignore[method-assign]
+        Training._may_overlap = lambda self: False  # type: ignore[method-assign]
     model, dials = small_llama(host_memory, directory)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),

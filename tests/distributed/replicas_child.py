@@ -82,8 +82,8 @@ def train_paged(rank: int, folder: Path, *, wrap: bool) -> tuple[Net, list[float
     engine = Engine.attach(
         model, PTMConfig(host_memory=110 << 10, page_size=4096, disk=str(folder)), device=torch.device("cpu")
     )
-    engine.replicate()
-    engine.replicate()
+    engine.training.replicate()
+    engine.training.replicate()
     called: nn.Module = model
     if wrap:
         called = Wrapper(model)
@@ -92,7 +92,7 @@ def train_paged(rank: int, folder: Path, *, wrap: bool) -> tuple[Net, list[float
     norms = []
     for number, batch in enumerate(batches(rank)):
         last = number % ACCUMULATION == ACCUMULATION - 1
-        with nullcontext() if last else engine.no_sync():
+        with nullcontext() if last else engine.training.no_sync():
             called(batch, rank == 0 and number % 4 == 3).backward()
         if last:
             norms.append(float(engine.clip_grad_norm_(0.5)))
@@ -119,15 +119,15 @@ def sums_of_unequal_precision_are_shared(rank: int, folder: Path) -> None:
     model = net(0).bfloat16()
     dials = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder), master_weights="fp32")
     engine = Engine.attach(model, dials, device=torch.device("cpu"))
-    engine.replicate()
+    engine.training.replicate()
     engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for number, batch in enumerate(batches(rank)[: 2 - rank]):
-        with engine.no_sync() if number < 1 - rank else nullcontext():
+        with engine.training.no_sync() if number < 1 - rank else nullcontext():
             model(batch.bfloat16(), rank == 0).backward()
     assert engine.gradients is not None
     dtypes = {grad.value.dtype for grad in engine.gradients.slots() if grad.value is not None}
     assert dtypes == {torch.float32 if rank == 0 else torch.bfloat16}
-    engine.synchronise()
+    engine.training.synchronise()
     for grad in engine.gradients.slots():
         name = grad.slot.name
         total = expected.get(name, torch.zeros(grad.slot.value.shape)) / 2
@@ -148,7 +148,7 @@ def one_process_without_gradients(rank: int, folder: Path, *, training: bool) ->
     model = net(0).train(training)
     dials = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder))
     engine = Engine.attach(model, dials, device=torch.device("cpu"))
-    engine.replicate()
+    engine.training.replicate()
     paged = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
     stock = torch.optim.SGD(plain.parameters(), lr=1e-2)
     for batch in batches(rank)[:2]:

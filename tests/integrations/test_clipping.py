@@ -240,7 +240,7 @@ def test_zero_grad_is_refused_between_a_backward_with_updates_and_its_step(tiny:
     engine = engine_of(model)
     assert engine is not None
     assert engine.optimizer is not None
-    engine.updates_in_backward = lambda: True
+    engine.training.updates_in_backward = lambda: True
     for row in tiny.data(5):
         backward(accelerator, model, row)
         if engine.optimizer.in_backward.chase is not None:

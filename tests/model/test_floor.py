@@ -208,7 +208,7 @@ def test_with_less_than_the_floor_training_would_fail(tmp_path: Path, monkeypatc
     """Where an update decides the figure is what is needed, to the page."""
     entry = ENTRIES["llama"]
     floor, _ = needs(entry.build(), tmp_path, "host+disk")
-    monkeypatch.setattr("ptm_accel.paged_model.refuse_short", lambda *given: None)
+    monkeypatch.setattr("ptm_accel.needs.refuse_short", lambda *given: None)
     model = entry.build()
     with on_pages(model, "host+disk", floor - PAGE, tmp_path) as engine:
         with pytest.raises(BudgetError, match="cannot place"):

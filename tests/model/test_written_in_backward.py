@@ -194,13 +194,13 @@ def test_beside_updates_that_begin_in_backward(always: bool, tmp_path: Path) -> 
     expected = train(plain, adamw(plain))
     floor, need = needs(net(), tmp_path, "host+disk", optimizer=adamw)
     with on_pages(model, "host+disk", floor + (need - floor) // 2, tmp_path) as engine:
-        engine.updates_in_backward = lambda: True
+        engine.training.updates_in_backward = lambda: True
         optimizer = engine.bind_optimizer(adamw(model))
         begun, losses = 0, []
 
         def step(number: int) -> None:
             nonlocal begun
-            with engine.backward():
+            with engine.training.backward():
                 loss = loss_of(model, number)
                 losses.append(loss.detach().clone())
                 loss.backward()

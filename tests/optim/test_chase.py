@@ -31,6 +31,7 @@ from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Unit
+from ptm_accel.outside import gathered
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, stack, step
@@ -229,7 +230,7 @@ def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkey
 
 def test_writing_waits_for_the_update(tmp_path: Path) -> None:
     with chasing(tmp_path) as (model, engine, _):
-        with engine.gathered(write=True):
+        with gathered(model, write=True):
             model[3].weight.data.zero_()
         assert engine.pool.owed is None
         assert (model[3].weight == 0).all()

@@ -20,6 +20,7 @@ from ptm_accel.errors import BudgetError, DiskError, LostStepError, StaleGraphEr
 from ptm_accel.optim.chase import Chase
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
+from ptm_accel.outside import gathered
 from tests.plain_loop import same_bits
 from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
 
@@ -88,12 +89,12 @@ def paged(
     model = Net(dtype)
     floor, need = needs(Net(dtype), directory, kind, optimizer=make, **dials)
     with on_pages(model, kind, floor + (need - floor) // 2, directory, **dials) as engine:
-        engine.updates_in_backward = lambda: True
+        engine.training.updates_in_backward = lambda: True
         yield model, engine, engine.bind_optimizer(make(model))
 
 
 def backward(model: nn.Module, engine: Engine, number: int) -> None:
-    with engine.backward():
+    with engine.training.backward():
         loss_of(model, number).backward()
 
 
@@ -215,7 +216,7 @@ def test_a_second_backward_is_an_error_and_never_a_wrong_number(tmp_path: Path) 
             step(model, engine, optimizer, number)
         message = "a second gradient of layers.7.bias has arrived.*Set update='blocking'"
         late = model.layers[7].bias.sum()
-        with engine.backward():
+        with engine.training.backward():
             loss_of(model, 4).backward()
             with pytest.raises(UnsupportedError, match=message):
                 late.backward()
@@ -411,7 +412,7 @@ def test_a_backward_that_fails_before_any_update_leaves_the_step_before(
             step(model, engine, optimizer, number)
         loss = loss_of(model, 4)
         loss.register_hook(fail)
-        with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="not today"), engine.backward():
+        with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="not today"), engine.training.backward():
             loss.backward()
         assert not caplog.text
         engine.abort()
@@ -435,7 +436,7 @@ def test_values_that_somebody_else_has_a_view_of_wait_for_the_step(tmp_path: Pat
             other.step()
             other.zero_grad()
             loss = run(model, number)
-            with engine.backward():
+            with engine.training.backward():
                 loss.backward()
             chase = optimizer.in_backward.chase
             begun.append([] if chase is None else [state.slot.name for _, state, _ in chase.work])
@@ -479,7 +480,7 @@ def test_windows_that_are_open_give_way_to_backward(kind: str, seed: int, tmp_pa
     engine.detach()
     model = Uneven(seed)
     with on_pages(model, kind, least + 4096 * (seed % 3), tmp_path) as engine:
-        engine.updates_in_backward = lambda: True
+        engine.training.updates_in_backward = lambda: True
         optimizer = engine.bind_optimizer(adamw(model))
         begun = [step(model, engine, optimizer, number)[0] for number in range(STEPS)]
         # Beside pages in host memory, holes of the C library's heap may have taken what there was room to spare.
@@ -500,7 +501,7 @@ def test_nobody_sees_half_a_step(tmp_path: Path) -> None:
             optimizer.zero_grad,
             lambda: optimizer.change_gradients(lambda gradient: None),
             lambda: backward(model, engine, 5),
-            lambda: engine.gathered(grads=True).__enter__(),
+            lambda: gathered(engine.model, grads=True).__enter__(),
         ):
             with pytest.raises((UnsupportedError, StaleGraphError), match="between backward and"):
                 look()
@@ -513,7 +514,7 @@ def test_nobody_sees_half_a_step(tmp_path: Path) -> None:
 def test_while_updates_are_forbidden_none_begins(tmp_path: Path) -> None:
     with paged(tmp_path) as (model, engine, optimizer):
         for number in range(STEPS):
-            with engine.no_updates():
+            with engine.training.no_updates():
                 assert step(model, engine, optimizer, number)[0] == 0
         assert_same_weights(model, plain()[0])
 

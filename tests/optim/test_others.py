@@ -143,7 +143,7 @@ def test_updates_that_begin_in_backward(tmp_path: Path) -> None:
             if engine is None:
                 loss.backward()
             else:
-                with engine.backward():
+                with engine.training.backward():
                     loss.backward()
                 begun += optimizer.in_backward.chase is not None
             optimizer.step()
@@ -152,7 +152,7 @@ def test_updates_that_begin_in_backward(tmp_path: Path) -> None:
 
     loop(plain, other, theirs, None)
     with on_budget(ADAMW, tmp_path, "third") as (model, head, engine):
-        engine.updates_in_backward = lambda: True
+        engine.training.updates_in_backward = lambda: True
         optimizer = engine.bind_optimizer(ADAMW(model, head))
         assert loop(model, head, optimizer, engine) > 0
         assert_same(model, head, plain, other)

@@ -409,7 +409,7 @@ def test_groups_that_change_while_a_step_is_owed(regroup: Regroup, begun: bool, 
     other = in_groups(expected)
     floor, need = needs(net(), tmp_path, "host+disk", optimizer=in_groups)
     with on_pages(model, "host+disk", floor + (need - floor) // 2, tmp_path) as engine:
-        engine.updates_in_backward = lambda: begun
+        engine.training.updates_in_backward = lambda: begun
         optimizer = engine.bind_optimizer(in_groups(model))
         for number in range(8):
             if number == 5 and not begun:
@@ -418,7 +418,7 @@ def test_groups_that_change_while_a_step_is_owed(regroup: Regroup, begun: bool, 
             loss = loss_of(model, number)
             if number == 5 and begun:
                 regroup(optimizer)
-            with engine.backward():
+            with engine.training.backward():
                 loss.backward()
             assert (optimizer.in_backward.chase is not None) == begun or number != 5
             if number == 5:
@@ -439,10 +439,10 @@ def test_groups_that_change_after_updates_have_begun(regroup: Regroup, tmp_path:
     model = net()
     floor, need = needs(net(), tmp_path, "host+disk", optimizer=in_groups)
     with on_pages(model, "host+disk", floor + (need - floor) // 2, tmp_path) as engine:
-        engine.updates_in_backward = lambda: True
+        engine.training.updates_in_backward = lambda: True
         optimizer = engine.bind_optimizer(in_groups(model))
         for number in range(4):
-            with engine.backward():
+            with engine.training.backward():
                 backward(model, number)
             if number < 3:
                 optimizer.step()

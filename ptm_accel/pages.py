@@ -1,0 +1,173 @@
+"""A model whose parameters are on pages: how they come there and leave again, and what is set up for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.memory.arena import HostArena
+from ptm_accel.memory.budget import Reservation, Tag, Tier
+from ptm_accel.memory.card_memory import CardMemory
+from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
+from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.setup import Memory
+from ptm_accel.memory.tide import Tide
+from ptm_accel.metrics import Metrics
+from ptm_accel.model.attach import leave_meta, small_bytes, take_parameters
+from ptm_accel.model.residency import Residency
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.state_dicts import StateDictHooks
+from ptm_accel.needs import Needs
+from ptm_accel.sizing import idle_fits_below
+from ptm_accel.ways import know_way
+
+_RETURN_EVERY_BYTES = 64 << 20
+"""How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
+
+
+class Pages:
+    """The parameters of a model on pages, with the hooks and the planner that bring them in.
+
+    Args:
+        model: the model.
+        asked: the options as given.
+        config: the options as resolved for this machine.
+        memory: the tiers and the pool.
+
+    Attributes:
+        model: see above; another module where that has come to wrap or replace it.
+        slots: its parameters.
+        table: finds the slot of a storage.
+        residency: the hooks on its modules.
+        run_ahead: what is known of its passes, and moves pages before they are needed.
+        state_dicts: the hooks that fill state dictionaries.
+        metrics: what was used and moved.
+        needs: what it needs of the tiers.
+    """
+
+    planned = True
+    """Whether passes are planned from their traces. Without plans the pool pages on demand: slower, same numbers."""
+
+    def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
+        self.model = model
+        self.config = config
+        self.memory = memory
+        self.pool = memory.pool
+        self.slots = SlotTable()
+        self.table = ExtentTable()
+        self.residency = Residency(self.pool, self.slots, self.table)
+        self.run_ahead = self.residency.run_ahead
+        self.state_dicts = StateDictHooks(self.pool, self.slots)
+        self.residency.snapshots_of = self.state_dicts.modules
+        self.metrics = Metrics(memory, self.run_ahead.tally)
+        self.run_ahead.evaluation = self.metrics.leave_out
+        self.needs = Needs(model, self.slots, memory, config)
+        self._asked = asked
+        self._buffers: Reservation | None = None
+
+    def settle(self) -> None:
+        """Carries out what is left of the last optimizer step.
+
+        Raises:
+            DiskError: a transfer failed.
+        """
+        if self.pool.owed is not None:
+            self.pool.owed.finish()
+
+    def size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        """Gives every parameter a slot, and refuses a model that the tiers cannot train.
+
+        Args:
+            values: of parameters that are on pages already.
+
+        Raises:
+            BudgetError: less than the least budget the model can train under with any optimizer.
+        """
+        small = small_bytes(self.config.page_bytes)
+        take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
+        self.needs.expect_optimizer()
+
+    def bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, PagedTensor]) -> None:
+        """Puts the values of `slots` on pages, but for those of `values`, which are there, and hooks on the modules."""
+        pool = self.pool
+        blank = leave_meta(self.model, self.slots, pool.compute.device)
+        buffers = sum(b.nbytes for b in self.model.buffers())
+        if self._buffers is not None:
+            self._buffers.release()
+        self._buffers = pool.hold(buffers, Tag.BUFFER, "the model's buffers") if buffers else None
+        self.set_malloc()
+        self.decide_to_plan()
+        left = 0
+        for slot in slots:
+            if slot.param not in blank and slot.param not in values:
+                # No name here may hold the data: what moves away at once must also be freed at once.
+                pool.adopt(slot.value, slot.param.data)
+                left += slot.value.nbytes
+            slot.come_onto_pages(self.residency, pool.compute.device)
+            if left > _RETURN_EVERY_BYTES:
+                left = 0
+                give_back_freed()
+            if not slot.value.movable:
+                pool.fault(slot.value)
+        self.residency.install(self.model)
+        self.state_dicts.install(self.model)
+
+    def remove_hooks(self) -> None:
+        """Takes the hooks off the modules."""
+        self.state_dicts.remove()
+        self.residency.remove()
+
+    def become(self, model: nn.Module) -> None:
+        """Another module wraps or replaces the model now."""
+        self.model = self.needs.model = model
+
+    def set_malloc(self) -> None:
+        """Has the C library keep freed blocks where all pages fit, and give large ones back where they do not."""
+        if self.pool.budget.tier is Tier.HOST:
+            short = self.needs.runs_short
+            # The blocks of adopted tensors are freed one by one.
+            self.pool.copies_in |= short
+            set_kept_blocks(large=not short)
+
+    def watch_activations(self, card: CardMemory) -> None:
+        """Begins to measure what other memory of a device is used, which is none of the pages'."""
+        if isinstance(self.pool.compute, CudaTier) and self._asked.device_memory is not None:
+            # What is derived leaves the rest of the card for what is not torch's.
+            self.pool.compute.limit(self.pool.room.limit_bytes)
+        if self.pool.room.tide is None:
+            total = self.pool.budget.capacity_bytes
+            # What was at work on the card before, and is gone, is no part of what is beside these pages.
+            card.trim()
+            self.pool.room.tide = Tide(self.pool.budget, total, self.needs.least_beside_activations(), card)
+            self.pool.room.shrink()
+
+    def decide_to_plan(self) -> None:
+        """Passes are planned where pages have to leave."""
+        self.run_ahead.enabled = self.planned and self.needs.runs_short
+        if self.run_ahead.enabled and self.run_ahead.rates is None:
+            trained = [slot.value for slot in self.slots if slot.param.requires_grad]
+            paths = self.config.disk_paths
+            know_way(self.run_ahead, self.metrics, self.memory, paths, trained, self.pool.whole_bytes)
+
+    def leave_card(self) -> None:
+        """Gives slabs back, so that the card has room for ordinary tensors: what is in them leaves, if it can."""
+        if self.pool.card is not None and not self.memory.others:
+            self.pool.card.confine(0)
+            if idle_fits_below(self.memory):
+                self.pool.room.shrink()
+
+    def take_off(self, slot: ParamSlot) -> None:
+        """Gives a parameter ordinary memory, with its values."""
+        if slot.value.place.resident:
+            values = self.pool.fault(slot.value).detach().clone()
+        else:
+            values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
+        slot.take_off(values)
+        self.pool.forget(slot.value)
+        if isinstance(compute := self.pool.compute, HostArena):
+            # Nothing more comes onto pages: kept for that, they would lie beside the copies.
+            self.pool.room.collect()
+            compute.reclaim(compute.kept_bytes)

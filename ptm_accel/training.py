@@ -1,0 +1,433 @@
+"""What trains a model on pages: its gradients, its optimizer, its replicas, and the steps that a loop asks for."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from ptm_accel.config import BLOCKING
+from ptm_accel.distributed.replicas import Replicas
+from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+from ptm_accel.model.away import bare
+from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
+from ptm_accel.model.floor import Appetite
+from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.gradients import Gradients, Sums
+from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
+from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.optim.support import appetite_of, grain_of, measured_state
+from ptm_accel.pages import Pages
+
+logger = logging.getLogger(__name__)
+
+_Given = ParamSpec("_Given")
+_Answer = TypeVar("_Answer")
+
+_LARGEST_BATCH_BYTES = 256 << 20
+"""The most that an optimizer step holds at a time."""
+
+_OF_BUDGET_FOR_NORMS = 16
+_MOST_FOR_NORMS = 64 << 20
+"""What is held to take norms of gradients in: at most this part of a budget, and at most so many bytes."""
+
+
+class Training:
+    """Gradients, optimizer and replicas of a model on pages.
+
+    Args:
+        pages: the model.
+
+    Attributes:
+        gradients: of its trainable parameters; None before it is on pages and after it has left them.
+        optimizer: the optimizer bound to it, if any.
+        replicas: keeps it and those of other processes alike, where there are some.
+        updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
+            as they are; set by whoever owns the loop (`backward`).
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self.gradients: Gradients | None = None
+        self.optimizer: PagedOptimizer | None = None
+        self.replicas: Replicas | None = None
+        self.updates_in_backward: Callable[[], bool] = _no
+        self._pages = pages
+        self._pool = pages.pool
+        self._slots = pages.slots
+        self._needs = pages.needs
+        self._forbidden = 0
+        self._told_of_lost: str | None = None
+        # The pool, which outlives the model, holds some of these.
+        pages.residency.beginning = _weakly(self._meet_newcomers, None)
+        pages.residency.outside = _weakly(self._used_outside, None)
+        pages.residency.ended = _weakly(self._forward_ended, None)
+        pages.residency.gradient_of = _weakly(self._shown_gradient, None)
+        pages.residency.set_gradient_of = _weakly(self._set_gradient, None)
+        pages.residency.regions.found = _weakly(self._meet_region, None)
+        pages.state_dicts.given = _weakly(self._warn_of_lost_step, None)
+        pages.run_ahead.sums = _weakly(self._sums, Sums.NONE)
+        pages.run_ahead.in_backward = _weakly(self._may_update_in_backward, False)
+        pages.run_ahead.on_host_possible = _weakly(self._may_update_on_host, False)
+
+    # ---- gradients --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begins to take gradients of the parameters that are trained."""
+        with bare():
+            trainable = [s for s in self._slots if s.param.requires_grad]
+        self.gradients = Gradients(trainable, self._pool, wide=self._masters)
+        self.gradients.hold_arrival()
+        self.gradients.looking = _weakly(self.look_at_gradients, None)
+        self.hold_norms()
+
+    def end(self) -> None:
+        """Ends it, and gives the state of the optimizer up."""
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = None
+        if self.gradients is not None:
+            self.gradients.remove()
+            self.gradients = None
+
+    @property
+    def _masters(self) -> bool:
+        return self._pages.config.master_weights is not None
+
+    def _shown_gradient(self, slot: ParamSlot) -> torch.Tensor | None:
+        return None if self.gradients is None else self.gradients.shown(slot)
+
+    def _set_gradient(self, slot: ParamSlot, gradient: torch.Tensor | None) -> None:
+        if self.gradients is not None:
+            self.gradients.assign(slot, gradient, self._slots)
+
+    def _sums(self) -> Sums:
+        return Sums.NONE if self.gradients is None else self.gradients.sums()
+
+    def look_at_gradients(self) -> None:
+        """Before code outside sees a gradient: makes all of them what they are in plain torch then.
+
+        Raises:
+            UnsupportedError: updates that have begun in backward have used some up.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            # In a hook during backward, where nothing is pending.
+            return
+        if self.optimizer is not None:
+            self.optimizer.in_backward.refuse("a gradient was looked at or set")
+        self.synchronise()
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+
+    def _used_outside(self) -> None:
+        """Code outside of backward has the room in which gradients arrive."""
+        if self.gradients is not None and torch._C._current_graph_task_id() == -1:
+            self.gradients.release_arrival()
+
+    def _forward_ended(self) -> None:
+        """A backward may come, whose gradients need room."""
+        if self.gradients is not None:
+            self.gradients.hold_arrival()
+
+    def meet_trainable(self) -> None:
+        """Follows changes of `requires_grad` since the model was put on pages (layers frozen or unfrozen)."""
+        assert self.gradients is not None
+        with bare():
+            trainable = [s for s in self._slots if s.param.requires_grad]
+        if self.gradients.covers(trainable):
+            return
+        if self.gradients.arrived():
+            # They count as in torch, those of what was frozen since among them; it is left out once they are used up.
+            self._meet_newcomers()
+            return
+        self.gradients.remove()
+        self.begin()
+        self._meet_regions()
+        if self.optimizer is not None:
+            self.optimizer.follow(self.gradients)
+
+    def _meet_newcomers(self) -> None:
+        """Takes over the gradients of parameters that have become trainable in the middle of training (unfreezing)."""
+        if self.gradients is not None and self.gradients.admit(self._slots):
+            self.hold_norms()
+            self._meet_regions()
+
+    def _meet_regions(self) -> None:
+        for region in self._pages.residency.regions.running():
+            self._meet_region(region)
+
+    def _meet_region(self, region: Region) -> None:
+        assert self.gradients is not None
+        arriving = max((s.value.nbytes for s in self._slots if s.param.requires_grad), default=0)
+        needed = region_bytes(region, self._needs.floor, arriving)
+        self._needs.widen(needed)
+        others = sum(other.pool.need.least_bytes for other in self._pages.memory.others)
+        refuse_oversized_region(region, needed + others, self._pool.budget)
+        self.gradients.expect_together(region.grad_bytes)
+
+    def hold_norms(self) -> None:
+        """Holds room to take norms in, where there are masters, on a CPU, and it is little of what is to spare."""
+        assert self.gradients is not None
+        narrow = [s.value for s in self._slots if s.param.requires_grad and is_narrow(s.value.dtype)]
+        if not self._masters or self._pool.budget.tier is not Tier.HOST or not narrow:
+            return
+        capacity, floor = self._pool.share_bytes, self._needs.floor
+        if self._needs.all_fits:
+            spare = self._pool.budget.capacity_bytes - self._pool.whole_bytes
+        else:
+            spare = min(capacity // _OF_BUDGET_FOR_NORMS, floor.total_bytes // 4, capacity - 2 * floor.total_bytes)
+        largest = max(value.numel for value in narrow) * 4
+        self.gradients.norms.hold(min(round_up(largest), _MOST_FOR_NORMS, max(spare, 0) // ALIGN_BYTES * ALIGN_BYTES))
+
+    # ---- the optimizer ----------------------------------------------------------------------------------------
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
+        """Puts an optimizer's state on pages; another one that was bound before loses its state.
+
+        Raises:
+            UnsupportedError: the optimizer cannot run on pages.
+            BudgetError: it updates whole tensors, and the budget is below what that needs.
+        """
+        if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
+            return self.optimizer
+        grain_of(optimizer)
+        state_tensors = measured_state(optimizer, masters=self._masters, device=self._pool.compute.device)
+        self.meet_trainable()
+        floor = self._needs.estimate(appetite_of(optimizer, state_tensors=state_tensors))
+        evaluated, self._needs.evaluates = self._needs.evaluates, False
+        try:
+            self._needs.check(floor, floor, floor)
+        except BaseException:
+            self._needs.evaluates = evaluated
+            raise
+        self._pages.set_malloc()
+        self._pages.decide_to_plan()
+        # What is to spare depends on the optimizer.
+        self.hold_norms()
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = None
+        assert self.gradients is not None
+        self.optimizer = PagedOptimizer(
+            optimizer,
+            self._slots,
+            self.gradients,
+            self._pool,
+            master_weights=self._masters,
+            window_bytes=self._pages.config.page_bytes,
+            batch_bytes=_weakly(self._batch_bytes, 0),
+            run_ahead=self._pages.run_ahead,
+            grown=_weakly(self._meet_appetite, None),
+            overlap=_weakly(self._may_overlap, False),
+            synchronise=_weakly(self.synchronise, None),
+            stepped=_weakly(self._pages.metrics.step_ended, None),
+            state_tensors=state_tensors,
+        )
+        return self.optimizer
+
+    def _meet_appetite(self, appetite: Appetite) -> None:
+        """Updates need something else than before.
+
+        Raises:
+            BudgetError: the budgets are below what that takes; nothing has been changed.
+        """
+        floor = self._needs.estimate(appetite)
+        self._needs.check(floor, floor, floor)
+        self.hold_norms()
+
+    def follow(self) -> None:
+        """The model's parameters are others now: an optimizer whose parameters have left gives up its state."""
+        if self.optimizer is not None:
+            assert self.gradients is not None
+            if self.optimizer.states.are_of(self._slots):
+                self.optimizer.follow(self.gradients)
+            else:
+                self.optimizer.close()
+                self.optimizer = None
+
+    def _batch_bytes(self) -> int:
+        """How much an optimizer step holds at a time: enough to be fast, little enough that most stays where it is."""
+        if self._needs.all_fits:
+            return _LARGEST_BATCH_BYTES
+        return min(_LARGEST_BATCH_BYTES, (self._pool.share_bytes - self._needs.floor.total_bytes) // 8)
+
+    def _may_update_on_host(self) -> bool:
+        """Whether updates may be carried out on the CPU beside a device.
+
+        Replicas would not stay alike: each would choose by its own times, and kernels may round otherwise.
+        """
+        return self.replicas is None and self.optimizer is not None and self.optimizer.on_host.possible()
+
+    def _may_overlap(self) -> bool:
+        """Whether an update may run beside a pass: there is something to move, and room for the worst of both."""
+        least = self._needs.floor.total_bytes + self._needs.floor.moving_bytes
+        wanted = self._pages.run_ahead.enabled and self._pages.config.update != BLOCKING
+        return wanted and not self._needs.all_fits and least <= self._pool.share_bytes
+
+    def _may_update_in_backward(self) -> bool:
+        optimizer = self.optimizer
+        return (
+            optimizer is not None
+            and self.replicas is None
+            and self._may_overlap()
+            and self.updates_in_backward()
+            and optimizer.expects_backward()
+        )
+
+    # ---- a step -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_updates(self) -> Iterator[None]:
+        """While it lasts, updates begin in no backward."""
+        self._forbidden += 1
+        try:
+            yield
+        finally:
+            self._forbidden -= 1
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
+        possible = not self._forbidden and self.replicas is None and self._may_overlap()
+        if self.optimizer is not None and possible and self.updates_in_backward():
+            self.optimizer.look_at_groups()
+            with self.optimizer.in_backward.permitted():
+                yield
+        else:
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        parameters: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """See `Engine.clip_grad_norm_`."""
+        others = [] if parameters is None else self.other_gradients(parameters)
+        norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
+        coefficient = clip_coefficient(norm, float(max_norm))
+        if present:
+            self.scale_gradients(coefficient.to(self._pool.compute.device), present)
+        for gradient in others:
+            gradient.mul_(coefficient.to(gradient.device))
+        return norm
+
+    def other_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of those parameters that are not the model's, in order."""
+        return [param.grad for param in parameters if self._slots.of(param) is None and param.grad is not None]
+
+    def _grad_norm(
+        self, norm_type: float, error_if_nonfinite: bool, parameters: Sequence[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, list[GradSlot]]:
+        assert self.gradients is not None
+        self.synchronise()
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        present = self.gradients.arrived() if parameters is None else self.gradients.among(parameters)
+        if parameters is None:
+            norms = [grad.norm(norm_type) for grad in present]
+        else:
+            norms = []
+            for param in parameters:
+                norms += [grad.norm(norm_type) for grad in self.gradients.among([param])]
+                norms += [norm_of(gradient, norm_type) for gradient in self.other_gradients([param])]
+        norm = total_norm(norms, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of {len(present)} gradients is {norm.item()}, so they cannot be "
+                "clipped. Set error_if_nonfinite=False to multiply them by it anyway."
+            )
+        return norm, present
+
+    def holds_gradients_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether all gradients that there are on pages belong to `parameters`."""
+        assert self.gradients is not None
+        given = {id(param) for param in parameters}
+        return all(id(grad.slot.param) in given for grad in self.gradients.arrived())
+
+    def scale_gradients(self, coefficient: torch.Tensor, given: Sequence[GradSlot]) -> None:
+        """Multiplies all gradients by `coefficient`, as torch's clipping does.
+
+        Args:
+            coefficient: a scalar.
+            given: all that there are; one that is there twice is multiplied twice, as in torch.
+
+        Raises:
+            UnsupportedError: updates that have begun in backward have used some up.
+        """
+        assert self.gradients is not None
+        for grad, times in Counter(given).items():
+            if times > 1 and self.optimizer is not None:
+                self.optimizer.in_backward.refuse("gradients were multiplied twice")
+            self.gradients.multiply(coefficient, [grad] * (times - 1))
+        if self.optimizer is not None:
+            self.optimizer.scale_gradients(coefficient)
+        else:
+            self.gradients.multiply(coefficient)
+
+    def replicate(self) -> None:
+        """From now on this model is one of several, each in a process of `torch.distributed`, that stay alike.
+
+        Raises:
+            UnsupportedError: the processes have different models.
+        """
+        if self.replicas is None:
+            self.replicas = Replicas(self._pool, self._pages.model)
+            self.replicas.share_values(self._slots, self._pages.model.buffers())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around micro-batches whose gradients are only added up, and not made the same in all replicas."""
+        with nullcontext() if self.replicas is None else self.replicas.no_sync():
+            yield
+
+    def synchronise(self) -> None:
+        """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
+        self._meet_newcomers()
+        if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
+            return
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        self.replicas.share_gradients(self.gradients)
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        if self.gradients is not None:
+            self.gradients.drop()
+
+    def _warn_of_lost_step(self) -> None:
+        lost = None if self.optimizer is None else self.optimizer.lost
+        if lost is not None and lost != self._told_of_lost:
+            logger.warning(
+                "state_dict() and what saves by it give weights that are between two steps: the update %s (counted "
+                "since this optimizer was prepared). Load the last checkpoint, weights and optimizer, and go on from "
+                "there.",
+                lost,
+            )
+        self._told_of_lost = lost
+
+
+def _weakly(method: Callable[_Given, _Answer], otherwise: _Answer) -> Callable[_Given, _Answer]:
+    """A method that is called without keeping its object alive; `otherwise` is its answer once that is gone."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Answer:
+        alive = known()
+        return otherwise if alive is None else alive(*args, **kwargs)
+
+    return call
+
+
+def _no() -> bool:
+    return False
