@@ -124,6 +124,7 @@ class Training:
         self.synchronise()
         if self.optimizer is not None:
             self.optimizer.apply_scale()
+        self._used_outside()
 
     def _used_outside(self) -> None:
         """Code outside of backward has the room in which gradients arrive."""

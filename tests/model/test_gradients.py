@@ -183,6 +183,29 @@ def test_gradients_are_gathered_of_the_part_that_is_asked_for(tmp_path: Path) ->
         expect(engine, plain)
 
 
+def test_an_embedding_and_its_gradient_are_looked_at_under_the_least_budget(tmp_path: Path) -> None:
+    """A tensor at a time fits any budget."""
+
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(640, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 640, bias=False))
+        model[2].weight = model[0].weight
+        return model
+
+    model, plain = tied(), tied()
+    with at_floor(model, tmp_path) as engine:
+        for either in (model, plain):
+            either(torch.arange(8)).square().mean().backward()
+        with gathered(model[0], grads=True):
+            ours, theirs = model[0].weight, plain[0].weight
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert same_bits(ours.grad.norm(), theirs.grad.norm())
+            assert same_bits((ours.grad * 0.5).sum(), (theirs.grad * 0.5).sum())
+            assert same_bits(ours.detach(), theirs.detach())
+        assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_hook_after_accumulation_sees_the_sum(when: str, tmp_path: Path) -> None:
     model, plain = net(), net()
