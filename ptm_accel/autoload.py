@@ -51,8 +51,6 @@ def install() -> None:
         found |= COMMANDS
     elif os.environ.get(SWITCH, "").strip().lower() not in ("", "0", "false", "no", "off"):
         found |= HOSTS
-        # Now, since a script may import the functions by name before it imports a host.
-        import_module("ptm_accel.clipping").install()
         if not _is_child() and not program.startswith(("torchrun", "torch.distributed")):
             atexit.unregister(tell_of_unused)
             atexit.register(tell_of_unused)

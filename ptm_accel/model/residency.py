@@ -365,7 +365,9 @@ class Residency:
         """A module's forward has returned, well or not."""
         frames = self._frames
         # An exception may have torn down inner forwards whose hooks were not called; they end with this one.
-        if not any(frame.module is module for frame in frames.stack):
+        if not frames.stack or (
+            frames.stack[-1].module is not module and not any(frame.module is module for frame in frames.stack)
+        ):
             return
         while frames.stack[-1].module is not module:
             self._pop(frames)

@@ -185,7 +185,7 @@ def main(folder: Path) -> None:
     other = nn.Linear(WIDTH, WIDTH + rank)
     refused = Engine.attach(other, PTMConfig(host_memory="1MiB", page_size=4096), device=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="the 2 processes have different models"):
-        refused.replicate()
+        refused.training.replicate()
     sys.stdout.write(f"process {rank} agrees over {len(norms)} steps\n")
     dist.destroy_process_group()
 

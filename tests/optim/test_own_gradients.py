@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from ptm_accel.clipping import install
 from torch import nn
 
-from ptm_accel.errors import UnsupportedError
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.outside import gathered
-from tests.optim.loops import LAYERS, LEAST, WIDTH, Clip, assert_as_in_torch, net, paged
+from tests.optim.loops import LAYERS, LEAST, WIDTH, Clip, assert_as_in_torch, net
 from tests.plain_loop import same_bits
-from tests.stacks import adamw, backward, stack, step
+from tests.stacks import adamw, backward, stack
 from tests.tiers import needs, on_pages
 
 
@@ -67,7 +65,6 @@ def test_a_norm_is_summed_in_the_order_that_is_given(separately: bool, twice: bo
             optimizer.zero_grad()
         return said
 
-    install()
     assert_as_in_torch(loop, tmp_path)
 
 
@@ -98,28 +95,7 @@ def test_gradients_are_clipped_where_they_are_shown(tmp_path: Path) -> None:
             optimizer.zero_grad()
         return said
 
-    install()
     assert_as_in_torch(loop, tmp_path, roomy=True)
-
-
-def test_what_would_miss_gradients_that_are_shown_is_refused(tmp_path: Path) -> None:
-    install()
-    model = net()
-    with paged(tmp_path, model, roomy=True) as (engine, optimizer):
-        backward(model, 0)
-        for write in (False, True):
-            with gathered(model, grads=True, write=write):
-                with pytest.raises(UnsupportedError, match=r"optimizer.step\(\) was called within .*shows 8 gradients"):
-                    optimizer.step()
-                with pytest.raises(UnsupportedError, match="gradients were clipped within"):
-                    engine.clip_grad_norm_(1.0)
-        with gathered(model[0], grads=True, write=True):
-            for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-                with pytest.raises(UnsupportedError, match=f"{clip.__name__} was called within .*shows 2 gradients"):
-                    clip(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step(model, optimizer, 1)
 
 
 class HalfwayError(Exception):
