@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ptm_accel.model.faults import same_place
+from ptm_accel.model.slots import same_place
 
 from ptm_accel import opening
 from ptm_accel.config import PTMConfig
