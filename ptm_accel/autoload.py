@@ -1,13 +1,12 @@
-"""What `import torch` calls: makes `accelerate launch --use_ptm script.py` work, with script and hosts unchanged.
+"""The entry point that `import torch` calls, for `accelerate launch --use_ptm script.py` with an unchanged script.
 
-accelerate has no registry for others, torch has one: the entry points of the group `torch.backends` are called at the
-end of `import torch`, in the launcher and in every process that it starts. There is nothing to do in most processes,
-and then this does nothing. In accelerate's own commands it waits for their parser, to add the flags; where the
-environment switches pages on (`ptm_accel.environment`) it waits for the classes of the hosts, to put them on pages.
+torch calls the entry points of the group `torch.backends` at the end of `import torch`, in the launcher and in every
+process that it starts. In accelerate's own commands `install` adds our flags; where the environment switches pages on
+(`ptm_accel.environment`) it patches the classes of the hosts; in other processes it does nothing.
 
-A module is waited for by a finder in front of the others, since it may come at any time, in any order; one that is
-being imported while torch is (`from accelerate import Accelerator` as the first line of a script) is met at the next
-import after it. Nothing here may raise: that would be an `import torch` that fails.
+A finder in front of the others patches a module right after its import, whenever that comes. A module that is being
+imported while torch is (`from accelerate import Accelerator` as the first line of a script) is patched at the next
+import after it. An error here would fail `import torch`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ COMMANDS = {
     "accelerate.commands.config.config_args": (f"{_ACCELERATE}.launching", "extend_config"),
     "accelerate.commands.launch": (f"{_ACCELERATE}.launching", "extend_launch"),
 }
-"""What is done in accelerate's commands, by the module that it is done to."""
+"""The patches of accelerate's commands, by module."""
 
 HOSTS = {
     "accelerate.accelerator": (f"{_ACCELERATE}.switching", "switch_accelerator"),
     "transformers.trainer": (f"{_TRANSFORMERS}.switching", "switch_trainer"),
     "transformers.modeling_utils": (f"{_TRANSFORMERS}.switching", "switch_models"),
 }
-"""What is done where pages are switched on."""
-
+"""The patches where pages are switched on, by module."""
 
 _COMMANDS = ("accelerate", "accelerate-launch", "accelerate-config", "ptm-accel")
 
@@ -59,13 +57,13 @@ def install() -> None:
 
 
 def watch(wanted: dict[str, tuple[str, str]], main: str = "") -> None:
-    """Has modules met as they are imported, unless that has been done; see `Watcher`."""
+    """Patches modules as they are imported (see `Watcher`); does nothing the second time."""
     if not any(isinstance(finder, Watcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, Watcher(wanted, main))
 
 
 def _is_child() -> bool:
-    """Whether this process was started by `multiprocessing`, for a part of somebody's script."""
+    """Whether `multiprocessing` has started this process."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
 
@@ -88,22 +86,22 @@ def what_runs(argv: Sequence[str]) -> str:
 
 
 class Watcher:
-    """A finder that has something done to modules right after they were imported.
+    """A finder that patches modules right after their import.
 
     Args:
-        wanted: by module, where the function is that is called with it.
+        wanted: for each module, the module and name of the function that patches it.
         main: the module that Python was started with (`-m`), if any.
     """
 
     def __init__(self, wanted: dict[str, tuple[str, str]], main: str = "") -> None:
         self._wanted = dict(wanted)
         self._main = main
-        self._under_way = {name for name in wanted if name in sys.modules}
+        self._importing = {name for name in wanted if name in sys.modules}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         """Part of the import system; finds nothing by itself."""
-        self._meet_those_under_way()
-        if name not in self._wanted or name in self._under_way:
+        self._patch_imported()
+        if name not in self._wanted or name in self._importing:
             return None
         spec = self._find(name, path, target)
         loader: Any = None if spec is None else spec.loader
@@ -118,7 +116,7 @@ class Watcher:
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            self._do(name, module)
+            self._patch(name, module)
 
         loader.exec_module = exec_module
         return spec
@@ -131,24 +129,24 @@ class Watcher:
                 return spec
         return None
 
-    def _meet_those_under_way(self) -> None:
-        for name in list(self._under_way):
+    def _patch_imported(self) -> None:
+        for name in list(self._importing):
             module = sys.modules.get(name)
             spec = None if module is None else module.__spec__
             if module is not None and not getattr(spec, "_initializing", False):
-                self._under_way.discard(name)
-                self._do(name, module)
+                self._importing.discard(name)
+                self._patch(name, module)
 
-    def _do(self, name: str, module: ModuleType) -> None:
+    def _patch(self, name: str, module: ModuleType) -> None:
         home, function = self._wanted.pop(name)
         getattr(import_module(home), function)(module)
 
 
 def tell_of_unused() -> None:
-    """At the end of a process that was to train on pages: says so, if no model came onto any."""
+    """At exit: says that pages were switched on and no model was put on them."""
     engine = sys.modules.get("ptm_accel.engine")
     if (engine is not None and engine.Engine.count) or hasattr(sys, "last_type") or hasattr(sys, "last_exc"):
-        # It has trained on pages, or has ended by an error, which says more.
+        # An error says more.
         return
     sys.stderr.write(
         "ptm_accel: pages were switched on (--use_ptm), and no model was put on them: the script prepares none with "

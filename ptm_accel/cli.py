@@ -8,8 +8,8 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -143,28 +143,26 @@ def estimate(
     dials = PTMConfig(master_weights=master_weights, page_size=page_size)
     host = import_module("ptm_accel.integrations.transformers.estimating")
     meta = host.meta_model(model, dtypes[dtype], checkpointing=checkpointing)
-    autocast = torch.bfloat16 if bf16 else None
-    given: Any = {"master_weights": dials.master_weights is not None, "page_size": dials.page_size}
+    needs = partial(work_out, meta, master_weights=dials.master_weights is not None, page_size=dials.page_size)
     batch: Any = host.text_batch(meta, batch_size, length)
     found, unknown = None, None
+    own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
     if batch is None:
-        unknown = (
-            f"What a batch holds is worked out for text only, and {type(meta).__name__} takes {meta.main_input_name}: "
-            "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
-        )
+        kind = f"{type(meta).__name__} takes {meta.main_input_name}"
+        unknown = f"What a batch holds is worked out for text only, and {kind}: {own}"
     else:
         try:
-            found = work_out(meta, batch, autocast_dtype=autocast, **given)
+            found = needs(batch, autocast_dtype=torch.bfloat16 if bf16 else None)
         except UnsupportedError as error:
             unknown = str(error)
         except Exception as error:  # whatever a model raises that wants another batch
+            reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
             unknown = (
                 f"{type(meta).__name__} does not take the batch of text that this was to be worked out with "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is said'}): call "
-                "ptm_accel.estimate.estimate(model, batch) with a batch of your own."
+                f"({reason}): {own}"
             )
     if found is None:
-        found = work_out(meta, **given)
+        found = needs()
     if as_json:
         typer.echo(json.dumps({**asdict(found), "unknown": unknown}, indent=1))
         return
@@ -193,6 +191,14 @@ def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
+_QUESTIONS = {
+    "host_memory": "Host memory for the model's states, such as 64GB or 50%",
+    "device_memory": "Memory on the accelerator, such as 10GB or 90%",
+    "disk": "Folder on an SSD for what does not fit (several: separated by commas)",
+    "update": "When the optimizer updates: exact or blocking",
+    "master_weights": "fp32 masters of bf16 parameters: fp32 or none",
+}
+
 
 @app.command()
 def config(
@@ -201,48 +207,29 @@ def config(
     ] = None,
 ) -> None:
     """Asks for the dials, and writes them as `ptm_config:` into accelerate's configuration file."""
-    dials = _asked()
-    file = config_file if config_file is not None else _default_file()
-    write_section(file, dials)
-    typer.echo(f"Written to {file}. Train with: accelerate launch{_option(config_file)} train.py")
-
-
-def _option(file: Path | None) -> str:
-    return f" --config_file {file}" if file is not None else ""
-
-
-def _default_file() -> Path:
-    return Path(import_module("accelerate.commands.config.config_args").default_yaml_config_file)
-
-
-def _asked() -> dict[str, Any]:
-    """The dials that were answered with anything but the default."""
+    file, option = config_file, f" --config_file {config_file}"
+    if file is None:
+        file, option = Path(import_module("accelerate.commands.config.config_args").default_yaml_config_file), ""
     limit = machine.host_limit()
     typer.echo(f"This machine lets a process use {format_bytes(limit.bytes)} ({limit.origin}). Enter keeps a default.")
-    questions = {
-        "host_memory": "Host memory for the model's states, such as 64GB or 50%",
-        "device_memory": "Memory on the accelerator, such as 10GB or 90%",
-        "disk": "Folder on an SSD for what does not fit (several: separated by commas)",
-        "update": "When the optimizer updates: exact or blocking",
-        "master_weights": "fp32 masters of bf16 parameters: fp32 or none",
-    }
-    dials: dict[str, Any] = {}
-    for dial, question in questions.items():
-        while answer := typer.prompt(question, default="", show_default=False).strip():
-            try:
-                dials[dial] = _checked(dial, answer)
-                break
-            except PTMError as error:
-                typer.echo(f"  {error}", err=True)
-    return dials
+    answers = {dial: _answer(dial, question) for dial, question in _QUESTIONS.items()}
+    write_section(file, {dial: answer for dial, answer in answers.items() if answer})
+    typer.echo(f"Written to {file}. Train with: accelerate launch{option} train.py")
 
 
-def _checked(dial: str, answer: str) -> str | list[str]:
-    value = [part.strip() for part in answer.split(",")] if dial == "disk" else answer
-    disk = PTMConfig.load({dial: value}).disk
-    for path in DiskConfig.load(disk).paths if disk is not None else ():
-        check_disk_path(Path(expand(path)))
-    return value
+def _answer(dial: str, question: str) -> str | list[str]:
+    """What is answered for a dial, once it can be used; empty for the default."""
+    while answer := typer.prompt(question, default="", show_default=False).strip():
+        value = [part.strip() for part in answer.split(",")] if dial == "disk" else answer
+        try:
+            disk = PTMConfig.load({dial: value}).disk
+            for path in DiskConfig.load(disk).paths if disk is not None else ():
+                check_disk_path(Path(expand(path)))
+        except PTMError as error:
+            typer.echo(f"  {error}", err=True)
+        else:
+            return value
+    return ""
 
 
 def write_section(file: Path, dials: dict[str, Any]) -> None:
@@ -290,23 +277,11 @@ def export(
 )
 def launch(context: typer.Context) -> None:
     """As `accelerate launch --use_ptm`, with all its flags; works where torch's entry points are off as well."""
-    launch_script(context.args)
-
-
-def launch_script(arguments: Sequence[str]) -> None:
-    """Starts a script as accelerate does, with pages switched on.
-
-    Args:
-        arguments: flags of `accelerate launch`, the script, and what is the script's.
-
-    Raises:
-        SystemExit: the script has failed; with its exit status, as a shell would tell it.
-    """
     autoload.watch(autoload.COMMANDS)
     host = import_module("accelerate.commands.launch")
     parser = host.launch_command_parser()
     parser.prog = "ptm-accel launch"
-    args = parser.parse_args(["--use_ptm", *arguments])
+    args = parser.parse_args(["--use_ptm", *context.args])
     if not args.no_python:
         # Runs it as a module of ours, which needs no help from torch.
         args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
@@ -314,7 +289,7 @@ def launch_script(arguments: Sequence[str]) -> None:
     try:
         host.launch_command(args)
     except subprocess.CalledProcessError as error:
-        # The process has shown its own traceback; accelerate's would be a second one.
+        # The script has printed its own traceback.
         raise SystemExit(_status(error.returncode)) from None
 
 

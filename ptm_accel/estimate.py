@@ -1,4 +1,4 @@
-"""What a model will need, before anything is allocated: from shapes alone, and from a pass over fake tensors."""
+"""The memory that a model will need, from shapes alone and from a pass over fake tensors."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ptm_accel.model.forecast import ShapeSpec, forecast
 from ptm_accel.model.slots import ExtentTable, SlotTable
 from ptm_accel.units import parse_bytes
 
-_OPENED_BYTES = 4
-"""Pages of the memory that is opened to ask; nothing is put into it."""
+_OPENED_PAGES = 4
+"""The size of the memory that is opened to count; nothing is put into it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What training a model takes, on the tier that computes (`host_memory`, or `device_memory` where there is one).
+    """The memory to train a model, on the tier that computes (`device_memory`, or `host_memory` without a device).
 
     Attributes:
         parameters: how many; tied ones once.
         trainable: how many of them.
         states_bytes: parameters, gradients, optimizer state, masters and buffers.
-        whole_bytes: the budget under which nothing ever moves.
-        least_bytes: the least budget that it can train under; with the bounce buffers of one folder on a disk, which a
-            device has in host memory, and every other folder needs as well.
-        reason: which tensor or phase makes that the least.
+        whole_bytes: the least budget under which nothing ever moves.
+        least_bytes: the least budget that it can train under, with the bounce buffers of one disk folder; each further
+            folder needs as much again, and with a device they are in host memory.
+        reason: the tensor or phase that needs the least budget.
         below_bytes: what the tiers below must hold under the least budget.
-        pass_bytes: what a forward and backward hold at most beside the budget on a CPU: the batch and activations; on
-            a device the budget counts them. None if no batch was given.
+        pass_bytes: the peak of batch and activations, which the budget of a device counts and that of a CPU does not;
+            None if no batch was given.
     """
 
     parameters: int
@@ -63,8 +63,8 @@ def estimate(
         model: the model, in the mode, with the frozen parameters and the checkpointing that it will train with.
         batch: its keyword arguments, of which only shapes count; None to leave activations out.
         master_weights: whether narrower parameters get fp32 masters.
-        autocast_dtype: what `torch.autocast` will cast to; None without it.
-        appetite: what the optimizer needs; AdamW's by default.
+        autocast_dtype: the dtype of `torch.autocast`; None without it.
+        appetite: the needs of the optimizer; AdamW's by default.
         page_size: as in the configuration.
 
     Raises:
@@ -72,7 +72,7 @@ def estimate(
     """
     page_bytes = parse_bytes(page_size)
     check_model(model)
-    memory = build_memory(Capacities(page_bytes=page_bytes, host_bytes=_OPENED_BYTES * page_bytes), torch.device("cpu"))
+    memory = build_memory(Capacities(page_bytes=page_bytes, host_bytes=_OPENED_PAGES * page_bytes), torch.device("cpu"))
     slots = SlotTable()
     try:
         take_parameters(model, memory.pool, slots, ExtentTable(), small=small_bytes(page_bytes), paged={})
@@ -82,9 +82,7 @@ def estimate(
         for slot in slots:
             memory.pool.forget(slot.value)
         memory.close()
-    pass_bytes = None
-    if batch is not None:
-        pass_bytes = forecast(model, batch, autocast_dtype=autocast_dtype)
+    pass_bytes = None if batch is None else forecast(model, batch, autocast_dtype=autocast_dtype)
     return Estimate(
         parameters=sum(count for count, _ in counted),
         trainable=sum(count for count, trained in counted if trained),

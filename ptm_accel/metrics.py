@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tier
@@ -35,16 +35,13 @@ class Reading:
 
 _DAY_S = 24 * 60 * 60
 _WARM_UP = 3
-"""Steps before plans are carried out and memory has been touched; they are no part of the summary's times."""
-_MOVES = (
-    *("faults", "hits", "evictions", "loaded_bytes", "stored_bytes", "disk_read_bytes", "disk_written_bytes"),
-    "stall_s",
-)
-"""The totals of a `Reading` that evaluations add to as well; their passes are not in the tally."""
+"""Steps before plans are carried out and memory has been touched; the summary's times leave them out."""
+_MOVES = tuple(field.name for field in fields(Reading) if field.name not in ("steps", "tally"))
+"""The totals that evaluations add to as well; their passes are not in the tally."""
 
 
 class Metrics:
-    """Reads the counters of one engine's memory: what other models on the same tiers move is among them.
+    """Reads the counters of one engine's memory, which count all models on the same tiers.
 
     Args:
         memory: the tiers.
@@ -83,20 +80,19 @@ class Metrics:
             self._steps_s.clear()
 
     def rest(self) -> None:
-        """Training pauses: what comes until the next step is no part of it."""
+        """Leaves the time until the next step out of that step."""
         self._ended_s = None
 
     def leave_out(self, evaluates: bool) -> None:
-        """From here on what is moved is for an evaluation, and no part of any figure but the peaks; or not any more.
+        """Begins or ends an evaluation, whose moves and time are left out of all figures but the peaks.
 
         Args:
-            evaluates: which of the two; to be told what is known already changes nothing.
+            evaluates: whether an evaluation runs from now on; the same value twice changes nothing.
         """
         if evaluates and self._evaluation is None:
             self._evaluation, self._evaluates_from_s = self._totals(), time.perf_counter()
         elif not evaluates and self._evaluation is not None:
             if self._ended_s is not None:
-                # The time is no part of the step that it came into, either.
                 self._ended_s += time.perf_counter() - max(self._evaluates_from_s, self._ended_s)
             before, now = self._evaluation, self._totals()
             for name in _MOVES:
@@ -138,11 +134,10 @@ class Metrics:
         keys: dict[str, float] = {f"ptm_peak_{t.value}_gib": round(n / _GIB, 4) for t, n in self.peaks().items()}
         keys["ptm_faults"] = round((now.faults - before.faults) / steps, 2)
         keys["ptm_hits"] = round((now.hits - before.hits) / steps, 2)
-        keys["ptm_loaded_gib"] = round((now.loaded_bytes - before.loaded_bytes) / steps / _GIB, 4)
-        keys["ptm_stored_gib"] = round((now.stored_bytes - before.stored_bytes) / steps / _GIB, 4)
-        if self._memory.disk is not None:
-            keys["ptm_disk_read_gib"] = round((now.disk_read_bytes - before.disk_read_bytes) / steps / _GIB, 4)
-            keys["ptm_disk_written_gib"] = round((now.disk_written_bytes - before.disk_written_bytes) / steps / _GIB, 4)
+        moved = ["loaded", "stored", *(["disk_read", "disk_written"] if self._memory.disk is not None else [])]
+        for name in moved:
+            nbytes = getattr(now, f"{name}_bytes") - getattr(before, f"{name}_bytes")
+            keys[f"ptm_{name}_gib"] = round(nbytes / steps / _GIB, 4)
         keys["ptm_stall_s"] = round((now.stall_s - before.stall_s) / steps, 4)
         bound = self._bound_s(before, now)
         if bound is not None:
@@ -171,12 +166,12 @@ class Metrics:
         return max(bound_s, self.disk_rates.seconds(read, written))
 
     def limit_bytes(self, tier: Tier) -> int:
-        """What may be used of a tier, as it was asked for."""
+        """The limit of a tier, as it was configured."""
         pool = self._memory.pool
         return pool.room.limit_bytes if tier is pool.budget.tier else self._memory.budgets[tier].capacity_bytes
 
     def times(self) -> str | None:
-        """The time of a step beside its lower bound, and of a pass beside what was foretold; None if not known."""
+        """The time of a step and its lower bound, and of a pass and its prediction; None if not known."""
         if self._warm is None or not self._steps_s:
             return None
         now = self.read()

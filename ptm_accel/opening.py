@@ -1,4 +1,4 @@
-"""Turns dials into tiers: one set of tiers for each device, which all models of the process share."""
+"""Opens the tiers that a configuration asks for: one set for each device, shared by all models of the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMORY_DIALS = ("device_memory", "host_memory", "disk", "page_size")
 
 
 def _speeds(paths: Sequence[Path]) -> list[float] | None:
-    """How fast each of several disks moves as many bytes in as out, as measured; None where one is not known."""
+    """The speed of each of several disks for equal reads and writes; None where one is not known."""
     if len(paths) < 2:
         return None
     rates = disk_rates(paths)
@@ -31,15 +31,15 @@ def _speeds(paths: Sequence[Path]) -> list[float] | None:
 
 
 def local_processes() -> int:
-    """How many processes train on this machine, as launchers tell (`torchrun`, `accelerate launch`)."""
+    """How many processes train on this machine, from the launcher's environment."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def default_device() -> torch.device:
-    """Where compute happens if nobody has said: on this process's card, or on the CPU where there is none.
+    """The device of this process: its card, or the CPU where there is none.
 
-    A launcher gives each process a number; the device that is torch's current one is the same in all of them until
-    somebody has set it (`Accelerator`, `TrainingArguments`).
+    torch's current device is the same in all processes of a launcher until `Accelerator` or `TrainingArguments` sets
+    it, so until then `LOCAL_RANK` gives the number.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -52,9 +52,9 @@ class _Opened:
     """Tiers of this machine that are open for one device.
 
     Attributes:
-        asked: the dials of who has opened them.
-        resolved: what they came to.
-        users: the models that have them.
+        asked: the configuration that they were opened with.
+        resolved: the same, resolved.
+        users: the models that share them.
     """
 
     asked: PTMConfig
@@ -62,9 +62,8 @@ class _Opened:
     users: list[Memory]
 
     def suits(self, config: PTMConfig) -> bool:
-        """Whether dials ask for these tiers: the same for memory, or none."""
-        asked = _of_memory(config)
-        return asked in (_of_memory(self.asked), _of_memory(PTMConfig()))
+        """Whether a configuration asks for the same memory, or for none in particular."""
+        return _of_memory(config) in (_of_memory(self.asked), _of_memory(PTMConfig()))
 
 
 _opened: dict[torch.device, _Opened] = {}
@@ -73,11 +72,11 @@ _opened: dict[torch.device, _Opened] = {}
 def open_memory(
     config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
-    """The tiers for a model: those that are open for the device already, or new ones; logs what was chosen.
+    """The tiers for a model: those that are open for the device already, or new ones, which are logged.
 
     Args:
-        config: the dials.
-        memory: tiers made by the caller, taken as they are; where a model has them already, they are shared with it.
+        config: the configuration.
+        memory: tiers made by the caller, used as they are and shared with a model that has them already.
         device: where compute happens; by default `default_device`.
 
     Raises:
@@ -119,11 +118,11 @@ def open_memory(
 
 
 def _living(device: torch.device) -> _Opened | None:
-    """The tiers that are open for a device; models that nobody uses any more go first, with their pages."""
+    """The tiers that are open for a device, after unreferenced models have been collected."""
     opened = _opened.get(device)
     if opened is not None and opened.users:
         gc.collect()
-    # Those of the parent are of no use in a fork.
+    # A forked process cannot use the tiers of its parent.
     return opened if opened is not None and opened.users and opened.users[0].is_own else None
 
 
@@ -135,12 +134,12 @@ def _resolved(config: PTMConfig, device: torch.device) -> ResolvedConfig:
 
 
 def _of_memory(config: PTMConfig) -> PTMConfig:
-    """The dials without those that say nothing about memory."""
+    """The configuration with the defaults for all that is not about memory."""
     return replace(config, update=PTMConfig().update, master_weights=None)
 
 
 def _tiers(resolved: ResolvedConfig) -> ResolvedConfig:
-    """As `_of_memory`, of what they come to."""
+    """As `_of_memory`, of a resolved configuration."""
     return replace(resolved, update="", master_weights=None, origins={})
 
 

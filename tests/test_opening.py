@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ptm_accel.model.faults import same_place
 
 from ptm_accel import opening
 from ptm_accel.config import PTMConfig
@@ -15,6 +14,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from ptm_accel.model.slots import same_place
 from ptm_accel.sizing import refuse_oversized_model
 from ptm_accel.units import GIB
 from tests.mock_device import MockDevice

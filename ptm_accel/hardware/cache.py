@@ -1,28 +1,37 @@
-"""Which machine this is, and the file in the user's cache directory in which its rates outlive the process.
+"""The machine's fingerprint, and the file in the user's cache directory that keeps its rates.
 
-There is one file for each fingerprint, so that machines that share a home directory do not overwrite each other's. It
-is only a cache: whatever is wrong with it or its folder, the worst that happens is that things are measured again.
+There is one file for each fingerprint, since machines may share a home directory. It is only a cache: if it is damaged,
+of another machine, or cannot be written, the rates are measured again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import logging
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from ptm_accel.hardware.profile import Fingerprint, HardwareProfile, from_json, to_json
 from ptm_accel.units import GIB
 
 logger = logging.getLogger(__name__)
+
+FORMAT = 2
+"""Of the file; raised whenever what it holds, or how that is measured, changes."""
+
+Fingerprint = dict[str, str | int]
+"""What tells one machine from another, by name; rates hold only where all of it is the same."""
 
 _PATIENCE_S = 30.0
 _LOOK_AGAIN_S = 0.05
@@ -31,22 +40,23 @@ _LOOK_AGAIN_S = 0.05
 def machine_fingerprint(proc: Path = Path("/proc")) -> Fingerprint:
     """The fingerprint of this machine.
 
-    GPUs and driver are read from `/proc`: asking CUDA would start it, which takes memory on the card and forbids
-    forks, also in a process that never uses it. (Where `/proc` does not tell, devices are still told apart by name.)
+    GPUs and driver are read from `/proc`, since asking CUDA would start it.
 
     Args:
         proc: where the kernel's files are.
     """
     gpus = sorted(_field(file, "Model") for file in (proc / "driver/nvidia/gpus").glob("*/information"))
-    return Fingerprint(
-        cpu=_field(proc / "cpuinfo", "model name") or platform.processor() or platform.machine(),
-        cores=len(os.sched_getaffinity(0)),
-        memory_gib=round(psutil.virtual_memory().total / GIB),
-        kernel=platform.release(),
-        torch=str(torch.__version__),
-        gpus=", ".join(gpus),
-        driver=_field(proc / "driver/nvidia/version", "NVRM version"),
-    )
+    return {
+        "format": FORMAT,
+        "cpu": _field(proc / "cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        # Rounded: a kernel keeps a little more or less of it back at each start.
+        "memory_gib": round(psutil.virtual_memory().total / GIB),
+        "kernel": platform.release(),
+        "torch": str(torch.__version__),
+        "gpus": ", ".join(gpus),
+        "driver": _field(proc / "driver/nvidia/version", "NVRM version"),
+    }
 
 
 def disk_key(folder: Path) -> str:
@@ -94,8 +104,8 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
         return None
 
 
-class ProfileStore:
-    """The profile of one machine in a folder. Nothing here raises: what cannot be kept is said, once, and not kept.
+class RateCache:
+    """The rates of one machine in a file. Nothing here raises: a file that cannot be used is logged, and not used.
 
     Args:
         fingerprint: of the machine.
@@ -106,43 +116,30 @@ class ProfileStore:
     """
 
     def __init__(self, fingerprint: Fingerprint, folder: Path | None) -> None:
-        self.fingerprint = fingerprint
-        self.path = None if folder is None else folder / f"hardware-{fingerprint.digest()}.json"
-        self._complained = False
+        self._fingerprint = fingerprint
+        digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = None if folder is None else folder / f"hardware-{digest}.json"
 
-    def read(self) -> HardwareProfile:
-        """What is in the file; an empty profile if there is none, or none of this machine and format."""
-        profile, problem = None, "is damaged, or of another version or machine"
-        if self.path is not None:
-            try:
-                profile = from_json(self.path.read_text(encoding="utf-8"), self.fingerprint)
-            except FileNotFoundError:
-                problem = ""
-            except (OSError, ValueError) as error:
-                problem = f"cannot be read ({error})"
-            if profile is None and problem:
-                logger.info("the hardware profile %s %s; it is measured again.", self.path, problem)
-        return profile or HardwareProfile(fingerprint=self.fingerprint)
-
-    def add(self, measured: HardwareProfile) -> None:
-        """Puts what was measured beside what is in the file, by replacing the file as a whole.
-
-        Between writers that do not hold `alone` one may undo what the other added; it is then measured again some day.
-        """
+    def read(self) -> dict[str, Any]:
+        """The entries of the file as JSON; none if there is no file, or none of this machine and format."""
         if self.path is None:
-            return
-        text = to_json(self.read().merged(measured))
+            return {}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _replace(self.path, text)
-        except OSError as error:
-            self._complain(error)
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            if found["machine"] != self._fingerprint:
+                raise ValueError("it is of another version or machine")
+            return dict(found["rates"])
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            logger.info("the hardware profile %s cannot be read (%r); it is measured again.", self.path, error)
+            return {}
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While this is held, no other process that asks for it measures this machine: two at once would halve rates.
+        """A lock under which one process at a time measures this machine: two at once would halve the rates.
 
-        A hint: without a folder to hold a lock in, or after half a minute, it goes on all the same.
+        Without a folder to hold the lock in, or after half a minute, the caller goes on without it.
         """
         with contextlib.ExitStack() as cleanup:
             if self.path is not None:
@@ -150,22 +147,36 @@ class ProfileStore:
                     self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     fd = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 except OSError as error:
-                    self._complain(error)
+                    self._give_up(self.path.parent, error)
                 else:
                     # Closing is what unlocks.
                     cleanup.callback(os.close, fd)
                     _lock(fd)
             yield
 
-    def _complain(self, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
-            logger.info(
-                "the hardware profile cannot be kept in %s (%s): it is measured in each process anew; set "
-                "PTM_ACCEL_CACHE to a folder that can be written to.",
-                self.path and self.path.parent,
-                error.strerror or error,
-            )
+    def add(self, key: str, rates: Any) -> None:
+        """Puts an entry into the file, within `alone`, by replacing the file as a whole.
+
+        Args:
+            key: its name.
+            rates: a number, or a dataclass of numbers.
+        """
+        if self.path is None:
+            return
+        whole = {"machine": self._fingerprint, "rates": {**self.read(), key: rates}}
+        try:
+            _replace(self.path, json.dumps(whole, indent=1, sort_keys=True, default=asdict))
+        except OSError as error:
+            self._give_up(self.path.parent, error)
+
+    def _give_up(self, folder: Path, error: OSError) -> None:
+        self.path = None
+        logger.info(
+            "the hardware profile cannot be kept in %s (%s): it is measured in each process anew; set "
+            "PTM_ACCEL_CACHE to a folder that can be written to.",
+            folder,
+            error.strerror or error,
+        )
 
 
 def _lock(fd: int) -> None:

@@ -1,8 +1,7 @@
 """The measurements: a disk, updates on the CPU, a device. Each takes about a second and leaves nothing behind.
 
-Disk and link are measured through the very tiers that move pages, with the same blocks and threads. What is in memory
-meanwhile is small (`_BUFFER_BYTES`, `_UPDATE_BYTES`) and less still where little is available, since it comes on top
-of all budgets. No random numbers are drawn: those of the program must stay what they are.
+Disk and link are measured through the tiers that move pages, with the same blocks and threads. The memory for it comes
+on top of all budgets, so it is small, and less where little is available. torch's random numbers are not drawn.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
@@ -46,6 +46,7 @@ _UPDATE_BYTES = 64 * MIB
 _LEAST_UPDATE_BYTES = 4 * MIB
 _DEVICE_UPDATE_BYTES = 256 * MIB
 _UPDATE_PASSES = 9
+_RATES: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 _LINK_ROUNDS = 5
 _PINNED_COPIES, _PAGEABLE_COPIES = 64, 16
 
@@ -68,28 +69,24 @@ def measure_disk(folder: Path) -> LinkRates | None:
         OSError: there is no such folder.
     """
     room, memory = shutil.disk_usage(folder).free, available_bytes()
+    lacking = ""
     if room < _LEAST_ROOM_BYTES:
-        logger.info(
-            "the speed of the disk path %s is not measured: %s are free and %s are needed; free space there, or set "
-            "disk.paths to a folder with more room.",
-            folder,
-            format_bytes(room),
-            format_bytes(_LEAST_ROOM_BYTES),
+        lacking = (
+            f"{format_bytes(room)} are free and {format_bytes(_LEAST_ROOM_BYTES)} are needed; free space there, or set "
+            "disk.paths to a folder with more room"
         )
+    elif memory < 4 * _LEAST_BUFFER_BYTES:
+        lacking = (
+            f"{format_bytes(memory)} of memory are available and {format_bytes(4 * _LEAST_BUFFER_BYTES)} are needed; "
+            "give the process more memory"
+        )
+    if lacking:
+        logger.info("the speed of the disk path %s is not measured: %s.", folder, lacking)
         return None
     buffer_bytes = min(_BUFFER_BYTES, memory // 4 // _LEAST_BUFFER_BYTES * _LEAST_BUFFER_BYTES)
-    if buffer_bytes == 0:
-        logger.info(
-            "the speed of the disk path %s is not measured: %s of memory are available and %s are needed; give the "
-            "process more memory.",
-            folder,
-            format_bytes(memory),
-            format_bytes(4 * _LEAST_BUFFER_BYTES),
-        )
-        return None
     blocks = min(_AREA_BYTES, room // 2) // _BLOCK_BYTES
     with warnings.catch_warnings():
-        # What is to be said about the folder is said when the tier that trains is opened.
+        # The tier that trains warns about the folder.
         warnings.simplefilter("ignore")
         tier = DiskTier([folder], Budget(Tier.DISK, blocks * _BLOCK_BYTES), block_bytes=_BLOCK_BYTES)
     try:
@@ -99,7 +96,7 @@ def measure_disk(folder: Path) -> LinkRates | None:
 
 
 class _DiskCourse:
-    """A slot of the tier that is measured, cut into blocks, with buffers for both directions that are used in turns."""
+    """Transfers of the blocks of one disk slot, from and to buffers that are used in turns."""
 
     def __init__(self, tier: DiskTier, blocks: int, buffer_bytes: int) -> None:
         self.blocks = blocks
@@ -137,10 +134,10 @@ class _DiskCourse:
 
 def _disk_rates(course: _DiskCourse) -> LinkRates:
     nothing = range(0)
-    # A slice takes about as long on any disk. The first blocks tell how large that is.
+    # Slices of about the same duration on any disk, judged by the first blocks.
     wish = _PILOT * _SLICE_S / course.seconds(nothing, range(_PILOT))
     size = max(_LEAST_SLICE, min(_GREATEST_SLICE, course.blocks // 2, int(wish)))
-    # A very slow one gets along with the blocks it has: two slices, one to read and one to write at the same time.
+    # A very slow disk gets two slices: one to read and one to write at the same time.
     slices = course.blocks // size if wish >= 1 else 2
     # Fresh blocks are slower to write than those that have been written, and cannot be read.
     course.seconds(nothing, range(_PILOT, size * slices))
@@ -176,6 +173,7 @@ def measure_cpu_update(threads: int) -> float:
     parts = anonymous_run(nbytes, "the measurement of updates").tensor().view(torch.float32).chunk(4)
     before = torch.get_num_threads()
     try:
+        # Only where it changes something: setting the same number, too, changes how MKL takes its threads.
         if threads != before:
             torch.set_num_threads(threads)
         update = _updater(parts)
@@ -195,22 +193,7 @@ def _updater(parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
     @torch.no_grad()
     def update() -> None:
         # The function and not the class: hooks that others have put on all optimizers must not run.
-        adamw(
-            [param],
-            [grad],
-            [average],
-            [square],
-            [],
-            [step],
-            fused=True,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=1e-4,
-            weight_decay=0.01,
-            eps=1e-8,
-            maximize=False,
-        )
+        adamw([param], [grad], [average], [square], [], [step], fused=True, amsgrad=False, maximize=False, **_RATES)
 
     update()
     return update
@@ -247,7 +230,7 @@ def measure_device(device: torch.device) -> DeviceRates:
         finally:
             unpin()
     rates = DeviceRates(pinned, pageable, _device_update_rate(tier.device))
-    # What this took is no part of what other memory takes beside pages.
+    # The memory that this took must not count as memory beside the pages.
     tier.memory.trim()
     return rates
 

@@ -1,20 +1,13 @@
-"""What was measured of a machine, as plain data, and its form in a file."""
+"""Rates measured on one machine, and the time that a transfer takes at these rates."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
-
-FORMAT = 1
-"""Of the file; raised whenever what it holds, or how that is measured, changes."""
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 _GREATEST_RATE = 1e18
-"""No machine does more of anything in a second, so that such a number in a file is damage."""
-
-T = TypeVar("T")
+"""No machine does more of anything in a second: a greater rate in a file is damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +30,19 @@ class LinkRates:
 
     @property
     def shared(self) -> float:
-        """What part of the shorter direction's time is added to the longer's when both run at once.
+        """The part of the shorter direction's time that is added to the longer's when both run at once.
 
-        0 on a duplex link, where the shorter hides behind the longer; 1 where the two can only take turns. It is what
-        makes `seconds` of equal amounts come to the measured `both_bytes_s`, except that it stays within these limits:
-        a measurement beyond them is noise, since no direction gets faster by the other's traffic, and whoever is
-        slower with both at once can take turns instead.
+        0 on a duplex link, where the shorter hides behind the longer; 1 where the two can only take turns. With it
+        `seconds` of equal amounts gives the measured `both_bytes_s`. A measurement beyond 0 and 1 is noise.
         """
         longer, shorter = 1 / min(self.read_bytes_s, self.write_bytes_s), 1 / max(self.read_bytes_s, self.write_bytes_s)
         return min(1.0, max(0.0, (2 / self.both_bytes_s - longer) / shorter))
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """The least time in which both amounts can be moved, in seconds, as far as was measured.
+        """The least time in which both amounts can be moved, in seconds.
 
-        Each direction alone would take its bytes over its rate. Together they take the longer of these times and the
-        `shared` part of the shorter: never less than the longer, never more than one after the other. It is exact for
-        one direction alone and for equal amounts, which were measured, and in between and beyond it interpolates.
-        (`both_bytes_s` by itself is no bound: on a link that is not duplex it lies between the two other rates.)
+        Each direction alone takes its bytes over its rate; together they take the longer of these times and the
+        `shared` part of the shorter. This is exact for one direction alone and for equal amounts, which were measured.
 
         Args:
             read_bytes: zero or more.
@@ -64,12 +53,12 @@ class LinkRates:
 
 
 def side_by_side(links: Sequence[LinkRates | None]) -> LinkRates | None:
-    """The rates of links that bytes are dealt out to in proportion to their speed; None if one is not known."""
+    """The rates of links that share the bytes in proportion to their speed; None if one is not known."""
     return _combined(links, sum)
 
 
 def in_a_row(links: Sequence[LinkRates | None]) -> LinkRates | None:
-    """The rates of links that bytes pass one after the other, many at a time; None if one is not known."""
+    """The rates of links that all bytes pass one after the other; None if one is not known."""
     return _combined(links, min)
 
 
@@ -99,109 +88,34 @@ class DeviceRates:
     update_params_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What tells one machine from another; a profile holds only where all of it is the same.
+# ---- reading rates back from JSON ------------------------------------------------------------------------------------
 
-    Attributes:
-        cpu: the processor's model.
-        cores: how many of its cores this process may use.
-        memory_gib: physical memory, rounded, since a kernel keeps a little more or less of it back at each start.
-        kernel: the release of the kernel.
-        torch: the version of torch.
-        gpus: the models of all GPUs, joined; empty without one.
-        driver: the version of their driver; empty without one.
+
+def read_rate(found: Any) -> float:
+    """One rate.
+
+    Raises:
+        ValueError: `found` is no rate.
     """
-
-    cpu: str
-    cores: int
-    memory_gib: int
-    kernel: str
-    torch: str
-    gpus: str
-    driver: str
-
-    def digest(self) -> str:
-        """A short name for it, fit for a file."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not isinstance(found, float) or not 0 < found < _GREATEST_RATE:
+        raise ValueError(f"{found!r} is no rate")
+    return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HardwareProfile:
-    """What has been measured of one machine so far.
+def read_link(found: Any) -> LinkRates:
+    """The rates of a link, from the fields of `LinkRates`.
 
-    Attributes:
-        fingerprint: of which machine.
-        disks: by `identity.disk_key`.
-        devices: by the device's name.
-        cpu_update_params_s: parameters per second of torch's fused fp32 AdamW, by the number of threads.
+    Raises:
+        ValueError, TypeError, KeyError: they are not.
     """
-
-    fingerprint: Fingerprint
-    disks: Mapping[str, LinkRates] = field(default_factory=dict)
-    devices: Mapping[str, DeviceRates] = field(default_factory=dict)
-    cpu_update_params_s: Mapping[int, float] = field(default_factory=dict)
-
-    def merged(self, newer: HardwareProfile) -> HardwareProfile:
-        """This and `newer` together; what both have is `newer`'s."""
-        assert self.fingerprint == newer.fingerprint, f"profiles of {self.fingerprint} and {newer.fingerprint}"
-        return HardwareProfile(
-            fingerprint=self.fingerprint,
-            disks={**self.disks, **newer.disks},
-            devices={**self.devices, **newer.devices},
-            cpu_update_params_s={**self.cpu_update_params_s, **newer.cpu_update_params_s},
-        )
+    return LinkRates(*(read_rate(found[name]) for name in ("read_bytes_s", "write_bytes_s", "both_bytes_s")))
 
 
-def to_json(profile: HardwareProfile) -> str:
-    """The profile as the text of a file."""
-    return json.dumps({"format": FORMAT, **asdict(profile)}, indent=1, sort_keys=True)
+def read_device(found: Any) -> DeviceRates:
+    """The rates of a device, from the fields of `DeviceRates`.
 
-
-def from_json(text: str, fingerprint: Fingerprint) -> HardwareProfile | None:
-    """The profile in the text of a file; entries that make no sense are left out.
-
-    Args:
-        text: of the file.
-        fingerprint: of the machine it must be of.
-
-    Returns:
-        None if it is no profile, of another format, or of another machine.
+    Raises:
+        ValueError, TypeError, KeyError: they are not.
     """
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("fingerprint") != asdict(fingerprint):
-        return None
-    updates = _entries(found.get("cpu_update_params_s"), _rate)
-    return HardwareProfile(
-        fingerprint=fingerprint,
-        disks=_entries(found.get("disks"), _link),
-        devices=_entries(found.get("devices"), _device),
-        cpu_update_params_s={int(key): rate for key, rate in updates.items() if key.isascii() and key.isdigit()},
-    )
-
-
-def _entries(found: Any, read: Callable[[Any], T | None]) -> dict[str, T]:
-    entries = found.items() if isinstance(found, dict) else ()
-    return {key: value for key, text in entries if (value := read(text)) is not None}
-
-
-def _rate(found: Any) -> float | None:
-    number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    return float(found) if number and 0 < found < _GREATEST_RATE else None
-
-
-def _link(found: Any) -> LinkRates | None:
-    rates = _entries(found, _rate)
-    names = ("read_bytes_s", "write_bytes_s", "both_bytes_s")
-    return LinkRates(*(rates[name] for name in names)) if rates.keys() >= set(names) else None
-
-
-def _device(found: Any) -> DeviceRates | None:
-    links, rates = _entries(found, _link), _entries(found, _rate)
-    if "pageable" not in links or "update_params_s" not in rates:
-        return None
-    return DeviceRates(links.get("pinned"), links["pageable"], rates["update_params_s"])
+    pinned = None if found["pinned"] is None else read_link(found["pinned"])
+    return DeviceRates(pinned, read_link(found["pageable"]), read_rate(found["update_params_s"]))

@@ -1,11 +1,10 @@
-"""What the rest asks: the rates of this machine, measured when first asked for, then known."""
+"""The rates of this machine: measured when first asked for, then kept in the process and in the cache file."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from ptm_accel.errors import PTMError
-from ptm_accel.hardware.cache import ProfileStore, cache_directory, disk_key, machine_fingerprint
+from ptm_accel.hardware.cache import RateCache, cache_directory, disk_key, machine_fingerprint
 from ptm_accel.hardware.measure import measure_cpu_update, measure_device, measure_disk
-from ptm_accel.hardware.profile import DeviceRates, HardwareProfile, LinkRates
+from ptm_accel.hardware.profile import DeviceRates, LinkRates, read_device, read_link, read_rate
 from ptm_accel.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ def disk_rates(paths: Sequence[Path]) -> list[LinkRates | None]:
     Returns:
         In the order of `paths`; None where it cannot be measured, which the log explains. Never an error.
     """
-    return _this_machine().disks(paths)
+    return [_disk(path) for path in paths]
 
 
 def cpu_update_rate(threads: int) -> float:
@@ -46,7 +45,10 @@ def cpu_update_rate(threads: int) -> float:
     Raises:
         BudgetError: the machine gives no memory.
     """
-    return _this_machine().cpu_update(threads)
+    known = _this_machine()
+    rate = known.find(f"cpu {threads} threads", read_rate, lambda: measure_cpu_update(threads))
+    assert rate is not None, f"no rate for {threads} threads"
+    return rate
 
 
 def device_rates(device: torch.device) -> DeviceRates | None:
@@ -58,135 +60,96 @@ def device_rates(device: torch.device) -> DeviceRates | None:
     Returns:
         None for one that is not CUDA, or that cannot be measured, which the log explains. Never an error.
     """
-    return _this_machine().device(device) if torch.cuda.is_available() else None
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(device)
+    measure = _logged(f"{name} ({device})", lambda: measure_device(device))
+    return _this_machine().find(f"device {name}", read_device, measure)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Where the numbers come from, as one value, so that a test can put others in place.
-
-    Attributes:
-        disk: measures the disk of a folder.
-        cpu_update: measures updates with a number of threads.
-        device: measures a device.
-        disk_key: names the disk of a folder.
-        device_key: names the model of a device.
-    """
-
-    disk: Callable[[Path], LinkRates | None] = measure_disk
-    cpu_update: Callable[[int], float] = measure_cpu_update
-    device: Callable[[torch.device], DeviceRates | None] = measure_device
-    disk_key: Callable[[Path], str] = disk_key
-    device_key: Callable[[torch.device], str] = torch.cuda.get_device_name
+def _disk(path: Path) -> LinkRates | None:
+    what = f"the disk path {path}"
+    try:
+        key = disk_key(path)
+    except OSError as error:
+        _warn(what, error)
+        return None
+    return _this_machine().find(f"disk {key}", read_link, _logged(what, lambda: measure_disk(path)))
 
 
-class Gauge:
-    """Measures one machine, piece by piece as it is asked, and remembers.
+class Known:
+    """The rates of one machine that are known in this process.
 
-    What could not be measured is not tried again in this process.
+    What could not be measured is None, and not tried again in this process.
 
     Args:
-        store: where the profile outlives the process.
-        probe: the measurements.
+        cache: keeps them for later processes.
     """
 
-    def __init__(self, store: ProfileStore, probe: Probe | None = None) -> None:
-        self._store = store
-        self._probe = probe or Probe()
-        self._known: HardwareProfile | None = None
-        self._failed: set[object] = set()
+    def __init__(self, cache: RateCache) -> None:
+        self._cache = cache
+        self._known: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    @property
-    def profile(self) -> HardwareProfile:
-        """What is known so far; nothing is measured."""
-        if self._known is None:
-            self._known = self._store.read()
-        return self._known
+    def find(self, key: str, read: Callable[[Any], T], measure: Callable[[], T | None]) -> T | None:
+        """An entry: from this process, else from the cache, else measured.
 
-    def disks(self, paths: Sequence[Path]) -> list[LinkRates | None]:
-        """See `disk_rates`."""
-        return [self._disk(path) for path in paths]
-
-    def cpu_update(self, threads: int) -> float:
-        """See `cpu_update_rate`."""
-        rate: float | None = self._find(
-            "cpu_update_params_s", threads, lambda: self._probe.cpu_update(threads), _updates
-        )
-        assert rate is not None, f"no rate for {threads} threads"
-        return rate
-
-    def device(self, device: torch.device) -> DeviceRates | None:
-        """See `device_rates`."""
-        if device.type != "cuda":
-            return None
-        key = self._probe.device_key(device)
-        measure = _logged(f"{key} ({device})", lambda: self._probe.device(device))
-        return self._find(
-            "devices", key, measure, lambda _, rates: f"the link of {key} {_shown(rates.pinned or rates.pageable)}"
-        )
-
-    def _disk(self, path: Path) -> LinkRates | None:
-        try:
-            key = self._probe.disk_key(path)
-        except OSError as error:
-            _say_unmeasured(f"the disk path {path}", error)
-            return None
-        measure = _logged(f"the disk path {path}", lambda: self._probe.disk(path))
-        return self._find("disks", key, measure, lambda _, rates: f"the disk path {path} {_shown(rates)}")
-
-    def _find(
-        self, kind: str, key: Any, measure: Callable[[], T | None], describe: Callable[[Any, T], str]
-    ) -> T | None:
-        """One entry of the profile's table `kind`, measured if it is not known."""
+        Args:
+            key: its name.
+            read: makes it from JSON.
+            measure: measures it; None where that is not possible.
+        """
         with self._lock:
-            known: T | None = getattr(self.profile, kind).get(key)
-            if known is not None or key in self._failed:
-                return known
-            with self._store.alone():
-                # Another process may have measured it while this one waited for its turn.
-                self._known = self.profile.merged(self._store.read())
-                known = getattr(self._known, kind).get(key)
-                if known is not None:
-                    return known
-                found = measure()
-                if found is None:
-                    self._failed.add(key)
-                    return None
-                logger.info("measured: %s.", describe(key, found))
-                table: dict[str, Any] = {kind: {key: found}}
-                measured = HardwareProfile(fingerprint=self._store.fingerprint, **table)
-                self._known = self._known.merged(measured)
-                self._store.add(measured)
-                return found
+            if key not in self._known:
+                cached = self._cached(key, read)
+                self._known[key] = self._measured(key, read, measure) if cached is None else cached
+            found: T | None = self._known[key]
+            return found
+
+    def _cached(self, key: str, read: Callable[[Any], T]) -> T | None:
+        entries = self._cache.read()
+        try:
+            return read(entries[key]) if key in entries else None
+        except (ValueError, TypeError, KeyError) as error:
+            logger.info("the entry %r of %s is damaged (%r); it is measured again.", key, self._cache.path, error)
+            return None
+
+    def _measured(self, key: str, read: Callable[[Any], T], measure: Callable[[], T | None]) -> T | None:
+        with self._cache.alone():
+            # Another process may have measured it while this one waited.
+            found = self._cached(key, read)
+            if found is None and (found := measure()) is not None:
+                logger.info("measured: %s: %s.", key, _shown(found))
+                self._cache.add(key, found)
+            return found
 
 
 @lru_cache(maxsize=1)
-def _this_machine() -> Gauge:
-    return Gauge(ProfileStore(machine_fingerprint(), cache_directory()))
+def _this_machine() -> Known:
+    return Known(RateCache(machine_fingerprint(), cache_directory()))
 
 
 def _logged(what: str, measure: Callable[[], T | None]) -> Callable[[], T | None]:
-    """`measure`, with errors in the log in place of a rate."""
+    """`measure`, with errors logged, and None in their place."""
 
-    def measure_or_say() -> T | None:
+    def measure_or_warn() -> T | None:
         try:
             return measure()
         except (PTMError, OSError, RuntimeError) as error:
-            _say_unmeasured(what, error)
+            _warn(what, error)
             return None
 
-    return measure_or_say
+    return measure_or_warn
 
 
-def _updates(threads: int, rate: float) -> str:
-    return f"{rate / 1e9:.2f} billion updates (AdamW) a second with {threads} threads"
-
-
-def _say_unmeasured(what: str, error: Exception) -> None:
+def _warn(what: str, error: Exception) -> None:
     logger.warning("the speed of %s cannot be measured: %s", what, error)
 
 
-def _shown(rates: LinkRates) -> str:
-    read, write, both = (f"{rate / GIB:.2f}" for rate in (rates.read_bytes_s, rates.write_bytes_s, rates.both_bytes_s))
+def _shown(found: object) -> str:
+    if isinstance(found, DeviceRates):
+        return _shown(found.pinned or found.pageable)
+    if not isinstance(found, LinkRates):
+        return f"{found:.3g} updates (AdamW) a second"
+    read, write, both = (f"{rate / GIB:.2f}" for rate in (found.read_bytes_s, found.write_bytes_s, found.both_bytes_s))
     return f"reads {read} GiB/s, writes {write} GiB/s, {both} GiB/s of both at once"

@@ -1,8 +1,7 @@
 """Threads that compute on one core each, for updates that are cut into pieces.
 
-An operation over several cores ends with the slowest of them. Over a piece that stays in a cache that takes about as
-long as the arithmetic itself, and so do three operations a piece. Where each core has pieces of its own no core waits
-for another before the end. The kernels are torch's, and give the same bits on one core as on several.
+An operation over several cores waits for the slowest of them, which over a small piece takes as long as the arithmetic.
+With a piece for each core no core waits before the end. torch's kernels give the same bits on one core as on several.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ class CoreThreads:
             for future in futures:
                 future.result()
         finally:
-            # A thread that went on would write to memory that others use by then.
+            # A thread that went on would write to memory that is used for something else by then.
             running = [future for future in futures if not future.cancel()]
             for future in running:
                 future.exception()
 
     def _started(self) -> ThreadPoolExecutor:
-        # A fork has none of the threads.
+        # A forked process has none of the threads.
         wanted = (os.getpid(), self.count)
         if self._threads is None or self._made_for != wanted:
             if self._made_for[0] == wanted[0]:
@@ -83,7 +82,7 @@ class CoreThreads:
 
 
 def _compute_on_one_core() -> None:
-    # With OpenMP each thread has its own number; that of all is taken over when it is first asked for, not after that.
+    # With OpenMP each thread has its own number, which it takes over from the process at the first call.
     torch.get_num_threads()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)

@@ -1,4 +1,4 @@
-"""The hyperparameters of an optimizer's groups: as they are, and as they were when a step was asked for."""
+"""The hyperparameters of an optimizer's groups: now, and at the time of `step()`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ NAMES = "param_names"
 
 
 def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of each group as they are now, all but its parameters.
-
-    The names of parameters are in a dictionary, by the identity of their parameter: each part of a step has other ones,
-    and looks up a few.
-    """
+    """The present hyperparameters of each group; names of parameters are keyed by the identity of the parameter."""
     return [
         {k: _by_parameter(group) if k == NAMES else v for k, v in group.items() if k != "params"} for group in groups
     ]
@@ -29,7 +25,7 @@ def _by_parameter(group: dict[str, Any]) -> dict[int, str]:
 
 
 def kept_hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As `hyperparameters`, and they stay so: a learning rate that is a tensor is changed in place by its scheduler."""
+    """As `hyperparameters`, with tensors copied: a scheduler changes a learning rate in place."""
     return [{key: apart(value) for key, value in group.items()} for group in hyperparameters(groups)]
 
 
@@ -53,5 +49,5 @@ def still_hold(kept: list[dict[str, Any]], groups: list[dict[str, Any]], work: W
 
 
 def apart(value: Any) -> Any:
-    """What is changed in place nowhere else."""
+    """`value`, copied if it is a tensor."""
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, on pages: taken over, set, forgotten, read."""
+"""The optimizer state of each parameter, on pages."""
 
 from __future__ import annotations
 
@@ -35,17 +35,9 @@ class States:
         pool: see above.
         masters: see above.
         others: the optimizer's parameters that the model does not have.
-
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        slots: SlotTable,
-        pool: Pool,
-        *,
-        masters: bool,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, slots: SlotTable, pool: Pool, *, masters: bool) -> None:
         self.pool = pool
         self.masters = masters
         self._inner = inner
@@ -101,7 +93,7 @@ class States:
             CheckpointError: the model has no such parameter, or the optimizer does not hold it.
         """
         slot = self._slots.by_name.get(name)
-        # Nearly always it has met it; to look through all parameters for each would take their number squared.
+        # The dictionary first: a search of all parameters for each would take quadratic time.
         held = slot is not None and (id(slot) in self._met or any(slot is other for other in self.held()))
         if slot is None or not held:
             raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
@@ -175,7 +167,7 @@ class States:
         for key, value in values.items():
             before = state.paged.get(key)
             if before is not None and dtype not in (None, before.dtype) and is_full(state.slot, value):
-                # Before the other goes, of which the value may be a view.
+                # Before the old pages go: the value may be a view of them.
                 state.paged[key] = self._page(state.slot, key, value, dtype)
                 self.pool.forget(before)
                 continue

@@ -1,7 +1,7 @@
 """Which optimizers can run on pages, how finely their work may be cut, and what they need in memory.
 
-An update calls the user's optimizer for some tensors at a time, whichever are in memory. That changes no number of an
-optimizer that updates each tensor by itself. Those known to couple tensors are refused by the name of their class.
+An update calls the user's optimizer for the tensors that are in memory. That changes no number of an optimizer that
+updates each tensor by itself. Classes known to couple tensors are refused by name.
 """
 
 from __future__ import annotations
@@ -34,27 +34,21 @@ class Grain(enum.Enum):
     """Uses the whole tensor (row and column statistics, orthogonalisation, norms)."""
 
 
-ELEMENTWISE = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-)
+ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers known to be element-wise. A subclass may do more, so only the classes themselves count."""
 
 _RATE = "it learns one rate for all from sums over all tensors"
 _NORM = "it goes by a norm over all tensors"
+_HOOKS = "it updates inside backward through hooks of its own"
+_LAYERWISE = "layer-wise variants update inside backward through hooks of their own"
 _REFUSED = {
     **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion", "DAdaptAdan"), _RATE),
     **dict.fromkeys(("DoG", "DoWG", "Mechanic", "MechanicOptimizer"), _RATE),
     **dict.fromkeys(("Lamb", "LAMB", "FusedLAMB", "SAM", "GSAM", "WSAM", "ASAM"), _NORM),
     "LBFGS": "it needs a closure and couples all tensors in one line search",
     "SparseAdam": "it needs sparse gradients",
-    "LOMO": "it updates inside backward through hooks of its own",
-    "AdaLomo": "it updates inside backward through hooks of its own",
-    "GaLoreAdamW": "layer-wise variants update inside backward through hooks of their own",
-    "GaLoreAdafactor": "layer-wise variants update inside backward through hooks of their own",
-    "LayerWiseDummyOptimizer": "it updates inside backward through hooks of its own",
+    **dict.fromkeys(("LOMO", "AdaLomo", "LayerWiseDummyOptimizer"), _HOOKS),
+    **dict.fromkeys(("GaLoreAdamW", "GaLoreAdafactor"), _LAYERWISE),
 }
 _WITH_STATE_OF_THEIR_OWN = ("bitsandbytes", "schedulefree", "apollo_torch", "galore_torch", "torchao")
 """Packages whose optimizers hold more than `torch.optim` knows of: quantised state, projections, second parameters."""
@@ -70,37 +64,39 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
     Raises:
         UnsupportedError: the optimizer cannot run on pages; says why.
     """
-    cls = type(optimizer)
-    if cls in ELEMENTWISE:
+    if type(optimizer) in ELEMENTWISE:
         return Grain.ELEMENTS
+    if (reason := _refusal(optimizer)) is not None:
+        raise UnsupportedError(f"the optimizer {type(optimizer).__name__} cannot run on pages: {reason}")
+    return Grain.TENSOR
+
+
+def _refusal(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why an optimizer cannot run on pages, and what to use instead; None if it can."""
+    cls = type(optimizer)
     for base in cls.__mro__:
         if base.__name__ in _REFUSED:
-            raise UnsupportedError(
-                f"the optimizer {cls.__name__} cannot run on pages: {_REFUSED[base.__name__]}. {_HELP}"
-            )
+            return f"{_REFUSED[base.__name__]}. {_HELP}"
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root in _WITH_STATE_OF_THEIR_OWN:
-            raise UnsupportedError(
-                f"the optimizer {cls.__name__} cannot run on pages: {base.__name__} of {root} keeps state or "
-                f"parameters of its own outside torch.optim's. {_HELP}"
-            )
+            return f"{base.__name__} of {root} keeps state or parameters of its own outside torch.optim's. {_HELP}"
     if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
-        raise UnsupportedError(
-            f"the optimizer {cls.__name__} cannot run on pages: its train() and eval() exchange the parameters for "
-            f"others of its own, as schedule-free optimizers do. {_HELP}"
+        return (
+            "its train() and eval() exchange the parameters for others of its own, as schedule-free optimizers do. "
+            f"{_HELP}"
         )
     for name, value in vars(optimizer).items():
         for other in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(other, torch.optim.Optimizer):
-                raise UnsupportedError(
-                    f"the optimizer {cls.__name__} cannot run on pages: it updates through another one (its attribute "
-                    f"{name!r}, {type(other).__name__}), which would not see what is on pages. Use that one by itself."
+                return (
+                    f"it updates through another one (its attribute {name!r}, {type(other).__name__}), which would not "
+                    "see what is on pages. Use that one by itself."
                 )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedError(f"the optimizer {cls.__name__} cannot run on pages: its step needs a closure. {_HELP}")
-    return Grain.TENSOR
+        return f"its step needs a closure. {_HELP}"
+    return None
 
 
 _STATE_TENSORS = {"Adafactor": 0, "Muon": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1}
@@ -145,9 +141,7 @@ _KNOWN = ("torch.optim", "transformers.optimization")
 
 
 def measured_state(optimizer: torch.optim.Optimizer, *, masters: bool, device: torch.device) -> int | None:
-    """Counts the full-size state tensors of an optimizer that is not known, by one step of another one of its class.
-
-    That one is over small tensors, one for each group, with the hyperparameters of the group.
+    """Counts the full-size state tensors of an unknown optimizer, by one step of its class over small tensors.
 
     Args:
         optimizer: the user's; neither it nor its parameters are changed.
@@ -155,8 +149,8 @@ def measured_state(optimizer: torch.optim.Optimizer, *, masters: bool, device: t
         device: where updates are computed.
 
     Returns:
-        the number for the parameter with the most, in tensors as wide as the parameter; None if it is known without, or
-        cannot be measured.
+        the most of any parameter, in tensors as wide as the parameter; None if the class is known, or cannot be
+        measured.
     """
     cls = type(optimizer)
     if cls in ELEMENTWISE or cls.__module__.startswith(_KNOWN):
@@ -198,7 +192,7 @@ def _small(param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.
     """A small parameter with a gradient in the place of another; lengths that are equal, or differ, still do."""
     shorter = {size: min(size, 8 + at) for at, size in enumerate(sorted(set(param.shape)))}
     small = nn.Parameter(torch.ones([shorter[size] for size in param.shape], dtype=dtype, device=device))
-    # An optimizer may read what somebody has noted on a parameter.
+    # An optimizer may read attributes of a parameter.
     vars(small).update(vars(param))
     small.grad = torch.ones_like(small)
     return small

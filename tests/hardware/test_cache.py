@@ -7,19 +7,22 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ptm_accel.hardware import cache as store_module
-from ptm_accel.hardware.cache import ProfileStore, cache_directory
-from ptm_accel.hardware.profile import HardwareProfile
+from ptm_accel.hardware.cache import Fingerprint, RateCache, cache_directory
 from tests.descriptors import open_files
-from tests.hardware.machines import DISK, HERE, LINK, PROFILE
+from tests.hardware.machines import DISK, HERE
 
-EMPTY = HardwareProfile(fingerprint=HERE)
-KEY = "254:0 ext4 /dev/vda"
+KEY = "disk 254:0 ext4 /dev/vda"
+SHOWN = {"read_bytes_s": 4e9, "write_bytes_s": 8e9, "both_bytes_s": 6e9}
+
+
+def _add(store: RateCache, key: str = KEY, rates: object = DISK) -> None:
+    with store.alone():
+        store.add(key, rates)
 
 
 @pytest.fixture(autouse=True)
@@ -42,72 +45,77 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Path, "home", none)
     assert cache_directory({}) is None
-    store = ProfileStore(HERE, None)
-    with store.alone():
-        store.add(PROFILE)
-    assert store.read() == EMPTY
+    store = RateCache(HERE, None)
+    _add(store)
+    assert store.read() == {}
 
 
 def test_what_is_added_is_read_by_others_and_nothing_else_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "cache"
-    ProfileStore(HERE, folder).add(PROFILE)
-    store = ProfileStore(HERE, folder)
-    assert store.read() == PROFILE
-    store.add(HardwareProfile(fingerprint=HERE, disks={"other": LINK}))
-    assert ProfileStore(HERE, folder).read().disks == {KEY: DISK, "other": LINK}
-    assert [entry.name for entry in folder.iterdir()] == [f"hardware-{HERE.digest()}.json"]
+    _add(RateCache(HERE, folder))
+    store = RateCache(HERE, folder)
+    assert store.read() == {KEY: SHOWN}
+    _add(store, "cpu 2 threads", 3e9)
+    assert RateCache(HERE, folder).read() == {KEY: SHOWN, "cpu 2 threads": 3e9}
+    assert store.path is not None
+    assert {*folder.iterdir()} == {store.path, store.path.with_suffix(".lock")}
 
 
-def test_machines_that_share_a_folder_keep_their_own(tmp_path: Path) -> None:
-    other = replace(HERE, cpu="Abacus 10")
-    ProfileStore(HERE, tmp_path).add(PROFILE)
-    ProfileStore(other, tmp_path).add(HardwareProfile(fingerprint=other, disks={KEY: LINK}))
-    assert ProfileStore(HERE, tmp_path).read() == PROFILE
-    assert ProfileStore(other, tmp_path).read().disks == {KEY: LINK}
+@pytest.mark.parametrize("other", [{**HERE, "cpu": "Abacus 10"}, {**HERE, "cores": 8}, {**HERE, "format": 1}])
+def test_machines_that_share_a_folder_keep_their_own(tmp_path: Path, other: Fingerprint) -> None:
+    _add(RateCache(HERE, tmp_path))
+    _add(RateCache(other, tmp_path), "cpu 2 threads", 3e9)
+    assert RateCache(HERE, tmp_path).read() == {KEY: SHOWN}
+    assert RateCache(other, tmp_path).read() == {"cpu 2 threads": 3e9}
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 0}', b"[]"])
+DAMAGE = [b"", b"{", b"\xff\xfe", b'{"format": 0}', b"[]", b"7", b"null", b"[" * 100_000, b'{"machine": 1, "rates": 2}']
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_ignored_said_and_replaced(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = ProfileStore(HERE, tmp_path)
+    store = RateCache(HERE, tmp_path)
     assert store.path is not None
     store.path.write_bytes(damage)
-    assert store.read() == EMPTY
+    assert store.read() == {}
     assert "measured again" in caplog.text
     assert str(store.path) in caplog.text
-    store.add(PROFILE)
-    assert store.read() == PROFILE
+    _add(store)
+    assert store.read() == {KEY: SHOWN}
 
 
 def test_a_file_of_another_machine_is_ignored(tmp_path: Path) -> None:
-    ProfileStore(HERE, tmp_path).add(PROFILE)
-    mine, theirs = ProfileStore(replace(HERE, torch="3.0"), tmp_path), ProfileStore(HERE, tmp_path)
+    _add(RateCache(HERE, tmp_path))
+    mine, theirs = RateCache({**HERE, "torch": "3.0"}, tmp_path), RateCache(HERE, tmp_path)
     assert mine.path is not None
     assert theirs.path is not None
     theirs.path.rename(mine.path)
-    assert mine.read() == HardwareProfile(fingerprint=mine.fingerprint)
+    assert mine.read() == {}
 
 
 def test_a_file_that_is_a_folder_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = ProfileStore(HERE, tmp_path)
-    assert store.path is not None
-    store.path.mkdir()
-    store.add(PROFILE)
-    assert store.read() == EMPTY
+    store = RateCache(HERE, tmp_path)
+    path = store.path
+    assert path is not None
+    path.mkdir()
+    assert store.read() == {}
+    _add(store)
+    assert store.read() == {}
     assert "cannot be read" in caplog.text
-    assert list(tmp_path.iterdir()) == [store.path]
+    assert {*tmp_path.iterdir()} == {path, path.with_suffix(".lock")}
 
 
 def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    store = ProfileStore(HERE, blocked / "cache")
+    store = RateCache(HERE, blocked / "cache")
     entered = 0
     for _ in range(2):
         with store.alone():
             entered += 1
-        store.add(PROFILE)
+            store.add(KEY, DISK)
     assert entered == 2
     said = [record.getMessage() for record in caplog.records if "cannot be kept" in record.getMessage()]
     assert said == [
@@ -125,23 +133,24 @@ def _interrupted(source: str, target: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ProfileStore(HERE, tmp_path)
-    store.add(PROFILE)
+    _add(RateCache(HERE, tmp_path))
     monkeypatch.setattr(store_module.os, "replace", _no_room)
-    store.add(HardwareProfile(fingerprint=HERE, disks={KEY: LINK}))
-    assert store.read() == PROFILE
-    assert list(tmp_path.iterdir()) == [store.path]
+    _add(RateCache(HERE, tmp_path), "cpu 2 threads", 3e9)
+    store = RateCache(HERE, tmp_path)
+    assert store.path is not None
+    assert store.read() == {KEY: SHOWN}
+    assert {*tmp_path.iterdir()} == {store.path, store.path.with_suffix(".lock")}
 
 
 def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module.os, "replace", _interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ProfileStore(HERE, tmp_path).add(PROFILE)
-    assert list(tmp_path.iterdir()) == []
+        _add(RateCache(HERE, tmp_path))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_one_measures_at_a_time(tmp_path: Path) -> None:
-    store = ProfileStore(HERE, tmp_path)
+    store = RateCache(HERE, tmp_path)
     assert store.path is not None
     with store.alone(), open(store.path.with_suffix(".lock")) as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,8 +173,8 @@ def test_a_lock_that_cannot_be_had_does_not_stop_anyone(
     monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(store_module, "_PATIENCE_S", 0.1)
     descriptors = open_files()
-    store = ProfileStore(HERE, tmp_path)
+    store = RateCache(HERE, tmp_path)
     with store.alone():
-        store.add(PROFILE)
-    assert store.read() == PROFILE
+        store.add(KEY, DISK)
+    assert store.read() == {KEY: SHOWN}
     assert not open_files() - descriptors

@@ -15,10 +15,10 @@ from ptm_accel.hardware.cache import disk_key, machine_fingerprint
 def test_this_machine_is_the_same_each_time_and_starts_no_cuda() -> None:
     found = machine_fingerprint()
     assert found == machine_fingerprint()
-    assert found.cpu
-    assert found.kernel == os.uname().release
-    assert found.torch == torch.__version__
-    assert found.cores == len(os.sched_getaffinity(0))
+    assert found["cpu"]
+    assert found["kernel"] == os.uname().release
+    assert found["torch"] == torch.__version__
+    assert found["cores"] == len(os.sched_getaffinity(0))
 
 
 def test_gpus_and_driver_are_read_from_the_kernels_files(tmp_path: Path) -> None:
@@ -30,14 +30,14 @@ def test_gpus_and_driver_are_read_from_the_kernels_files(tmp_path: Path) -> None
         (folder / "information").write_text(f"Model: \t\t NVIDIA {model}\nIRQ:   \t\t 7\n")
     (driver / "version").write_text("NVRM version: NVIDIA UNIX Kernel Module  550.54\nGCC version:  gcc 12\n")
     found = machine_fingerprint(tmp_path)
-    assert (found.cpu, found.gpus) == ("Abacus 9", "NVIDIA Card X, NVIDIA Card Y")
-    assert found.driver == "NVIDIA UNIX Kernel Module 550.54"
+    assert (found["cpu"], found["gpus"]) == ("Abacus 9", "NVIDIA Card X, NVIDIA Card Y")
+    assert found["driver"] == "NVIDIA UNIX Kernel Module 550.54"
 
 
 def test_a_machine_that_tells_nothing_has_a_fingerprint_too(tmp_path: Path) -> None:
     found = machine_fingerprint(tmp_path)
-    assert (found.gpus, found.driver) == ("", "")
-    assert found.cpu
+    assert (found["gpus"], found["driver"]) == ("", "")
+    assert found["cpu"]
 
 
 def test_folders_of_one_disk_have_one_key(tmp_path: Path) -> None:

@@ -1,17 +1,17 @@
-"""The time that two directions take together, and the form of a profile in a file."""
+"""The time that two directions take together, and the form of rates in a file."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptm_accel.hardware.profile import FORMAT, HardwareProfile, LinkRates, from_json, in_a_row, to_json
-from tests.hardware.machines import CARD, DISK, HERE, LINK, PROFILE
+from ptm_accel.hardware.profile import DeviceRates, LinkRates, in_a_row, read_device, read_link, read_rate
+from tests.hardware.machines import CARD, DISK, LINK
 
 RATE = st.floats(1e6, 1e12)
 AMOUNT = st.floats(0, 1e12)
@@ -102,62 +102,23 @@ def test_rates_that_cannot_be_are_refused() -> None:
         LinkRates(1e9, 0.0, 1e9)
 
 
-def test_a_profile_comes_back_from_its_text() -> None:
-    assert from_json(to_json(PROFILE), HERE) == PROFILE
+def test_rates_come_back_from_json() -> None:
+    for device in (CARD, DeviceRates(None, LINK, 1e10)):
+        assert read_device(json.loads(json.dumps(asdict(device)))) == device
+    assert read_link(json.loads(json.dumps(asdict(DISK)))) == DISK
+    assert read_rate(json.loads(json.dumps(2e9))) == 2e9
 
 
-@pytest.mark.parametrize(
-    "field", [{"cores": 8}, {"torch": "2.12.0"}, {"kernel": "6.1"}, {"gpus": ""}, {"driver": "551"}, {"memory_gib": 17}]
-)
-def test_a_profile_of_another_machine_is_none(field: dict[str, Any]) -> None:
-    other = replace(HERE, **field)
-    assert from_json(to_json(PROFILE), other) is None
-    assert other.digest() != HERE.digest()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "7", "null", "{}", "[" * 100_000, to_json(PROFILE)[:-20], json.dumps({"format": FORMAT})]
-)
-def test_what_is_no_profile_is_none(text: str) -> None:
-    assert from_json(text, HERE) is None
-
-
-def test_another_format_is_none() -> None:
-    found = json.loads(to_json(PROFILE))
-    found["format"] = FORMAT - 1
-    assert from_json(json.dumps(found), HERE) is None
-
-
-@pytest.mark.parametrize("bad", [0, -1.0, "fast", None, True, [1], float("nan"), float("inf"), 10**400])
-def test_entries_that_make_no_sense_are_left_out(bad: Any) -> None:
-    found = json.loads(to_json(PROFILE))
-    found["disks"]["bad"] = {"read_bytes_s": 1e9, "write_bytes_s": bad, "both_bytes_s": 1e9}
-    found["disks"]["short"] = {"read_bytes_s": 1e9}
-    found["disks"]["none"] = bad
-    found["devices"]["bad"] = {"pinned": None, "pageable": bad, "update_params_s": 1e9}
-    found["devices"]["Card X"]["pinned"]["read_bytes_s"] = bad
-    found["cpu_update_params_s"] |= {"4": bad, "many": 1e9, "²": 1e9}
-    read = from_json(json.dumps(found), HERE)
-    assert read is not None
-    assert read.disks == PROFILE.disks
-    assert read.cpu_update_params_s == PROFILE.cpu_update_params_s
-    assert read.devices == {**PROFILE.devices, "Card X": replace(CARD, pinned=None)}
-
-
-@pytest.mark.parametrize("name", ["disks", "devices", "cpu_update_params_s"])
-def test_a_part_that_is_missing_is_empty(name: str) -> None:
-    found = json.loads(to_json(PROFILE))
-    del found[name]
-    read = from_json(json.dumps(found), HERE)
-    assert read is not None
-    assert getattr(read, name) == {}
-
-
-def test_merged_takes_the_newer_of_what_both_have() -> None:
-    newer = HardwareProfile(
-        fingerprint=HERE, disks={"254:0 ext4 /dev/vda": LINK, "other": DISK}, cpu_update_params_s={2: 5e9}
-    )
-    both = PROFILE.merged(newer)
-    assert both.disks == {"254:0 ext4 /dev/vda": LINK, "other": DISK}
-    assert both.devices == PROFILE.devices
-    assert both.cpu_update_params_s == {1: 2e9, 2: 5e9}
+@pytest.mark.parametrize("bad", [0, 0.0, -1.0, "fast", None, True, [1], float("nan"), float("inf"), 10**400])
+def test_entries_that_make_no_sense_are_refused(bad: Any) -> None:
+    for read in (read_rate, read_link, read_device):
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            read(bad)
+    with pytest.raises(ValueError, match="is no rate"):
+        read_link({**asdict(DISK), "write_bytes_s": bad})
+    with pytest.raises(ValueError, match="is no rate"):
+        read_device({**asdict(CARD), "update_params_s": bad})
+    with pytest.raises((ValueError, TypeError)):
+        read_device({**asdict(CARD), "pageable": bad})
+    with pytest.raises(KeyError):
+        read_link({"read_bytes_s": 1e9})

@@ -13,39 +13,54 @@ import torch
 
 from ptm_accel.errors import DiskError
 from ptm_accel.hardware import measure, rates
-from ptm_accel.hardware.cache import ProfileStore
+from ptm_accel.hardware.cache import RateCache
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
-from ptm_accel.hardware.rates import Gauge, Probe, cpu_update_rate, device_rates, disk_rates
+from ptm_accel.hardware.rates import Known, cpu_update_rate, device_rates, disk_rates
 from ptm_accel.units import MIB
 from tests.hardware.machines import CARD, DISK, HERE, LINK
 
 ONE, ALSO_ONE, TWO = Path("/one/a"), Path("/one/b"), Path("/two")
 
 
-class Machine:
-    """Answers for the measurements, and counts them."""
+CUDA = torch.device("cuda")
 
-    def __init__(self) -> None:
+
+class Machine:
+    """Answers in place of the measurements, and counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: Counter[str] = Counter()
         self.disks: dict[str, LinkRates | Exception | None] = {"one": DISK, "two": LINK}
         self.card: DeviceRates | Exception | None = CARD
+        self._monkeypatch = monkeypatch
+        for name in ("disk_key", "measure_disk", "measure_cpu_update", "measure_device"):
+            monkeypatch.setattr(rates, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
 
-    def probe(self) -> Probe:
-        return Probe(self.disk, self.cpu_update, self.device, self.disk_key, lambda device: "Card X")
+    def start(self, folder: Path | None) -> Known:
+        """As a new process with its cache in `folder`."""
+        known = Known(RateCache(HERE, folder))
+        self.go_on(known)
+        return known
+
+    def go_on(self, known: Known) -> None:
+        """As the process that knows so much."""
+        self._monkeypatch.setattr(rates, "_this_machine", lambda: known)
 
     def disk_key(self, path: Path) -> str:
         if path.parts[1] not in self.disks:
             raise FileNotFoundError(2, "No such file or directory", str(path))
         return path.parts[1]
 
-    def disk(self, path: Path) -> LinkRates | None:
+    def measure_disk(self, path: Path) -> LinkRates | None:
         return self._answer(path.parts[1], self.disks[path.parts[1]])
 
-    def cpu_update(self, threads: int) -> float:
+    def measure_cpu_update(self, threads: int) -> float:
         self.asked[f"{threads} threads"] += 1
         return 2e9 * threads
 
-    def device(self, device: torch.device) -> DeviceRates | None:
+    def measure_device(self, device: torch.device) -> DeviceRates | None:
         return self._answer("card", self.card)
 
     def _answer(self, name: str, answer: Any) -> Any:
@@ -56,59 +71,66 @@ class Machine:
 
 
 @pytest.fixture
-def machine() -> Machine:
-    return Machine()
-
-
-def gauge(machine: Machine, folder: Path | None) -> Gauge:
-    return Gauge(ProfileStore(HERE, folder), machine.probe())
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
 
 
 def test_each_disk_is_measured_once_and_only_when_asked_for(machine: Machine, tmp_path: Path) -> None:
-    mine = gauge(machine, tmp_path)
+    machine.start(tmp_path)
     assert not machine.asked
-    assert mine.disks([ONE, ALSO_ONE]) == [DISK, DISK]
+    assert disk_rates([ONE, ALSO_ONE]) == [DISK, DISK]
     assert machine.asked == {"one": 1}
-    assert mine.disks([TWO, ONE]) == [LINK, DISK]
+    assert disk_rates([TWO, ONE]) == [LINK, DISK]
     assert machine.asked == {"one": 1, "two": 1}
-    assert mine.disks([]) == []
+    assert disk_rates([]) == []
 
 
 def test_other_processes_find_it_in_the_cache(machine: Machine, tmp_path: Path) -> None:
-    first = gauge(machine, tmp_path)
-    first.disks([ONE])
-    first.cpu_update(1)
-    first.cpu_update(2)
-    first.device(torch.device("cuda"))
+    machine.start(tmp_path)
+    found = (disk_rates([ONE]), cpu_update_rate(1), cpu_update_rate(2), device_rates(CUDA))
+    assert found == ([DISK], 2e9, 4e9, CARD)
     asked = Counter(machine.asked)
-    second = gauge(machine, tmp_path)
-    assert second.disks([ONE]) == [DISK]
-    assert (second.cpu_update(1), second.cpu_update(2)) == (2e9, 4e9)
-    assert second.device(torch.device("cuda")) == CARD
+    machine.start(tmp_path)
+    assert (disk_rates([ONE]), cpu_update_rate(1), cpu_update_rate(2), device_rates(CUDA)) == found
     assert machine.asked == asked
-    assert second.profile == first.profile
 
 
 def test_what_another_measured_meanwhile_is_not_measured_again(machine: Machine, tmp_path: Path) -> None:
-    mine, other = gauge(machine, tmp_path), gauge(machine, tmp_path)
-    mine.cpu_update(1)
-    other.disks([ONE])
-    assert mine.disks([ONE]) == [DISK]
-    other.disks([TWO])
+    mine = machine.start(tmp_path)
+    cpu_update_rate(1)
+    machine.start(tmp_path)
+    disk_rates([ONE])
+    machine.go_on(mine)
+    assert disk_rates([ONE, TWO]) == [DISK, LINK]
     assert machine.asked == {"1 threads": 1, "one": 1, "two": 1}
-    assert gauge(machine, tmp_path).profile.disks == {"one": DISK, "two": LINK}
+    machine.start(tmp_path)
+    assert disk_rates([ONE, TWO]) == [DISK, LINK]
+    assert machine.asked == {"1 threads": 1, "one": 1, "two": 1}
+
+
+def test_a_damaged_entry_is_measured_again(machine: Machine, tmp_path: Path) -> None:
+    cache = RateCache(HERE, tmp_path)
+    with cache.alone():
+        cache.add("disk one", {"read_bytes_s": 1e9})
+        cache.add("cpu 1 threads", -1.0)
+    machine.start(tmp_path)
+    assert (disk_rates([ONE]), cpu_update_rate(1)) == ([DISK], 2e9)
+    machine.start(tmp_path)
+    assert (disk_rates([ONE]), cpu_update_rate(1)) == ([DISK], 2e9)
+    assert machine.asked == {"one": 1, "1 threads": 1}
 
 
 @pytest.mark.parametrize("place", ["none", "file"])
 def test_without_a_cache_the_process_remembers(machine: Machine, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     folder = None if place == "none" else tmp_path / "file" / "cache"
-    mine = gauge(machine, folder)
+    machine.start(folder)
     for _ in range(2):
-        assert mine.disks([ONE]) == [DISK]
-        assert mine.cpu_update(1) == 2e9
+        assert disk_rates([ONE]) == [DISK]
+        assert cpu_update_rate(1) == 2e9
     assert machine.asked == {"one": 1, "1 threads": 1}
-    gauge(machine, folder).disks([ONE])
+    machine.start(folder)
+    disk_rates([ONE])
     assert machine.asked["one"] == 2
 
 
@@ -117,28 +139,32 @@ def test_a_disk_that_cannot_be_measured_is_none_and_not_tried_again(
     machine: Machine, tmp_path: Path, answer: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.disks["one"] = answer
-    mine = gauge(machine, tmp_path)
-    assert mine.disks([ONE, TWO]) == [None, LINK]
-    assert mine.disks([ALSO_ONE]) == [None]
+    mine = machine.start(tmp_path)
+    assert disk_rates([ONE, TWO]) == [None, LINK]
+    assert disk_rates([ALSO_ONE]) == [None]
     assert machine.asked["one"] == 1
     assert (f"the speed of the disk path {ONE} cannot be measured: " in caplog.text) == (answer is not None)
     machine.disks["one"] = DISK
-    assert gauge(machine, tmp_path).disks([ONE]) == [DISK]
-    assert mine.disks([ONE]) == [None]
+    machine.start(tmp_path)
+    assert disk_rates([ONE]) == [DISK]
+    machine.go_on(mine)
+    assert disk_rates([ONE]) == [None]
 
 
 def test_a_folder_that_is_not_there_is_none(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    assert gauge(machine, None).disks([Path("/three"), ONE]) == [None, DISK]
+    machine.start(None)
+    assert disk_rates([Path("/three"), ONE]) == [None, DISK]
     assert "the speed of the disk path /three cannot be measured: " in caplog.text
 
 
 def test_without_cuda_no_device_has_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device_rates(torch.device("cuda")) is None
+    assert device_rates(CUDA) is None
 
 
 def test_a_device_that_is_the_cpu_is_none(machine: Machine) -> None:
-    assert gauge(machine, None).device(torch.device("cpu")) is None
+    machine.start(None)
+    assert device_rates(torch.device("cpu")) is None
     assert not machine.asked
 
 
@@ -147,23 +173,23 @@ def test_a_device_that_cannot_be_measured_is_none(
     machine: Machine, answer: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.card = answer
-    mine = gauge(machine, None)
-    assert mine.device(torch.device("cuda", 1)) is None
-    assert mine.device(torch.device("cuda", 1)) is None
+    machine.start(None)
+    assert device_rates(torch.device("cuda", 1)) is None
+    assert device_rates(torch.device("cuda", 1)) is None
     assert machine.asked == {"card": 1}
     assert ("the speed of Card X (cuda:1) cannot be measured: CUDA out of memory." in caplog.text) == bool(answer)
 
 
 def test_what_was_measured_is_said(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="ptm_accel.hardware")
-    mine = gauge(machine, None)
-    mine.disks([ONE])
-    mine.device(torch.device("cuda"))
-    mine.cpu_update(2)
+    machine.start(None)
+    disk_rates([ONE])
+    device_rates(CUDA)
+    cpu_update_rate(2)
     assert caplog.messages == [
-        f"measured: the disk path {ONE} reads 3.73 GiB/s, writes 7.45 GiB/s, 5.59 GiB/s of both at once.",
-        "measured: the link of Card X reads 46.57 GiB/s, writes 44.70 GiB/s, 74.51 GiB/s of both at once.",
-        "measured: 4.00 billion updates (AdamW) a second with 2 threads.",
+        "measured: disk one: reads 3.73 GiB/s, writes 7.45 GiB/s, 5.59 GiB/s of both at once.",
+        "measured: device Card X: reads 46.57 GiB/s, writes 44.70 GiB/s, 74.51 GiB/s of both at once.",
+        "measured: cpu 2 threads: 4e+09 updates (AdamW) a second.",
     ]
 
 
