@@ -121,7 +121,7 @@ def take_parameters(
         if value is None:
             value = create_value(name, param, pool, small=small)
         value.name = name
-        slots.add(ParamSlot(name, param, value, pool, table))
+        slots.put(name, ParamSlot(name, param, value, pool, table))
 
 
 def create_value(name: str, like: torch.Tensor, pool: Pool, *, small: int) -> PagedTensor:

@@ -198,7 +198,7 @@ class Casting(TorchFunctionMode):
 
 
 class Suspended:
-    """Takes a running `Casting` off the stack of function modes, and leaves the others as they are, until `resume`."""
+    """Takes a running `Casting` off the stack of function modes until `resume`."""
 
     def __init__(self, casting: Casting) -> None:
         self._casting = casting

@@ -104,12 +104,9 @@ _watch = _Watch()
 
 
 class Bared:
-    """Removes our hooks from the modules of a running region; `restore` puts them back.
+    """Removes our hooks (`handles`) from a running region's modules until `restore`.
 
-    Args:
-        region: the region.
-        entered: the module whose own hooks are the boundary; they run outside the graph.
-        handles: the forward hooks of each module that has some.
+    `entered` keeps its hooks: they are the boundary of the region and run outside the graph.
     """
 
     __slots__ = ("_hooks",)
@@ -257,13 +254,9 @@ class CompiledRegions:
 
 
 def refusal(names: Callable[[nn.Module], str]) -> Callable[[nn.Module], None]:
-    """What a hook calls that is traced by Dynamo: a compiled function that is not a region calls the module.
+    """The function that a hook calls while Dynamo traces it; `names` gives the name of a module.
 
-    Dynamo leaves a disabled function out of the graph and calls it, which raises; with `fullgraph=True` it reports the
-    reason itself.
-
-    Args:
-        names: the name of a module in the model.
+    Dynamo calls a disabled function outside the graph, which raises; with `fullgraph=True` it reports the reason.
     """
 
     def refuse(module: nn.Module) -> NoReturn:
@@ -278,24 +271,19 @@ def refusal(names: Callable[[nn.Module], str]) -> Callable[[nn.Module], None]:
 
 
 def region_bytes(region: Region, floor: Floor, landing_bytes: int) -> int:
-    """The least budget of a model with a compiled region, whose parameters are in memory at once.
+    """The least budget of a model with a compiled region.
 
     Args:
         region: the region.
-        floor: the least budget of the model where nothing is compiled.
-        landing_bytes: the part of it that is room for one arriving gradient; a region has all of its own at once.
+        floor: the least budget without it.
+        landing_bytes: the part of `floor` that is reserved for one arriving gradient.
     """
     moving_bytes = max(floor.moving_bytes, region.param_bytes + 16 * 4096)
     return floor.fixed_bytes + max(region.grad_bytes - landing_bytes, 0) + moving_bytes
 
 
 def refuse_oversized_region(region: Region, need_bytes: int, budget: Budget) -> None:
-    """Refuses a region that does not fit the budget at once.
-
-    Args:
-        region: the region.
-        need_bytes: what it needs (`region_bytes`).
-        budget: the compute tier's.
+    """Refuses a region that needs (`region_bytes`) more than the compute tier's budget.
 
     Raises:
         BudgetError: with the numbers and the remedy.

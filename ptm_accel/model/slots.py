@@ -353,10 +353,6 @@ class SlotTable:
         self._by_id: dict[int, ParamSlot] = {}
         self.by_name: dict[str, ParamSlot] = {}
 
-    def add(self, slot: ParamSlot) -> None:
-        """Adds a slot under its parameter and its first name."""
-        self.put(slot.name, slot)
-
     def put(self, name: str, slot: ParamSlot) -> None:
         """Adds a slot under its parameter and one of its names."""
         self._by_id[id(slot.param)] = slot
