@@ -1,4 +1,4 @@
-"""Looks a model over before anything is changed, and gives each of its parameters a slot."""
+"""Checks a model before anything is changed, and gives each of its parameters a slot."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise UnsupportedError(
             f"parameter {name} is managed by DeepSpeed ZeRO-3. ptm_accel takes its place; leave DeepSpeed out."
         )
-    if type(param) is not nn.Parameter and type(param).__name__ not in ("Parameter",):
+    if type(param).__name__ != "Parameter":
         raise UnsupportedError(
             f"parameter {name} is a {type(param).__name__}, not a plain nn.Parameter; quantised and distributed "
             "parameters cannot be put on pages. Load the model in a floating-point dtype, on one process."
@@ -121,7 +121,7 @@ def take_parameters(
         if value is None:
             value = create_value(name, param, pool, small=small)
         value.name = name
-        slots.add(ParamSlot(name, param, value, pool, table))
+        slots.put(name, ParamSlot(name, param, value, pool, table))
 
 
 def create_value(name: str, like: torch.Tensor, pool: Pool, *, small: int) -> PagedTensor:

@@ -6,8 +6,8 @@ other torch function reaches `AwayParameter.__torch_function__`, which brings th
 ordinary parameter, and notes whether the values may have been changed. `p.grad` of such a parameter is an
 `AwayGradient`, which does the same with the sum of gradients on pages.
 
-Underneath, the storage of a parameter that is away is one NaN expanded to its shape. Only code that goes around torch
-functions (a kernel that reads the address before any torch function was called) can see it.
+The storage of a parameter that is away is one NaN expanded to its shape; only code that reads addresses without calling
+torch functions can see it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,84 +25,30 @@ from torch import nn
 from ptm_accel.errors import PagedModelError
 from ptm_accel.model.away_functions import CONVERSIONS, LAYOUT, METADATA, WRITES, converts, one_tensor_at_a_time
 
+if TYPE_CHECKING:
+    from ptm_accel.model.grad_slot import GradSlot
+    from ptm_accel.model.slots import ParamSlot
+
 bare = torch._C.DisableTorchFunctionSubclass
-"""A context in which our own code uses a parameter as it lies, without bringing it in."""
+"""A context in which our own code uses a parameter's storage without bringing the values in."""
 
 _SAVE = nn.Module._save_to_state_dict.__code__
 _T: Any = torch.Tensor
 
 
-class Source(Protocol):
-    """The parameter behind an `AwayParameter`."""
-
-    param: nn.Parameter
-
-    def used(self, changes: bool) -> AbstractContextManager[torch.Tensor]:
-        """Values that are there while it lasts, in an ordinary parameter; gives their storage's view.
-
-        Args:
-            changes: they count as changed in any case.
-        """
-        ...
-
-    def changed(self) -> None:
-        """The values may have been changed in a way that torch does not count."""
-        ...
-
-    def alias_given(self) -> None:
-        """A view of the values was given to the caller, who may write to it."""
-        ...
-
-    def assign(self, data: torch.Tensor) -> None:
-        """Takes other values (`param.data = data`)."""
-        ...
-
-    def gradient(self) -> torch.Tensor | None:
-        """What `param.grad` is."""
-        ...
-
-    def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Takes what `param.grad` was set to."""
-        ...
-
-    def copied(self) -> torch.Tensor:
-        """The values in ordinary memory."""
-        ...
-
-    def snapshot_follows(self, module: nn.Module) -> bool:
-        """Whether a hook puts the values into the state dictionary that `module` makes."""
-        ...
+_slots: weakref.WeakValueDictionary[int, ParamSlot] = weakref.WeakValueDictionary()
+"""The slot of each parameter on pages, by the parameter's identity; a slot keeps its parameter alive."""
 
 
-class GradientSource(Protocol):
-    """The sum of gradients behind an `AwayGradient`."""
-
-    def used_by(self) -> AbstractContextManager[torch.Tensor]:
-        """The sum, in the parameter's dtype; what is changed in it while this lasts is kept."""
-        ...
-
-    def norm(self, norm_type: float) -> torch.Tensor:
-        """Its norm, as torch's clipping takes it."""
-        ...
-
-    def replace(self, gradient: torch.Tensor) -> None:
-        """Takes other values (`param.grad.data = gradient`)."""
-        ...
+def register(slot: ParamSlot) -> None:
+    """Makes a slot known; from then on its parameter may be an `AwayParameter`."""
+    _slots[id(slot.param)] = slot
 
 
-_sources: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The source of each parameter on pages, by the parameter's identity; a living source keeps its parameter alive."""
-
-
-def register(source: Source) -> None:
-    """Makes a source known; from then on its parameter may be an `AwayParameter`."""
-    _sources[id(source.param)] = source
-
-
-def forget(source: Source) -> None:
+def forget(slot: ParamSlot) -> None:
     """Ends `register`."""
-    if _sources.get(id(source.param)) is source:
-        del _sources[id(source.param)]
+    if _slots.get(id(slot.param)) is slot:
+        del _slots[id(slot.param)]
 
 
 class AwayParameter(nn.Parameter):
@@ -118,7 +64,7 @@ class AwayParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             with bare():
-                memo[id(self)] = nn.Parameter(source_of(self).copied(), requires_grad=self.requires_grad)
+                memo[id(self)] = nn.Parameter(slot_of(self).copied(), requires_grad=self.requires_grad)
         made: nn.Parameter = memo[id(self)]
         return made
 
@@ -127,18 +73,18 @@ class AwayParameter(nn.Parameter):
 
 
 class AwayGradient(torch.Tensor):
-    """What `p.grad` of a parameter on pages is: shows the sum of gradients there.
+    """`p.grad` of a parameter on pages: its sum of gradients.
 
     Attributes:
         source: the sum; None once a step has used it or it was dropped.
         parameter: its name.
     """
 
-    source: GradientSource | None
+    source: GradSlot | None
     parameter: str
 
     @staticmethod
-    def of(source: GradientSource, name: str, stand_in: torch.Tensor) -> AwayGradient:
+    def of(source: GradSlot, name: str, stand_in: torch.Tensor) -> AwayGradient:
         """The gradient of parameter `name`, with the shape, dtype and device of `stand_in`."""
         with bare():
             made: AwayGradient = torch.Tensor._make_subclass(AwayGradient, stand_in)
@@ -151,24 +97,24 @@ class AwayGradient(torch.Tensor):
         return call(func, args, kwargs or {})
 
 
-def source_of(param: nn.Parameter) -> Any:
-    """The source of a parameter on pages.
+def slot_of(param: nn.Parameter) -> ParamSlot:
+    """The slot of a parameter on pages.
 
     Raises:
-        PagedModelError: its model is on pages no more, and its values are lost.
+        PagedModelError: its engine was closed, and its values are lost.
     """
-    source = _sources.get(id(param))
-    if source is None or source.param is not param:
+    slot = _slots.get(id(param))
+    if slot is None or slot.param is not param:
         with bare():
             shape = tuple(param.shape)
         raise PagedModelError(
             f"a parameter of shape {shape} was read after its engine was closed: its values are gone. Call "
             "`engine.detach()` instead of `close()` to keep them."
         )
-    return source
+    return slot
 
 
-def _gradient_source(gradient: AwayGradient) -> Any:
+def _gradient_source(gradient: AwayGradient) -> GradSlot:
     if gradient.source is None:
         raise PagedModelError(
             f"the gradient of {gradient.parameter} was used after an optimizer step or zero_grad() had used it up. "
@@ -220,14 +166,14 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
         for number, tensor in away.items():
             if type(tensor) is AwayGradient:
                 shown[number] = tensor, stack.enter_context(_gradient_source(tensor).used_by())
-        sources = [source_of(tensor) for tensor in away.values() if type(tensor) is AwayParameter]
-        views = [stack.enter_context(source.used(writes)) for source in sources]
+        slots = [slot_of(tensor) for tensor in away.values() if type(tensor) is AwayParameter]
+        views = [stack.enter_context(slot.accesses.values(slot, changes=writes)) for slot in slots]
         if shown:
             args, kwargs = _exchanged(args, shown), _exchanged(kwargs, shown)
         result = func(*args, **kwargs)
-        for source, view in zip(sources, views, strict=True):
+        for slot, view in zip(slots, views, strict=True):
             if not writes and any(_is_alias(tensor, view) for tensor in _tensors(result)):
-                source.alias_given()
+                slot.accesses.alias_given(slot)
     for gradient, values in shown.values():
         if result is values:
             return gradient
@@ -264,9 +210,14 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
+def is_transformed() -> bool:
+    """Whether a function runs that `torch.func` or `torch.vmap` transforms: its tensors have no storage."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _is_alias(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        # Within `torch.func` tensors have no storage to be known by.
+    if is_transformed():
+        # No storage to compare.
         return True
     with bare():
         if tensor.layout is not torch.strided or tensor.device != view.device:
@@ -280,20 +231,22 @@ def _is_alias(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 def _grad(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     if type(args[0]) is AwayGradient:
         return None
-    gradient: torch.Tensor | None = source_of(args[0]).gradient()
-    return gradient
+    slot = slot_of(args[0])
+    return slot.accesses.gradient(slot)
 
 
 def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
     param, gradient = args
     if type(param) is AwayParameter:
-        source_of(param).set_gradient(gradient)
+        slot = slot_of(param)
+        slot.accesses.set_gradient(slot, gradient)
     else:
         _with_values(func, args, kwargs)
 
 
 def _drop_grad(func: Any, args: Any, kwargs: Any) -> None:
-    source_of(args[0]).set_gradient(None)
+    slot = slot_of(args[0])
+    slot.accesses.set_gradient(slot, None)
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
@@ -305,7 +258,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     if type(target) is AwayGradient:
         _gradient_source(target).replace(data)
     elif type(target) is AwayParameter:
-        source_of(target).assign(data)
+        slot_of(target).assign(data)
     else:
         func(target, data)
 
@@ -313,15 +266,15 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     caller = sys._getframe(3)
     saves = caller.f_code is _SAVE and type(args[0]) is AwayParameter
-    if saves and source_of(args[0]).snapshot_follows(caller.f_locals["self"]):
-        # A hook puts the values into the state dictionary afterwards, without bringing them in.
+    if saves and slot_of(args[0]).accesses.snapshot_follows(caller.f_locals["self"]):
+        # A hook puts a snapshot into the state dictionary afterwards.
         with bare():
             return func(*args, **kwargs)
     return _with_values(func, args, kwargs)
 
 
 def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.autograd.grad` with regard to parameters: needs their place in the graph, and not their values."""
+    """`torch.autograd.grad`: needs the parameters' place in the graph, not their values."""
 
     def edge(value: Any) -> Any:
         if type(value) is AwayParameter:

@@ -2,14 +2,13 @@
 
 Under `torch.autocast`, an fp32 parameter read by a lower-precision op (a Linear weight) is cast, the copy is cached
 until the outermost autocast region ends, and autograd saves it for backward: together nearly a second model in memory.
-Here the copy is made by us at the same place, on the same autograd node, and is dropped when the module's forward
-returns; backward casts it anew from the parameter. An op that autocast leaves alone (an embedding, a norm, experts
-under `grouped_mm`) is left alone here as well, since it is the op that decides, not the parameter.
+Here we make the copy at the same place, on the same autograd node, and free it when the module's forward returns;
+backward casts it anew from the parameter. As in autocast, the op decides what is cast, not the parameter.
 
 Autocast's cache has a second effect that must be kept for equal numbers: all uses of a parameter in one region share
-one cast node, so their gradients are summed in the lower precision. The cache here keeps that node, and only swaps
-its data, until torch clears its own (`_Region`): a region may lie within a forward, or around several. Where that cache
-is switched off (`cache_enabled=False`) each use has a cast of its own, here too.
+one cast node, so their gradients are summed in the lower precision. The cache here keeps that node, and only swaps its
+data, until torch clears its own; a region may lie within a forward, or around several. Where torch's cache is off
+(`cache_enabled=False`), each use has a cast of its own.
 """
 
 from __future__ import annotations
@@ -29,32 +28,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import placeholder
 from ptm_accel.memory.pool import Pool
-from ptm_accel.model.away import AwayParameter, source_of
+from ptm_accel.model.away import AwayParameter, is_transformed, slot_of
 from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot, SlotTable
 
 LOWER_PRECISION_OPS = frozenset(
-    {
-        F.linear,
-        torch.matmul,
-        torch.Tensor.matmul,
-        torch.Tensor.__matmul__,
-        torch.Tensor.__rmatmul__,
-        torch.mm,
-        torch.Tensor.mm,
-        torch.bmm,
-        torch.Tensor.bmm,
-        torch.addmm,
-        torch.Tensor.addmm,
-        torch.baddbmm,
-        torch.Tensor.baddbmm,
-        torch.addbmm,
-        torch.conv1d,
-        torch.conv2d,
-        torch.conv3d,
-        torch.conv_transpose1d,
-        torch.conv_transpose2d,
-        torch.conv_transpose3d,
-    }
+    {F.linear, torch.addbmm, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__}
+    | {getattr(owner, op) for owner in (torch, torch.Tensor) for op in ("matmul", "mm", "bmm", "addmm", "baddbmm")}
+    | {getattr(torch, f"{op}{n}d") for op in ("conv", "conv_transpose") for n in (1, 2, 3)}
 )
 """Ops that autocast runs in lower precision on every backend (torch docs, "Autocast op reference").
 
@@ -66,63 +46,50 @@ CastKey = tuple[int, torch.dtype]
 """The identity of a parameter, and the dtype it is cast to."""
 
 
-class _Region:
-    """Tells whether the outermost autocast region that ran at the last `begin` still lasts.
-
-    When it ends torch clears its cache, and says so to nobody. So something of ours is put there.
-
-    Args:
-        device: whose autocast.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: StorageWeakRef | None = None
-
-    def goes_on(self) -> bool:
-        """Whether it lasts."""
-        return self._kept is not None and not self._kept.expired()
-
-    def begin(self) -> None:
-        """From now on it is about the region that runs; gradients are on, and its cache is."""
-        copies: list[StorageWeakRef] = []
-
-        def see(saved: torch.Tensor) -> None:
-            copies.append(StorageWeakRef(saved.untyped_storage()))
-
-        # What is computed here is nobody's business who counts or replaces what a model does.
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), saved_tensors_hooks(see, lambda saved: saved):
-            ours = nn.Parameter(torch.ones(1, 1, device=self._device))
-            torch.mm(ours, ours)
-        self._kept = copies[0]
-
-
 class _Node:
-    """A cast of a parameter that all its uses in a region share.
+    """A cast of a parameter that all its uses in an autocast region share.
 
     Attributes:
-        param: the parameter; while it is kept no other has its identity.
-        copy: the tensor that the uses read; its data is a placeholder, but while a module uses it.
-        here: whether it has its data.
+        param: the parameter; kept, so that no other parameter gets its identity.
+        copy: the tensor that the uses read; holds a placeholder except while a module uses it.
+        filled: whether it holds its data.
     """
 
-    __slots__ = ("copy", "here", "param")
+    __slots__ = ("copy", "filled", "param")
 
     def __init__(self, param: nn.Parameter, copy: torch.Tensor) -> None:
         self.param = param
         self.copy = copy
-        self.here = False
+        self.filled = False
 
 
 class _Cached(threading.local):
     """The cast nodes of the autocast region that runs in one thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self.region = _Region(device)
         self.nodes: dict[CastKey, _Node] = {}
-        # Those that hold memory, by the running module that asked for them; the innermost last.
+        # Nodes that hold memory, by the running module that uses them; the innermost last.
         self.made: list[list[_Node]] = [[]]
         self.single: list[int] = []
+        self._device = device
+        self._probe: StorageWeakRef | None = None
+
+    def region_goes_on(self) -> bool:
+        """Whether the outermost autocast region of the last `begin_region` still lasts."""
+        return self._probe is not None and not self._probe.expired()
+
+    def begin_region(self) -> None:
+        """Puts a probe into torch's cache, which torch clears when the outermost region ends, without a callback."""
+        copies: list[StorageWeakRef] = []
+
+        def see(saved: torch.Tensor) -> None:
+            copies.append(StorageWeakRef(saved.untyped_storage()))
+
+        # Modes and hooks of users must not see this.
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), saved_tensors_hooks(see, lambda saved: saved):
+            ours = nn.Parameter(torch.ones(1, 1, device=self._device))
+            torch.mm(ours, ours)
+        self._probe = copies[0]
 
 
 class CastCache:
@@ -139,7 +106,7 @@ class CastCache:
         self._slots = slots
         self._table = table
         self._cached = _Cached(pool.compute.device)
-        # Asked here, where nobody watches what is computed.
+        # Computed here, outside of users' modes.
         _keeps_gradients()
 
     def cast(self, tensor: Any, dtype: torch.dtype) -> Any:
@@ -147,13 +114,14 @@ class CastCache:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
             return tensor
         if type(tensor) is AwayParameter:
-            # Read by another forward than its module's.
-            with source_of(tensor).used(False):
+            # Read by the forward of another module.
+            slot = slot_of(tensor)
+            with slot.accesses.values(slot, changes=False):
                 return self.cast(tensor, dtype)
         source = self._table.find(tensor)
         if not isinstance(source, ParamSlot):
             return tensor
-        # Where autocast's cache is off it casts anew for every use, so that gradients are summed in fp32.
+        # Where autocast's cache is off, each use has its own cast, and gradients are summed in fp32.
         cached = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
         if tensor is source.param and tensor.requires_grad and cached:
             if torch.is_grad_enabled():
@@ -162,54 +130,45 @@ class CastCache:
                 # `matmul` folds batches, or not, by whether a weight requires gradients, and so do our numbers.
                 with torch.enable_grad():
                     return self._shared(source, dtype)
-        return self._single(tensor, source, dtype)
+        copy = self._copy(tensor, source, dtype)
+        self._cached.single.append(self._table.address(copy))
+        return copy
 
     def enter(self) -> None:
-        """A module's forward begins: the copies made from now on are its own."""
+        """Called when a module's forward begins; copies made from now on belong to it."""
         self._cached.made.append([])
 
     def leave(self) -> None:
-        """The module that used the copies has returned: their memory goes, their nodes stay."""
+        """Called when the module has returned; frees its copies and keeps their nodes."""
         for node in self._cached.made.pop():
-            copy, node.here = node.copy, False
+            copy, node.filled = node.copy, False
             self._table.remove(copy)
             copy.data = placeholder(copy.shape, copy.dtype, copy.device)
 
     def end(self) -> None:
-        """The outermost forward has returned: no later op may share a node with it, unless the region goes on."""
+        """Called when the outermost forward has returned; forgets nodes unless the autocast region goes on."""
         cached = self._cached
-        if not cached.region.goes_on():
+        if not cached.region_goes_on():
             cached.nodes.clear()
         cached.single = self._table.sweep(cached.single)
 
     def _shared(self, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         cached = self._cached
-        if not cached.region.goes_on():
-            # Modules that run may still use nodes of the last one.
+        if not cached.region_goes_on():
+            # Running modules may still use nodes of the previous region: `made` keeps those.
             cached.nodes.clear()
-            cached.region.begin()
+            cached.begin_region()
         key = (id(slot.param), dtype)
         node = cached.nodes.get(key)
         if node is None:
             node = cached.nodes[key] = _Node(slot.param, self._copy(slot.param, slot, dtype))
-        elif not node.here:
+        elif not node.filled:
             with torch.no_grad():
                 node.copy.data = self._copy(slot.param, slot, dtype)
-        if not node.here:
-            node.here = True
+        if not node.filled:
+            node.filled = True
             cached.made[-1].append(node)
         return node.copy
-
-    def _single(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
-        """A copy for one op: of a frozen parameter, of a view of one, or without gradients."""
-        if torch.is_grad_enabled():
-            copy = self._copy(tensor, slot, dtype)
-            self._cached.single.append(self._table.address(copy))
-            return copy
-        with self._pool.room.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
-            copy = tensor.to(dtype)
-            keep(copy)
-        return copy
 
     def _copy(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         source = CastSource(slot, tensor, dtype)
@@ -218,11 +177,6 @@ class CastCache:
             keep(copy)
         self._table.add(copy, source)
         return copy
-
-
-def _transformed() -> bool:
-    """Whether a function runs that `torch.func` or `torch.vmap` transforms."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Casting(TorchFunctionMode):
@@ -235,16 +189,16 @@ class Casting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Asked anew for each op: models switch autocast off around parts of their forwards.
-        # Within `torch.func` tensors have no storage to be known by, and autocast makes its own copies.
-        if func in LOWER_PRECISION_OPS and not _transformed() and (dtype := autocast_dtype(self._device)) is not None:
+        # Read for each op: models switch autocast off around parts of their forwards.
+        # Tensors under `torch.func` transforms have no storage to look up; autocast casts them itself.
+        if func in LOWER_PRECISION_OPS and not is_transformed() and (dtype := autocast_dtype(self._device)) is not None:
             args = tuple(self._casts.cast(a, dtype) for a in args)
             kwargs = {k: self._casts.cast(v, dtype) for k, v in kwargs.items()}
         return func(*args, **kwargs)
 
 
 class Suspended:
-    """Takes a running `Casting` off the stack of function modes, and leaves the others as they are, until `resume`."""
+    """Takes a running `Casting` off the stack of function modes until `resume`."""
 
     def __init__(self, casting: Casting) -> None:
         self._casting = casting

@@ -1,10 +1,9 @@
-"""When things happen where compute happens: by the clock of the calling thread, or by that of the device."""
+"""Clocks of the tier that computes: of the calling thread, or of the device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.timeline import Mark, Moment, Span, Timeline
@@ -12,56 +11,14 @@ from ptm_accel.memory.traffic import PoolStats
 from ptm_accel.schedule.tally import Tally
 
 
-class Clock(Protocol):
-    """Tells the times of passes, and counts those of updates in a tally.
+class HostClock:
+    """Times passes by the clock of the calling thread, for compute that is carried out as it is called.
 
     `Moment.compute_s` stands still while memory is waited for, while updates are carried out, and between passes.
-    """
-
-    def begin(self) -> Mark:
-        """A pass begins."""
-        ...
-
-    def mark(self) -> Mark:
-        """A moment of the pass that is under way."""
-        ...
-
-    def end(self) -> Mark:
-        """The pass that is under way ends."""
-        ...
-
-    def give_up(self) -> None:
-        """The pass was torn down, if there is one."""
-        ...
-
-    def begin_update(self) -> None:
-        """An update begins, after the pass that it belongs to."""
-        ...
-
-    def exclude(self, seconds: float, *, beside: bool) -> None:
-        """Some updates have been carried out.
-
-        Args:
-            seconds: what that took of the calling thread, waiting left out.
-            beside: they follow the reading order.
-        """
-        ...
-
-    def read(self, marks: Sequence[Mark]) -> list[Moment] | None:
-        """When that was; None as long as it is not known of all of them. Never waits.
-
-        Args:
-            marks: in the order in which they were made.
-        """
-        ...
-
-
-class HostClock:
-    """Where compute is carried out as it is called: the time is known at once.
 
     Args:
-        stats: how long memory was waited for.
-        tally: where updates are counted.
+        stats: counts seconds of waiting for memory.
+        tally: counts seconds of updates.
     """
 
     def __init__(self, stats: PoolStats, tally: Tally) -> None:
@@ -69,72 +26,87 @@ class HostClock:
         self._tally = tally
 
     def mark(self) -> Mark:
-        """See `Clock`."""
+        """A moment of the running pass."""
         now_s = time.perf_counter()
         return Mark(Moment(now_s, now_s - self._stats.stall_s - self._tally.update_s))
 
-    begin = end = mark
+    def begin(self) -> Mark:
+        """A pass begins."""
+        return self.mark()
+
+    def end(self) -> Mark:
+        """The running pass ends."""
+        return self.mark()
 
     def give_up(self) -> None:
-        """See `Clock`."""
+        """The running pass, if there is one, was aborted."""
 
     def begin_update(self) -> None:
-        """See `Clock`: whoever carries it out says what it took."""
+        """An update begins after the pass that it belongs to."""
 
     def exclude(self, seconds: float, *, beside: bool) -> None:
-        """See `Clock`."""
+        """Counts updates that were carried out.
+
+        Args:
+            seconds: time of the calling thread, without waiting.
+            beside: they ran beside a pass.
+        """
         self._tally.update_s += seconds
         if beside:
             self._tally.beside_s += seconds
 
     def read(self, marks: Sequence[Mark]) -> list[Moment] | None:
-        """See `Clock`."""
+        """The times of `marks`, in order of their making; None until all are known. Never waits."""
         return _moments(marks)
 
 
 class DeviceClock:
-    """Where compute is queued: the time is known once the device has got there.
+    """The same by the clock of the device, for compute that is queued: times are known once the device has got there.
 
     Args:
         timeline: of the device.
-        tally: where updates are counted.
+        tally: counts seconds of updates.
     """
 
     def __init__(self, timeline: Timeline, tally: Tally) -> None:
         self._timeline = timeline
         self._tally = tally
 
-    def begin(self) -> Mark:
-        """See `Clock`."""
-        return self._timeline.switch(Span.PASS)
-
     def mark(self) -> Mark:
-        """See `Clock`."""
+        """A moment of the running pass."""
         return self._timeline.mark()
 
+    def begin(self) -> Mark:
+        """A pass begins."""
+        return self._timeline.switch(Span.PASS)
+
     def end(self) -> Mark:
-        """See `Clock`."""
+        """The running pass ends."""
         return self._timeline.switch(Span.OTHER)
 
     def give_up(self) -> None:
-        """See `Clock`: the device may have failed, and is asked for nothing."""
+        """The running pass was aborted; the device may have failed and is not synchronised with."""
         self._timeline.leave()
 
     def begin_update(self) -> None:
-        """See `Clock`."""
+        """An update begins after the pass that it belongs to."""
         self._timeline.switch(Span.UPDATE)
 
     def exclude(self, seconds: float, *, beside: bool) -> None:
-        """See `Clock`: the calling thread has only queued them. Those between operations of a pass mark themselves."""
+        """Ends an update after a pass; the thread has only queued it. Updates beside a pass mark themselves."""
         if self._timeline.span is Span.UPDATE:
             self._timeline.switch(Span.OTHER)
 
     def read(self, marks: Sequence[Mark]) -> list[Moment] | None:
-        """See `Clock`."""
+        """As `HostClock.read`."""
         self._timeline.look()
         self._tally.beside_s = self._timeline.spent_s(Span.BESIDE)
         self._tally.update_s = self._tally.beside_s + self._timeline.spent_s(Span.UPDATE)
         return _moments(marks)
+
+
+Clock = HostClock | DeviceClock
+"""Tells the times of passes."""
 
 
 def clock_of(pool: Pool, tally: Tally) -> Clock:
@@ -142,7 +114,7 @@ def clock_of(pool: Pool, tally: Tally) -> Clock:
 
     Args:
         pool: over that tier.
-        tally: where updates are counted.
+        tally: counts seconds of updates.
     """
     return HostClock(pool.stats, tally) if pool.timeline is None else DeviceClock(pool.timeline, tally)
 

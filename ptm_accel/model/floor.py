@@ -5,12 +5,12 @@ What must be in the compute tier at once:
 * always: buffers, what the tiers themselves hold, small tensors with their gradients and optimizer state, and room for
   the next gradient to arrive;
 * in a forward: the parameters of the running modules, one inside another, and their lower-precision copies;
-* in a backward: the same again where a checkpointed layer is recomputed while a parameter is held for the operation
-  that asked for it; or the sum that an arriving gradient is added to;
+* in a backward: the same where a checkpointed layer is recomputed, beside the parameter of the waiting operation; or
+  the sum that an arriving gradient is added to;
 * in an update: the windows of one parameter (all of it, for an optimizer that needs whole tensors), and what the
   optimizer allocates for them.
 
-Everything else can be moved away. The moments do not overlap, so the worst of them decides.
+Everything else can be evicted. The moments do not overlap, so the worst of them decides.
 """
 
 from __future__ import annotations
@@ -159,9 +159,8 @@ def _own(module: nn.Module, slots: SlotTable) -> dict[int, ParamSlot]:
     if not module._parameters:
         return found
     for each in (module, *module.children()):
-        for param in dict.values(each._parameters):
-            slot = slots.of(param)
-            if slot is not None:
+        for param in each._parameters.values():
+            if (slot := slots.of(param)) is not None:
                 found[id(slot)] = slot
     return found
 
@@ -188,11 +187,11 @@ def _largest(params: Iterable[ParamSlot]) -> str:
 
 
 def _recomputation(model: nn.Module, slots: SlotTable) -> _Moment:
-    """The most that a layer's recomputation holds: its own forward, and the parameters of the operation that wants it.
+    """The most that a layer's recomputation holds: its own forward, and the parameter of the waiting operation.
 
-    A layer is whatever stands in a list of modules and has modules itself: activation checkpointing works on those.
-    The waiting parameter counts beside the layer's even where it is one of them: it may have been moved away while its
-    view was held, and then be brought in once more.
+    A layer is a module with submodules in a list of modules: activation checkpointing works on those. The waiting
+    parameter counts beside the layer's even if it is one of them: it may have been evicted while its view was held, and
+    then be loaded once more.
     """
     best = _Moment(0, "the model")
     for name, container in model.named_modules():

@@ -1,7 +1,7 @@
-"""Follows a pass, access by access, and starts what its plan says: loads and stores that nobody waits for.
+"""Executes the plan of a pass: at each access, starts the loads and stores that the plan has there.
 
-Everything here runs in the thread that computes, between two operations, and never waits: the moves themselves are
-made by the tiers' own threads and streams.
+All of it runs in the thread that computes, between two operations, and never waits: the tiers' threads and streams make
+the transfers.
 """
 
 from __future__ import annotations
@@ -25,53 +25,51 @@ from ptm_accel.schedule.trace import Recorder, Use
 from ptm_accel.schedule.updates import Updates
 
 _JOIN_WITHIN = 64
-"""How many accesses ahead a place is searched for where the next one is not the expected one."""
+"""Accesses ahead that are searched where the next access is not the expected one."""
 
 _MOST_AFTER = 16
-"""A pass is given up that has so many times the accesses of its forward: a backward, with all of it computed anew, has
-a few times as many, and where parts of the model are called and never the whole, a pass would have no end.
-"""
+"""A pass is aborted that has this many times the accesses of its forward (and `_FEW`): a backward with full
+recomputation has a few times as many, and a pass has no end where only parts of the model are called."""
 _FEW = 1000
-"""So many accesses are no matter."""
 
 _FOLLOWED = (Tag.PARAM, Tag.GRAD)
 
 
 class Beside(Protocol):
-    """Work that goes on beside a pass: an optimizer step that is still under way."""
+    """Pending updates of an optimizer step, which run beside a pass."""
 
     @property
     def open_bytes(self) -> int:
-        """What it has pinned of tensors that have accesses of their own in a plan, when they are updated."""
+        """Bytes it has pinned of tensors whose updates have accesses of their own in a plan."""
         ...
 
     def pump(self) -> None:
-        """Does what can be done without waiting."""
+        """Runs updates that need no waiting."""
         ...
 
     def look(self) -> None:
-        """Takes note of what has ended elsewhere; never waits."""
+        """Polls updates that run on other threads; never waits."""
         ...
 
     def awaits(self, tensor: PagedTensor) -> bool:
-        """Whether it still has a use for the tensor."""
+        """Whether a pending update uses the tensor."""
         ...
 
     def elsewhere(self, tensor: PagedTensor) -> bool:
-        """Whether it changes the tensor in its home, so that it cannot be sent for yet."""
+        """Whether an update changes the tensor in its backing store, so that it cannot be prefetched yet."""
         ...
 
 
 class Following:
-    """An `ptm_accel.memory.advice.Adviser` that writes each access down, and carries out the plan of a pass.
+    """An `ptm_accel.memory.advice.Adviser` that records each access, and executes the plan of a pass.
 
     Args:
-        pool: whose accesses are followed.
-        clock: tells when they were.
+        pool: the pool whose accesses are followed.
+        clock: times them.
 
     Attributes:
-        departures: accesses that were not where the trace had them, since the beginning.
-        beside: is given its turn at each access.
+        departures: number of accesses that differed from the trace.
+        beside: pending updates, which are advanced at each access.
     """
 
     def __init__(self, pool: Pool, clock: Clock) -> None:
@@ -80,27 +78,27 @@ class Following:
         self._pool = pool
         self._clock = clock
         self._tensors: dict[str, PagedTensor] = {}
-        # What is known of the pass that is under way.
+        # The running pass.
         self._recorder: Recorder | None = None
         self._route: Route | None = None
         self._updates_when = Updates.APART
         self._position = 0
-        # When tensors are next wanted in it, as far as somebody has asked: it stays so until then.
+        # A cache of next uses; an entry is valid until the access it names.
         self._wanted: dict[PagedTensor, int] = {}
         self._strays = 0
         self._marks: list[Mark] = []
         self._most: int | None = None
-        # What is to be sent for, with the access that it is for.
+        # Tensors to prefetch, each with the access it is for, and tensors to evict.
         self._coming: deque[tuple[int, PagedTensor]] = deque()
         self._going: deque[PagedTensor] = deque()
 
     def forward_ended(self) -> None:
-        """The whole model's forward has returned; what comes after it belongs to the pass, up to a point."""
+        """The whole model's forward has returned; limits the accesses that still belong to the pass."""
         if self._recorder is not None and self._most is None:
             self._most = _MOST_AFTER * len(self._recorder) + _FEW
 
     def give_up(self) -> None:
-        """The pass was torn down by an exception, or has no end: what was seen of it says nothing."""
+        """Aborts the pass without recording it: an exception ended it, or it has no end."""
         if self._recorder is not None:
             self._clock.give_up()
         self._recorder = self._route = self._most = None
@@ -122,9 +120,9 @@ class Following:
                 self.beside.pump()
 
     def awaited(self, tensor: PagedTensor) -> None:
-        """See `Adviser`: what comes after it may be sent for now."""
+        """See `Adviser`: its load has begun, so prefetches may follow."""
         if tensor.tag in _FOLLOWED and tensor.movable and self._route is not None:
-            self._send_for(tensor)
+            self._prefetch(tensor)
 
     def created(self, tensor: PagedTensor) -> None:
         """See `Adviser`."""
@@ -132,23 +130,23 @@ class Following:
             self._see(tensor, Use.CREATE)
 
     def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
-        """See `Adviser`: what is wanted last, by the trace."""
+        """See `Adviser`: the tensor with the last next use in the trace."""
         return self._wanted_last(idle)
 
     def _wanted_last(self, idle: Iterable[PagedTensor], accessed: PagedTensor | None = None) -> PagedTensor | None:
-        """The tensor that is wanted last, leaving out `accessed`."""
+        """The tensor with the last next use, leaving out `accessed`."""
         route, position, wanted = self._route, self._position, self._wanted
         if route is None:
             return None
         last, most, need_not = None, -1, False
-        # All that is idle is gone through whenever room is wanted, so nothing is called here that need not be.
+        # Runs over all idle tensors at each eviction, so calls are avoided.
         kept, awaits = route.kept, self._updates_when is Updates.BACKWARD
         for tensor in idle:
             use = wanted.get(tensor, -1)
             if awaits or use < position:
                 use = self._next_use(route, tensor, position) if awaits or tensor.name not in kept else position
             if use >= most and tensor is not accessed:
-                # Of two that are wanted at the same time the one that need not be stored.
+                # Of two with the same next use, the one that need not be stored.
                 clean = tensor.place is not Place.DIRTY
                 if use > most or clean > need_not:
                     last, most, need_not = tensor, use, clean
@@ -156,7 +154,7 @@ class Following:
 
     def _next_use(self, route: Route, tensor: PagedTensor, position: int) -> int:
         if self._awaits(tensor):
-            # An update whose turn it was waits for what it uses; nothing is wanted sooner.
+            # A pending update whose turn has come needs it first.
             return position
         use = self._wanted.get(tensor, -1)
         if use < position:
@@ -164,7 +162,7 @@ class Following:
         return use
 
     def _awaits(self, tensor: PagedTensor) -> bool:
-        """Whether an update that follows its gradient, in this pass, has still to be carried out with the tensor."""
+        """Whether a pending update that runs within this backward uses the tensor."""
         beside, in_backward = self.beside, self._updates_when is Updates.BACKWARD
         return in_backward and beside is not None and beside.awaits(tensor)
 
@@ -188,13 +186,13 @@ class Following:
             self._follow(route, tensor)
 
     def _held_bytes(self) -> int:
-        """What can neither leave nor is in the plan: an update that is open now is planned where it is carried out."""
+        """Bytes that can neither be evicted nor are in the plan, which has open updates where they run."""
         pool = self._pool
         held = pool.budget.used_bytes - pool.idle_bytes - pool.room.leaving_bytes
         return held - (self.beside.open_bytes if self.beside is not None else 0)
 
     def _follow(self, route: Route, tensor: PagedTensor) -> None:
-        """Finds the access in the trace, and starts what the plan has for it and for those that were skipped."""
+        """Finds the access in the trace, and starts the actions planned up to it."""
         use = route.next_own(tensor, self._position)
         if use != route.due(self._position):
             self._strays += 1
@@ -206,16 +204,16 @@ class Following:
             return
         for index in range(first, use + 1):
             for action in route.plan.starts[index]:
-                self._take_up(route, action)
-        self._send_away(tensor)
-        # What must be waited for comes first: nothing is sent for before it (see `awaited`).
+                self._enqueue(route, action)
+        self._evict(tensor)
+        # A load that is waited for goes before all prefetches (see `awaited`).
         if tensor.place is not Place.AWAY:
-            self._send_for(tensor)
+            self._prefetch(tensor)
 
-    # ---- moves -----------------------------------------------------------------------------------------------
+    # ---- transfers -------------------------------------------------------------------------------------------
 
     def _ask_for_absent(self, route: Route) -> None:
-        """What should be there as the pass begins, and is not: a pass of another kind was before it."""
+        """Prefetches what the plan expects to be resident at the start and is not: another kind of pass came before."""
         if route.plan is None:
             return
         asked = {tensor for _, tensor in self._coming}
@@ -226,10 +224,10 @@ class Following:
                 self._ask_for(tensor, route.places[name][0])
 
     def _ask_for(self, tensor: PagedTensor, due: int) -> None:
-        """Puts a tensor in the queue of those that are to come, which is in the order of their uses."""
+        """Puts a tensor into the queue of prefetches, in the order of uses."""
         self._coming.insert(bisect_right(self._coming, due, key=lambda coming: coming[0]), (due, tensor))
 
-    def _take_up(self, route: Route, action: Action) -> None:
+    def _enqueue(self, route: Route, action: Action) -> None:
         tensor = self._tensors.get(route.trace.items[action.item].name)
         if tensor is not None:
             if action.move is Move.LOAD:
@@ -237,8 +235,8 @@ class Following:
             else:
                 self._going.append(tensor)
 
-    def _send_away(self, accessed: PagedTensor) -> None:
-        """Starts what is to go. What is still in use, or waits for its update, has its turn at a later access."""
+    def _evict(self, accessed: PagedTensor) -> None:
+        """Starts planned evictions. A tensor in use, or with a pending update, is tried again at a later access."""
         for _ in range(len(self._going)):
             tensor = self._going.popleft()
             if tensor is accessed:
@@ -248,13 +246,13 @@ class Following:
             elif tensor in self._pool.shelf and not self._pool.shelf.is_spared(tensor):
                 self._spare(tensor)
 
-    def _send_for(self, accessed: PagedTensor) -> None:
-        """Starts what is to come, in order, as far as there is room; what cannot come yet is asked for again later."""
+    def _prefetch(self, accessed: PagedTensor) -> None:
+        """Starts planned loads, in order, as far as there is room; the others are tried again at a later access."""
         passed: list[tuple[int, PagedTensor]] = []
         while self._coming:
             due, tensor = self._coming[0]
             if due < self._position and not self._awaits(tensor):
-                # It was late, and is wanted only after all that is sent for behind it.
+                # Too late: its next use is after those of the tensors behind it.
                 self._coming.popleft()
                 continue
             if self.beside is not None and self.beside.elsewhere(tensor):
@@ -269,9 +267,9 @@ class Following:
         self._coming.extendleft(reversed(passed))
 
     def _made_bytes(self, due: int) -> int:
-        """What is made at once, and before the access `due`.
+        """Bytes created by the accesses right behind this one, before the access `due`.
 
-        If what comes for that access took the room, compute would wait for a store to end.
+        A prefetch that took their room would make compute wait for a store.
         """
         route, total = self._route, 0
         assert route is not None
@@ -283,7 +281,7 @@ class Following:
         return total
 
     def _make_way(self, coming: PagedTensor, accessed: PagedTensor, beside_bytes: int) -> None:
-        """Lets what is wanted after `coming` go, so that there will be room; memory comes free as the stores end."""
+        """Evicts tensors used after `coming`; their memory is free when their stores end."""
         pool, route = self._pool, self._route
         assert route is not None
         wanted = self._next_use(route, coming, self._position)
@@ -301,6 +299,6 @@ class Following:
         try:
             self._pool.ahead.evict(tensor)
         except BudgetError:
-            # The home is full: it stays, and whoever needs its room is told.
+            # The backing store is full: it stays, and a demand load that needs its room raises.
             return False
         return True

@@ -1,7 +1,7 @@
 """The gradient of one parameter: a sum over micro-batches, on pages.
 
-Its norm must be taken over the whole tensor in one call to be bit-equal to torch's, so it is taken when clipping asks
-for it, or at the last moment before the sum is moved away: the last time the whole of it is in one place for free.
+Its norm must be taken over the whole tensor in one call to be bit-equal to torch's, so it is taken for clipping, or
+just before the sum is evicted, while all of it is in memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class GradSlot:
 
     Attributes:
         value: the sum on pages, or None while there is none.
-        spent: whether an update has it already, in the middle of backward; its norm is still known.
-        used: whether a step has used one up since it was last dropped or looked for: torch would have it still.
+        spent: whether an update during backward has consumed the sum; its norm is still known.
+        used: whether a step has consumed a sum since `zero_grad`: torch would still have it.
     """
 
     __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "_view", "slot", "spent", "used", "value")
@@ -50,24 +50,26 @@ class GradSlot:
         self._norm_type = NORM_TYPE
 
     def add(self, gradient: torch.Tensor, *, held: bool = False) -> None:
-        """Adds a gradient that has just arrived; the first is kept as it is, since adding to zeros loses -0.0.
+        """Adds a gradient to the sum; the first becomes the sum, since adding to zeros loses -0.0.
 
         Args:
-            gradient: what has arrived.
-            held: somebody else has it too, so that the first is copied.
+            gradient: the gradient.
+            held: user code keeps it too, so the first is copied.
         """
         if self.value is None:
             self._norm = None
-            self._keep(gradient, held=held)
+            value = self.paged(gradient.shape, gradient.dtype)
+            self._hold(value)
+            self._pool.adopt(value, gradient, copied=held)
             return
         self.widen()
         with self._pool.pin(self.value, write=True) as total:
-            # Bringing it in may have moved it away first, with the norm of what it was.
+            # The norm may have been taken by an eviction just before.
             self._norm = None
             total.add_(gradient)
 
     def widen(self) -> None:
-        """Has the sum in fp32, where sums are kept in that."""
+        """Converts the sum to fp32 where sums are kept in fp32."""
         if self.widens:
             narrow = self.value
             assert narrow is not None
@@ -78,13 +80,8 @@ class GradSlot:
 
     @property
     def widens(self) -> bool:
-        """Whether there is a sum that the next gradient will be added to in fp32, and that is not that yet."""
+        """Whether there is a sum that is to be fp32 and is not yet."""
         return self._norms.wide and self.value is not None and is_narrow(self.value.dtype)
-
-    def _keep(self, gradient: torch.Tensor, *, held: bool) -> None:
-        self._hold(self.paged(gradient.shape, gradient.dtype))
-        assert self.value is not None
-        self._pool.adopt(self.value, gradient, copied=held)
 
     def paged(self, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> PagedTensor:
         """A new paged tensor for a gradient, by default of the parameter's shape and type."""
@@ -109,11 +106,11 @@ class GradSlot:
         """The pool has brought the sum in."""
 
     def was_written(self) -> bool:
-        """Whoever writes to a sum says so."""
+        """Writers to a sum call `changed`."""
         return False
 
     def leaving(self, tensor: torch.Tensor) -> None:
-        """The pool moves the sum away: its norm is taken now, if it may still be asked for."""
+        """The pool is about to evict the sum: takes its norm."""
         if self._norm is None:
             self._norm = self._norms.of(tensor, self._norm_type)
 
@@ -135,54 +132,54 @@ class GradSlot:
         return self._norm
 
     def changed(self) -> None:
-        """The sum was changed from outside (scaled, or written by the user)."""
+        """The sum was scaled, or written by the user."""
         self._norm = None
 
     def spend(self) -> GradSlot:
-        """As `hand_over`, in the middle of backward: its norm may still be asked for, and no more may arrive."""
+        """As `hand_over`, during backward: keeps the norm for clipping; no further gradient may arrive."""
         norm = self.norm(NORM_TYPE)
         other = self.hand_over()
         self._norm, self.spent = norm, True
         return other
 
     def hand_over(self) -> GradSlot:
-        """Gives the sum to another slot, which is not this parameter's any more: the next gradient is the first."""
+        """Moves the sum to a new slot for an update; the next gradient starts a new sum."""
         other = GradSlot(self.slot, self._pool, self._norms)
         other.value, self.value = self.value, None
         self._end_view()
         self._norm, self.used = None, True
         if other.value is not None:
-            # Nobody asks for its norm any more.
+            # Its norm is not needed any more.
             other.value.occupant = None
         return other
 
     def go_on_with(self, other: GradSlot) -> None:
-        """Takes the sum of another slot of the same parameter, which has none then."""
+        """Moves the sum of another slot of the same parameter here."""
         self.used = other.used
         value, other.value = other.value, None
         if value is not None:
             self._hold(value)
 
     def forget(self) -> None:
-        """As `drop`, and forgets what autograd has left in the parameter where it was broken off before it told us."""
+        """As `drop`, also for a gradient whose hook did not run because backward was interrupted."""
         with bare():
             self.slot.param.grad = None
         self.used = False
         self.drop()
 
     def zero(self) -> None:
-        """Has zeros in the place of a gradient, where torch would have one (`zero_grad(set_to_none=False)`)."""
+        """Replaces a gradient that torch would have by zeros (`zero_grad(set_to_none=False)`)."""
         with bare():
             arrived = self.slot.param.grad is not None
         if self.used or self.value is not None or arrived:
             self.forget()
-            # They take no memory until something is added to them.
+            # Zeros take no memory until something is added to them.
             self._hold(self.paged())
 
     # ---- what `p.grad` shows ------------------------------------------------------------------------------------
 
     def view(self) -> AwayGradient | None:
-        """What `p.grad` is: the same object as long as the sum is there and somebody holds it."""
+        """What `p.grad` is: the same object as long as the sum exists and user code keeps the object."""
         if self.value is None:
             return None
         known = None if self._view is None else self._view()
@@ -201,7 +198,7 @@ class GradSlot:
 
     @contextmanager
     def used_by(self) -> Iterator[torch.Tensor]:
-        """The sum, in the parameter's dtype; what is changed in it while this lasts is kept."""
+        """The sum, in the parameter's dtype; in-place changes to it are kept."""
         assert self.value is not None
         narrow = self.slot.value.dtype
         with self._pool.pin(self.value, write=True) as total:
@@ -228,11 +225,11 @@ class GradSlot:
 
 
 def _take_over(total: torch.Tensor, shown: torch.Tensor) -> None:
-    """Writes to a sum what it was shown as, but for elements of which it was shown rounded and that are still that."""
+    """Writes `shown` back to a wider sum, except for elements that are still the rounded ones of the sum."""
     if shown.dtype == total.dtype or shown.shape != total.shape:
         total.copy_(shown)
         return
-    # By their bits: NaN is not equal to itself.
+    # Compared by bits: NaN is not equal to itself.
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shown.element_size()]
     changed = total.to(shown.dtype).view(bits) != shown.contiguous().view(bits)
     total.copy_(torch.where(changed, shown.to(total.dtype), total))

@@ -25,23 +25,23 @@ from ptm_accel.model.slots import ParamSlot
 logger = logging.getLogger(__name__)
 
 _OF_A_GRADIENT = 2
-"""Who refers to the storage of a gradient: the gradient itself and the caller."""
+"""Use count of the storage of a gradient without other users: the gradient and the storage object that is asked."""
 
 
 class Sums(enum.Enum):
-    """What is done with the gradients that are there when more of them arrive."""
+    """What happens to the present sums when the next gradients arrive."""
 
     NONE = "none"
-    """There are none: the next are kept as they come."""
+    """There are none: the next gradients become the sums."""
     WIDENED = "widened"
-    """They are put into fp32 first, which takes other memory."""
+    """They are converted to fp32 first, in other memory."""
     ADDED_TO = "added to"
 
 
 class Gradients:
     """All gradients of a model, and the hooks that take them.
 
-    Room for the largest gradient is held at all times, because autograd allocates a gradient before we hear of it.
+    Memory for the largest gradient is reserved at all times: autograd allocates a gradient before its hook runs.
 
     Args:
         slots: the trainable parameters.
@@ -50,10 +50,10 @@ class Gradients:
 
     Attributes:
         norms: takes their norms.
-        arrivals: how many have been taken.
+        arrivals: number of gradients taken.
         arriving: called before a gradient is added to a sum, or is the first of one.
         taken: called with each sum that a gradient was added to.
-        looking: called before code outside sees a gradient, or sets one.
+        looking: called before user code reads or sets a gradient.
     """
 
     def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
@@ -68,20 +68,18 @@ class Gradients:
         self.arrivals = 0
         self.arriving: Callable[[], object] | None = None
         self.taken: Callable[[GradSlot], None] | None = None
-        self.looking: Callable[[], None] = _nothing
+        self.looking: Callable[[], None] = lambda: None
 
     def hold_arrival(self) -> None:
-        """Holds room for the next gradient, so that its arrival cannot exceed the budget."""
+        """Reserves memory for the next gradient, so that its arrival cannot exceed the budget."""
         if self._arrival is None and self._arrival_bytes:
             self._arrival = self._pool.hold(self._arrival_bytes, Tag.GRAD, "the next gradient to arrive")
 
     def expect_together(self, nbytes: int) -> None:
-        """Widens the room held for arrivals: several gradients come out of one node (a compiled region) at once."""
+        """Enlarges the reservation: one node (a compiled region) returns several gradients at once."""
         if nbytes > self._arrival_bytes:
             self._arrival_bytes = nbytes
-            if self._arrival is not None:
-                self._arrival.release()
-                self._arrival = None
+            self.release_arrival()
             self.hold_arrival()
 
     def of(self, slot: ParamSlot) -> GradSlot:
@@ -89,14 +87,11 @@ class Gradients:
         return self._by_param[id(slot.param)]
 
     def known(self, slot: ParamSlot) -> GradSlot | None:
-        """The gradient of a parameter; None if it has not been trainable.
-
-        One that was frozen after its backward has still a gradient, which is used up or forgotten as in torch.
-        """
+        """The gradient of a parameter, also one that was frozen after its backward; None if it was never trainable."""
         return self._by_param.get(id(slot.param))
 
     def admit(self, slots: Iterable[ParamSlot]) -> bool:
-        """Takes the gradients of those too that have become trainable; what has arrived for them is taken over.
+        """Adds parameters that have become trainable, with gradients that have arrived for them.
 
         Args:
             slots: all parameters of the model, in its order.
@@ -115,8 +110,8 @@ class Gradients:
         return True
 
     def _admit(self, new: list[ParamSlot], every: list[ParamSlot]) -> None:
-        # Of one that has been frozen again since, what has arrived counts in norms as ever. Hooks can be put on none
-        # that is frozen, and must be there for when it is trained once more.
+        # A parameter that is frozen again keeps its gradient, which counts in norms. Torch takes hooks for trainable
+        # parameters only.
         frozen = [slot.param for slot in new if not slot.param.requires_grad]
         for param in frozen:
             param.requires_grad_(True)
@@ -132,7 +127,7 @@ class Gradients:
         self.expect_together(max(slot.value.nbytes for slot in new))
 
     def lift(self) -> list[GradSlot]:
-        """The sums that there are, for other gradients that go on with them (`take_over`); here there are none then."""
+        """Removes and returns the sums, for another `Gradients` to continue with (`take_over`)."""
         lifted = []
         for grad in self._by_param.values():
             if grad.value is not None or grad.used:
@@ -142,7 +137,7 @@ class Gradients:
         return lifted
 
     def take_over(self, lifted: list[GradSlot], slots: Iterable[ParamSlot]) -> None:
-        """Goes on with sums that others had; those of parameters that have left the model are forgotten.
+        """Continues with sums of another `Gradients`, and drops those of parameters that have left the model.
 
         Args:
             lifted: what `lift` has given.
@@ -159,7 +154,7 @@ class Gradients:
             grad.drop()
 
     def tell_of_used(self, grad: GradSlot) -> None:
-        """Says, once, that nobody has called `zero_grad` since a step, where torch would go on with its gradients."""
+        """Warns once that `zero_grad` was not called after a step; torch would reuse the gradients."""
         if not self._told_of_used:
             self._told_of_used = True
             logger.warning(
@@ -169,7 +164,7 @@ class Gradients:
                 grad.slot.name,
             )
 
-    # ---- what code outside sees and does --------------------------------------------------------------------------
+    # ---- uses by user code ----------------------------------------------------------------------------------------
 
     def shown(self, slot: ParamSlot) -> AwayGradient | None:
         """What `p.grad` of a parameter is.
@@ -180,7 +175,7 @@ class Gradients:
         grad = self.known(slot)
         if grad is None:
             return None
-        # A hook of the user's may be called before the one that takes the gradient.
+        # A hook of the user's may run before ours.
         self.take(slot.param)
         if grad.value is not None or grad.spent:
             self.looking()
@@ -225,7 +220,7 @@ class Gradients:
         grad.add(copied)
 
     def covers(self, slots: list[ParamSlot]) -> bool:
-        """Whether these are exactly the parameters whose gradients are taken."""
+        """Whether `slots` are exactly the parameters whose gradients are taken."""
         return self._by_param.keys() == {id(slot.param) for slot in slots}
 
     def slots(self) -> list[GradSlot]:
@@ -233,7 +228,7 @@ class Gradients:
         return list(self._by_param.values())
 
     def present(self) -> list[GradSlot]:
-        """The gradients that there are, in the order of the model's parameters."""
+        """The parameters' gradients that exist, in the order of the model's parameters."""
         return [g for g in self._by_param.values() if g.value is not None]
 
     def arrived(self) -> list[GradSlot]:
@@ -241,17 +236,17 @@ class Gradients:
         return [g for g in self._by_param.values() if g.value is not None or g.spent]
 
     def among(self, parameters: Iterable[torch.Tensor]) -> list[GradSlot]:
-        """Those of `arrived` that are of `parameters`, in their order; of one that is there twice, twice."""
+        """The gradients of `arrived` that belong to `parameters`, in that order, with repetitions."""
         known = [self._by_param.get(id(param)) for param in parameters]
         return [g for g in known if g is not None and (g.value is not None or g.spent)]
 
     def sums_of(self, slots: Iterable[ParamSlot]) -> list[PagedTensor]:
-        """The sums that there are of the gradients of these."""
+        """The gradient sums of `slots` that exist."""
         known = [self.known(slot) for slot in slots]
         return [grad.value for grad in known if grad is not None and grad.value is not None]
 
     def sums(self) -> Sums:
-        """What the next gradients will meet."""
+        """What happens when the next gradients arrive."""
         present = self.present()
         if not present:
             return Sums.NONE
@@ -261,7 +256,7 @@ class Gradients:
     def multiply(self, coefficient: torch.Tensor, gradients: Iterable[GradSlot] | None = None) -> None:
         """Multiplies `gradients` (by default all), one at a time."""
         for grad in self.present() if gradients is None else gradients:
-            # As the update would multiply it, so that no number depends on who has looked at gradients before.
+            # In the dtype of the update, so that no number depends on when gradients are read.
             grad.widen()
             assert grad.value is not None
             with self._pool.pin(grad.value, write=True) as total:
@@ -274,7 +269,7 @@ class Gradients:
             grad.forget()
 
     def remove(self) -> None:
-        """Takes the hooks off and gives all room back."""
+        """Removes the hooks and frees all memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -288,17 +283,17 @@ class Gradients:
                 self._hooks.append(slot.param.register_post_accumulate_grad_hook(self.take))
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether there is room beside what is held for the next gradient to arrive."""
+        """Whether there is room beside the reservation for the next gradient."""
         return self._pool.budget.free_bytes >= nbytes or self._pool.room.available_bytes() >= nbytes
 
     def release_arrival(self) -> None:
-        """Gives the room for the next gradient to others, until `hold_arrival`."""
+        """Releases the reservation for the next gradient, until `hold_arrival`."""
         if self._arrival is not None:
             self._arrival.release()
             self._arrival = None
 
     def take(self, param: torch.Tensor) -> None:
-        """Takes what autograd has left in a parameter, if anything, and leaves nothing there.
+        """Moves the gradient that autograd has accumulated, if any, from `param.grad` into its sum on pages.
 
         Raises:
             UnsupportedError: the gradient is sparse, or an update has used up what should have been the whole sum.
@@ -319,12 +314,12 @@ class Gradients:
         if self.arriving is not None:
             self.arriving()
         self.arrivals += 1
-        # Without what autograd has left in the parameter.
         gradient = arrived.data
         del arrived
-        held = _is_held(gradient)
+        # A gradient whose memory a hook of the user's keeps too is copied.
+        held = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OF_A_GRADIENT
         if grad.value is None and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes)):
-            # What was held for it becomes the charge of the gradient itself, unless that is a copy and has room.
+            # The reservation for arrivals becomes the charge of the gradient, unless a copy of it has room beside.
             self.release_arrival()
         with torch.no_grad():
             grad.add(gradient, held=held)
@@ -345,13 +340,3 @@ def refuse_sparse(grad: GradSlot, gradient: torch.Tensor) -> None:
             f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
             "Build the module with sparse=False."
         )
-
-
-def _is_held(gradient: torch.Tensor) -> bool:
-    """Whether somebody else has the memory of a gradient too (a hook that keeps it), so that it has to be copied."""
-    users: int = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    return users > _OF_A_GRADIENT
-
-
-def _nothing() -> None:
-    """Nobody has to be told."""

@@ -1,13 +1,10 @@
-"""Keeps parameters in the compute tier while a forward uses them.
+"""Forward hooks that keep parameters in the compute tier while a forward uses them.
 
-A module's own parameters are pinned from before its forward until after it, and are ordinary parameters meanwhile
-(`ParamSlot.show`), so that nothing is paid for their use. A parameter that is read by another forward (a tied head, a
-mixer that reads its convolution's weight) is an `AwayParameter`: each torch function on it brings it in.
+A module's own parameters are pinned, and ordinary parameters (`ParamSlot.show`), while its forward runs. A parameter
+that another forward reads (a tied head, a mixer that reads its convolution's weight) is an `AwayParameter`: each torch
+function on it brings it in. A compiled region (`ptm_accel.model.compiled`) pins all parameters under its module.
 
-A compiled region (`ptm_accel.model.compiled`) is one such module with everything under it: all its parameters are
-pinned, and its modules are plain while it runs.
-
-Within forwards the saved-tensor hooks of `ptm_accel.model.saved` are active, inside whatever other hooks there are.
+Within forwards the saved-tensor hooks of `ptm_accel.model.saved` are active, inside any other such hooks.
 Recomputation inside backward (activation checkpointing) calls modules again and is an outermost forward of its own.
 """
 
@@ -39,30 +36,28 @@ from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 logger = logging.getLogger(__name__)
 
 _CALL = nn.Module._call_impl.__code__
-"""What runs for as long as a module is being called."""
+"""The code that is on the stack while a module is being called."""
 
 _LIBRARIES = ("torch.", "transformers.", "peft.")
-"""Modules of these packages do not write to their weights through `.data` in their own forwards, which torch would not
-count. The parameters of any other module are `AwayParameter`s in its own forward too, where such a write is seen."""
+"""Packages whose modules do not write to weights through `.data` in their own forwards, which torch does not count.
+The parameters of other modules are `AwayParameter`s in their own forward too, where such a write is noticed."""
 
 _READS_ITS_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that hand parameters of their parts to one kernel, if all of those are ordinary parameters."""
+"""Modules that pass parameters of their submodules to one kernel, if all of those are ordinary parameters."""
 
 
 @dataclass(slots=True)
 class _Frame:
     """One running module forward.
 
-    A compiled region has its modules bared, and casting suspended: its graph casts for itself.
-
     Attributes:
-        module: whose forward.
+        module: the module.
         pins: of the module's own parameters.
         shown: the slots whose parameters are ordinary ones while it runs.
-        saved: the saved-tensor hooks, if it was this forward that put them on.
-        casting: the casting mode, if this is where autocast was first met.
-        bared: the modules of the compiled region that this is.
-        suspended: the casting mode of a forward around this region.
+        saved: the saved-tensor hooks, if this forward has put them on.
+        casting: the casting mode, if this forward has entered it.
+        bared: the hooks that a compiled region has removed.
+        suspended: the casting mode of a forward around a compiled region, whose graph casts for itself.
     """
 
     module: nn.Module
@@ -99,7 +94,7 @@ class _Frames(threading.local):
 
 
 class Residency:
-    """The hooks that bring parameters in around forwards, and what serves accesses outside of them.
+    """The forward hooks, and what serves uses of parameters and gradients outside of them.
 
     Args:
         pool: where the parameters live.
@@ -108,13 +103,13 @@ class Residency:
 
     Attributes:
         root: the model.
-        owner: kept alive by the model, whose hooks hold this object.
-        beginning: called before an outermost forward whose gradients are on.
-        ended: called after an outermost forward whose gradients are on.
+        owner: an object that the model keeps alive, through its hooks.
+        beginning: called before an outermost forward with gradients.
+        ended: called after an outermost forward with gradients.
         outside: called before a parameter is used outside of its module's forward.
-        gradient_of: gives what `p.grad` of a parameter is.
-        set_gradient_of: takes what it was set to.
-        snapshots_of: modules into whose state dictionaries a hook puts the values.
+        gradient_of: returns `p.grad` of a parameter.
+        set_gradient_of: called with what `p.grad` of a parameter was set to.
+        snapshots_of: modules with a hook that puts the values into their state dictionaries.
     """
 
     def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable) -> None:
@@ -142,7 +137,7 @@ class Residency:
     # ---- installing ------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module) -> None:
-        """Puts forward hooks on modules that own parameters, and on those that contain them and may read some."""
+        """Puts forward hooks on modules that own parameters, and on modules around them, which may read some."""
         self.root = model
         readers = {""}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -223,15 +218,15 @@ class Residency:
     def _end_torn_down(self, module: nn.Module) -> None:
         """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.
 
-        torch calls the hooks at a forward's end after an `Exception`, and not after a `KeyboardInterrupt`. A loop whose
-        owner knows nothing of `abort` goes on with another forward. One within a forward is told from that by the calls
-        on Python's stack, where a model that calls itself is found a second time.
+        torch calls the hooks at a forward's end after an `Exception`, but not after a `KeyboardInterrupt`, after which
+        a loop may go on without a call of `abort`. Python's stack tells whether forwards still run; a model that calls
+        itself is on it twice.
         """
         if torch._C._current_graph_task_id() != -1:
-            # Recomputation: a forward that a backward calls.
+            # Recomputation within a backward.
             return
         calls = _being_called()
-        # Without the call that begins here, how modules are called is not what we know: nothing can be said.
+        # If the call that begins here is not on the stack, modules are called in an unknown way.
         if calls and calls[0] is module and not any(f.module is call for f in self._frames.stack for call in calls[1:]):
             self.abort()
 
@@ -239,13 +234,13 @@ class Residency:
 
     @contextmanager
     def values(self, slot: ParamSlot, *, changes: bool) -> Iterator[torch.Tensor]:
-        """Has the values of a parameter there, in an ordinary parameter, while one torch function runs.
+        """A context in which the values are resident, in an ordinary parameter; gives their storage's view.
 
-        They stay as long as there is room afterwards; what was used last leaves last.
+        They stay afterwards while there is room (LRU).
 
         Args:
-            slot: which one.
-            changes: they count as changed.
+            slot: the parameter.
+            changes: the values count as changed in any case.
         """
         stack = self._frames.stack
         if stack:
@@ -255,7 +250,9 @@ class Residency:
             self._tell_of_outside(slot)
         if self.outside is not None:
             self.outside()
-        with self.pool.pin(slot.value) as tensor, self._covered():
+        # Where no forward does that already.
+        saved = self.saved.cover() if torch.is_grad_enabled() and not stack else None
+        with self.pool.pin(slot.value) as tensor, saved or nullcontext():
             if changes:
                 slot.changed()
             slot.show()
@@ -265,13 +262,8 @@ class Residency:
                 slot.hide()
         self.pool.shelf.spare(slot.value)
 
-    def _covered(self) -> AbstractContextManager[Any]:
-        """Has autograd save recipes where no forward sees to that."""
-        saved = self.saved.cover() if torch.is_grad_enabled() and not self._frames.stack else None
-        return nullcontext() if saved is None else saved
-
     def alias_given(self, slot: ParamSlot) -> None:
-        """See `ptm_accel.model.away.Source`: outside of forwards, whoever has a view may write to it unseen."""
+        """A view of the values was given to user code; writes to it outside of forwards are not noticed otherwise."""
         if not self._frames.stack:
             slot.changed()
 
@@ -285,11 +277,11 @@ class Residency:
             self.set_gradient_of(slot, gradient)
 
     def snapshot_follows(self, module: nn.Module) -> bool:
-        """See `ptm_accel.model.away.Source`."""
+        """Whether a hook puts the values into the state dictionary that `module` makes."""
         return module in self.snapshots_of
 
     def _tell_of_outside(self, slot: ParamSlot) -> None:
-        """Says once that a step uses all parameters outside of forwards."""
+        """Warns once if a step uses all parameters outside of forwards."""
         self._outside += 1
         if self._outside == 2 * len(self.slots) and self.run_ahead.enabled and not self._told_of_outside:
             self._told_of_outside = True
@@ -339,8 +331,8 @@ class Residency:
             self.beginning()
 
     def _shows(self, module: nn.Module) -> bool:
-        """Whether a module's own parameters may be ordinary ones in its forward: nobody writes to them unseen."""
-        # Besides ours there are no hooks, which may do anything.
+        """Whether a module's own parameters may be ordinary ones in its forward: no uncounted writes are possible."""
+        # Only our hooks: others may write.
         return module in self._trusted and len(module._forward_pre_hooks) == 1 == len(module._forward_hooks)
 
     def _used_by(self, module: nn.Module) -> list[ParamSlot]:
@@ -398,7 +390,7 @@ class Residency:
                 self.run_ahead.forward_ended()
 
     def _meet_autocast(self, frames: _Frames, frame: _Frame) -> None:
-        """Turns casting on for the rest of `frame`, if autocast is on and it is not yet."""
+        """Enters the casting mode for the rest of `frame`, if autocast is on and the mode is not."""
         if frames.casting or frame.bared is not None:
             return
         device = self.pool.compute.device
@@ -408,7 +400,7 @@ class Residency:
             frames.casting = True
 
     def abort(self) -> None:
-        """Ends forwards that an exception has torn down without their hooks being called (Ctrl-C)."""
+        """Ends forwards whose hooks an exception has skipped (Ctrl-C)."""
         self.run_ahead.give_up()
         while self._frames.stack:
             self._pop(self._frames)

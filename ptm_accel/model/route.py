@@ -1,4 +1,4 @@
-"""What is known of one kind of pass: its trace, its plan, and when each tensor is next wanted in it."""
+"""One kind of pass: its trace, its plan, and the next use of each tensor in it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from ptm_accel.schedule.watch import Watch
 
 @dataclass(slots=True)
 class Route:
-    """What is known of one kind of pass.
+    """One kind of pass.
 
     Attributes:
-        trace: how it went.
-        plan: what to start when; None where none can be made.
+        trace: its accesses, with updates.
+        plan: what to start at each access; None where none can be made.
         capacity_bytes: the budget that the plan was made for; 0 as long as nothing has been planned.
         recorded: the trace as it was recorded, without updates.
-        updates: which updates are carried out beside it.
-        simulated: what the plan should come to; None where the link has not been measured.
-        on_host: the parameters that it has updated on the CPU beside a device, by name.
+        updates: which updates run beside it.
+        simulated: the simulated execution of the plan; None where the link has not been measured.
+        on_host: names of the parameters that the plan updates on the CPU beside a device.
         way: how the plan divides the budget.
         least_s: see `Choice`.
         places: the accesses of each item, ascending, by the item's name.
         own: of those, the ones of the pass itself.
-        kept: the names of what is to stay for good.
-        updated: the names of the parameters whose updates are in the plan.
-        final: the names of those whose gradients are whole when they arrive.
-        rank: how many accesses of the pass itself come before each access; the last entry is their number.
-        made_next: for each access, those right behind it that bring something into being (`Trace.made_next`).
+        kept: names of the tensors that the plan pins.
+        updated: names of the parameters whose updates are in the plan.
+        final: names of the parameters whose gradients are whole when they arrive.
+        rank: number of accesses of the pass itself before each access; the last entry is the total.
+        made_next: for each access, those right behind it that create a tensor (`Trace.made_next`).
         trains: whether there is a backward in it.
-        watch: compares what such passes take with what was simulated.
+        watch: compares the time of such passes with the simulated one.
     """
 
     trace: Trace
@@ -90,18 +90,18 @@ class Route:
         return position
 
     def next_use(self, tensor: PagedTensor, position: int) -> int:
-        """When a tensor is next wanted, from `position` on: an access of this pass, or a number beyond them.
+        """The next use of a tensor from `position` on: an access of this pass, or a number beyond them.
 
-        What updates use has its place in the pass if they are carried out beside it; otherwise it is wanted right
-        after the pass. Parameters are wanted by the pass after it.
+        Tensors of updates are in the trace if updates run beside the pass; otherwise they are used right after it.
+        Parameters are used by the pass after it.
         """
         if tensor.name in self.kept:
-            # Others leave first.
+            # Evicted last.
             return position
         count = len(self.trace.accesses)
         places = self.places.get(tensor.name)
         if places is None:
-            # Where updates come after several passes, what they use is wanted after the parameters of the next.
+            # Where updates come after several passes, their tensors are used after the parameters of the next.
             far = tensor.tag in (Tag.STATE, Tag.MASTER) and self.trace is self.recorded
             return 2 * (count + 1) if far else count
         at = bisect_left(places, position)
@@ -126,12 +126,12 @@ class Ended:
     """A pass that has ended for the thread that computes; on a device its times may not be known yet.
 
     Attributes:
-        recorder: what it accessed.
-        route: what was known of it.
-        updates: when the updates that concern it were carried out.
-        strays: accesses that were not where the trace had them.
-        marks: when it began, each access, and when it ended.
-        evaluates: whether it is no part of training.
+        recorder: its accesses.
+        route: the route it followed.
+        updates: when the updates that concern it ran.
+        strays: number of accesses that differed from the trace.
+        marks: of its begin, each access, and its end.
+        evaluates: whether it is not part of training.
     """
 
     recorder: Recorder

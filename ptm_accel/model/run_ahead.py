@@ -1,12 +1,9 @@
-"""Moves pages before they are needed: follows each pass by its trace, and starts what the plan says at each access.
+"""Records passes, makes plans for them, and decides when to record and plan anew.
 
-The first pass of a kind (mode, shapes) is demand paged and written down; when such a pass comes again, a plan is made,
-and carried out from then on.
-A plan is a hint: whatever the model really reads is what it gets, and an access that the trace does not know is demand
-paged. Where the model departs from its trace (routing, a last short batch) the next places are searched for a place to
-join it again; where it departs too often the pass is written down anew, and ever rarer where that is of no use.
-
-What is done at each access is in `ptm_accel.model.following`.
+The first pass of a kind (mode, shapes) is demand paged and recorded; when such a pass comes again, a plan is made, and
+executed from then on (`ptm_accel.model.following`). A plan is a hint: an access that the trace does not have is demand
+paged. Where the model departs from its trace (routing, a last short batch), the executor searches the next accesses for
+a place to rejoin it; if it departs too often the pass is recorded anew, ever more rarely where that does not help.
 """
 
 from __future__ import annotations
@@ -30,18 +27,18 @@ from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
 from ptm_accel.schedule.watch import Backoff, LinkUse, rates_as_seen
 
 _DEPARTURES = 0.05
-"""The share of accesses that may differ from the trace before it is written down anew."""
+"""The share of accesses that may differ from the trace before the pass is recorded anew."""
 
 _MOST_KINDS = 64
-"""So many kinds of passes are remembered, the last ones that were seen: where rows are padded to the longest of their
-batch, or a text is generated, nearly each pass is of another kind, and some of them never come again.
+"""Most kinds of passes that are kept, the latest ones: with padding to the longest row, or generation, nearly each pass
+is of another kind.
 """
 
 _MANY_ACCESSES = 1000
-"""From so many on (some 300 tensors), to look at all ways of dividing the budget takes seconds."""
+"""From this number of accesses on (some 300 tensors), trying all ways of dividing the budget takes seconds."""
 
 _CAPACITY_GRAIN = 64
-"""A budget that has changed by less than this part of it (on a device it follows the tide) needs no other plan."""
+"""A budget that has changed by less than one part in this many needs no other plan."""
 
 
 class RunAhead(Following):
@@ -63,7 +60,9 @@ class RunAhead(Following):
         on_host_possible: tells whether the optimizer can be run there.
         rated_update_s: seconds of an update for each byte of gradient, as long as none has been seen; 0 if not known.
         tally: what passes and updates of training have taken.
-        evaluation: is told whether what is moved from now on is for an evaluation.
+        evaluation: called with whether transfers from now on are for an evaluation.
+        updates: what the update of each parameter uses beside it, by the parameter's name; the gradient last.
+        overwritten: the parameters that updates write without reading them.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -79,8 +78,8 @@ class RunAhead(Following):
         self.tally = Tally()
         self.evaluation: Callable[[bool], None] = lambda evaluates: None
         super().__init__(pool, clock_of(pool, self.tally))
-        self._updates: dict[str, list[Item]] = {}
-        self._overwritten: Collection[str] = ()
+        self.updates: dict[str, list[Item]] = {}
+        self.overwritten: Collection[str] = ()
         self._on_host: Collection[str] = ()
         # How the last plans divided the budget: those that follow need not look at all ways again.
         self._ways: dict[Updates, Way] = {}
@@ -92,19 +91,18 @@ class RunAhead(Following):
     # ---- passes ----------------------------------------------------------------------------------------------
 
     def begin(self, kind: Hashable, *, evaluates: bool = False) -> None:
-        """A forward begins; what was under way has ended.
+        """Called when a pass begins; ends the one before.
 
         Args:
-            kind: what its accesses depend on: mode and shapes.
-            evaluates: it is no part of training.
+            kind: mode and shapes, on which its accesses depend.
+            evaluates: it is not part of training.
         """
         self.end()
         self._evaluates = evaluates
-        # Updates that are still under way belong to the step before, beside whatever pass they are carried out.
+        # Pending updates belong to the step before, whatever pass they run beside.
         self.evaluation(evaluates and self.beside is None)
         if not self.enabled or self._pool.fits_on_card:
             return
-        # Gradients that are there already are added to, and are not made; and updates may be under way.
         sums = self.sums()
         updates = self._when_updated(kind, sums)
         key = (kind, sums, updates)
@@ -122,26 +120,25 @@ class RunAhead(Following):
             self._on_host = route.on_host
         self._updates_when = updates
         self._marks = [self._clock.begin()]
-        self._recorder, self._most = Recorder(key, writes=not self._is_settled(route)), None
+        # Nothing of a settled pass need be recorded: beside a device, that costs its events.
+        settled = False
+        if route is not None and route.plan is not None and route.simulated is not None:
+            settled = route.watch.settled
+        self._recorder, self._most = Recorder(key, writes=not settled), None
         self._route, self._position, self._strays = route, 0, 0
         self._wanted.clear()
         if route is not None:
             self._ask_for_absent(route)
         self._pool.adviser = self
 
-    @staticmethod
-    def _is_settled(route: Route | None) -> bool:
-        """Whether nothing of a pass need be written down: to do so costs, beside a card, what its events cost."""
-        return route is not None and route.plan is not None and route.simulated is not None and route.watch.settled
-
     def _needs_plan(self, route: Route, capacity_bytes: int) -> bool:
-        """Whether there is no plan for this budget, or one that is too far from it for too long."""
+        """Whether there is no plan, or the budget has differed too much from the plan's for too long."""
         if not route.capacity_bytes:
             return True
         return route.watch.budget.calls(abs(route.capacity_bytes - capacity_bytes) > capacity_bytes // _CAPACITY_GRAIN)
 
     def _when_updated(self, kind: Hashable, sums: Sums) -> Updates:
-        """When the updates that concern the next pass are carried out, if it is one of this kind."""
+        """When updates run that concern the next pass, if it is one of this kind."""
         otherwise = Updates.APART if self.beside is None else Updates.FORWARD
         known = (self.routes.get((kind, sums, updates)) for updates in reversed(Updates))
         alike = next((route for route in known if route is not None), None)
@@ -152,9 +149,9 @@ class RunAhead(Following):
         return Updates.BACKWARD
 
     def end(self) -> None:
-        """The pass has ended, if there is one."""
+        """Ends the pass, if there is one."""
         recorder, route = self._recorder, self._route
-        # What the next pass begins with may have been sent for in vain yet.
+        # Loads for the next pass that had no room yet are kept.
         count = len(route.trace.accesses) if route is not None else 0
         coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count or self._awaits(tensor))
         if recorder is not None:
@@ -168,7 +165,7 @@ class RunAhead(Following):
             self._learn(self._ended.popleft(), moments)
 
     def _learn(self, ended: Ended, moments: Sequence[Moment]) -> None:
-        """The times of a pass are known: it is counted, and planned anew where that is called for."""
+        """Counts a pass whose times are known, and plans it anew where needed."""
         recorder, route = ended.recorder, ended.route
         took_s = moments[-1].total_s - moments[0].total_s
         if not ended.evaluates:
@@ -180,36 +177,33 @@ class RunAhead(Following):
             return
         trace = recorder.finish([moment.compute_s for moment in moments])
         if route is None:
-            # A plan takes a while to make, and is made when such a pass comes again.
+            # The plan is made when such a pass comes again: making it takes a while.
             self._remember(recorder.key, Route(trace, None, 0, trace, ended.updates))
             return
-        self._look_at_link()
+        before = self._before[1]
+        if self.rates is not None and self.link_use is not None and before is not None:
+            self.rates = rates_as_seen(self.rates, before, self.link_use())
         newer = self._planned(trace, updates=ended.updates, again=warm, present=route)
         newer.watch = route.watch
         self._remember(recorder.key, newer)
 
     def _remember(self, key: Hashable, route: Route) -> None:
-        """Keeps what is known of a kind of pass that has just been seen, and forgets what was seen longest ago."""
+        """Keeps a route as the latest, and forgets the one that was used longest ago."""
         self.routes.pop(key, None)
         self.routes[key] = route
         while len(self.routes) > _MOST_KINDS:
             del self.routes[next(iter(self.routes))]
 
     def _is_off(self, route: Route, took_s: float, ended: Ended) -> bool:
-        """Whether the pass that has ended calls for a new plan: it was another one, or took another time."""
+        """Whether the pass that has ended calls for a new plan: its accesses or its time differed."""
         foretold, watch = route.simulated, route.watch
         written = ended.recorder.writes
         late = foretold is not None and watch.departs(foretold.seconds, took_s, written=written)
         watch.strayed = ended.strays > _DEPARTURES * route.rank[-1]
         if watch.strayed and not written:
-            # There is nothing to make a plan from; if the next one strays as well, there is.
+            # It was not recorded; the next one will be.
             return False
         return watch.accesses.calls(watch.strayed) or late
-
-    def _look_at_link(self) -> None:
-        before = self._before[1]
-        if self.rates is not None and self.link_use is not None and before is not None:
-            self.rates = rates_as_seen(self.rates, before, self.link_use())
 
     def end_step(self) -> None:
         """The passes of a step have ended: its update begins."""
@@ -232,19 +226,19 @@ class RunAhead(Following):
             tally.foretold_took_s += took_s
 
     def resized(self) -> None:
-        """The share has another size, which is no tide that may turn: plans are made anew for it at once."""
+        """Called when the budget has another size for good: plans are made anew at once."""
         self._ways.clear()
         for route in self.routes.values():
             route.watch.budget = Backoff()
 
     def forget(self) -> None:
-        """The model has other parameters than before: what was seen of its passes is of no use."""
+        """Forgets all passes, since the model has other parameters now."""
         self.give_up()
         self.routes.clear()
         self._ways.clear()
         self._ended.clear()
         self._tensors.clear()
-        self._updates, self._overwritten, self._on_host = {}, (), ()
+        self.updates, self.overwritten, self._on_host = {}, (), ()
 
     def reading_order(self) -> dict[str, int] | None:
         """The place of each parameter in the newest training pass, by name; None if none is known."""
@@ -259,55 +253,45 @@ class RunAhead(Following):
         gradient_bytes: Mapping[str, int],
         overwritten: Collection[str],
     ) -> None:
-        """Updates are carried out beside passes, in an order that their traces tell.
+        """Notes what updates use that run beside passes.
 
         Args:
             used: what the update of each parameter uses beside it and its gradient, by the parameter's name.
-            gradient_bytes: what the extent of its gradient takes.
+            gradient_bytes: the bytes of its gradient's buffer.
             overwritten: the parameters that are written without being read.
         """
-        self._overwritten = overwritten
-        before, self._updates = self._updates, {}
+        self.overwritten = overwritten
+        before, self.updates = self.updates, {}
         for name, tensors in used.items():
             sizes = [(t.name, t.slot_bytes) for t in tensors] + [(f"{name}{GRAD_SUFFIX}", gradient_bytes[name])]
             known = before.get(name)
-            # Nearly always what it was at the step before.
+            # Nearly always the same as at the step before.
             if known is None or sizes != [(item.name, item.nbytes) for item in known]:
                 known = [Item(*size) for size in sizes]
-            self._updates[name] = known
+            self.updates[name] = known
         for tensors in used.values():
             self._tensors.update((tensor.name, tensor) for tensor in tensors)
 
     def updates_ended(self, updated: Collection[str]) -> None:
-        """The updates that were carried out beside passes are done, or given up.
+        """Called when updates beside passes are complete or aborted.
 
         Args:
             updated: the parameters that have been updated, but for those on the CPU beside a device.
         """
         self.beside = None
         self.evaluation(self._evaluates)
-        self.tally.updated_bytes += sum(self._updates[name][-1].nbytes for name in updated if name in self._updates)
-
-    @property
-    def updates(self) -> Mapping[str, Sequence[Item]]:
-        """What the update of each parameter uses beside it, by the parameter's name; the gradient last."""
-        return self._updates
-
-    @property
-    def overwritten(self) -> Collection[str]:
-        """The parameters that those write without having read them."""
-        return self._overwritten
+        self.tally.updated_bytes += sum(self.updates[name][-1].nbytes for name in updated if name in self.updates)
 
     def exclude(self, seconds: float) -> None:
-        """Time that the thread has spent on updates, waiting left out."""
+        """Counts seconds that the thread has spent on updates, without waiting."""
         self._clock.exclude(seconds, beside=self.beside is not None)
 
     def spent_on_host(self, seconds: float) -> None:
-        """Time that updates on the CPU have taken, beside a device."""
+        """Counts seconds of updates on the CPU beside a device."""
         self.tally.host_s += seconds
 
     def sends_for(self, parameter: str) -> bool:
-        """Whether the plan that is being carried out brings in what the update of a parameter needs."""
+        """Whether the running plan loads what the update of a parameter needs."""
         route = self._route
         return route is not None and route.plan is not None and parameter in route.updated
 
@@ -317,31 +301,31 @@ class RunAhead(Following):
 
     @property
     def final_gradients(self) -> Collection[str]:
-        """The parameters of this pass that may be updated as soon as their gradients arrive, by name."""
+        """Names of the parameters that may be updated in this pass as soon as their gradients arrive."""
         route = self._route
         return route.final if route is not None and route.updates is Updates.BACKWARD else ()
 
     def _planned(
         self, recorded: Trace, *, updates: Updates, again: bool = False, present: Route | None = None
     ) -> Route:
-        """A plan for a pass.
+        """Plans a pass.
 
         Args:
-            recorded: it, without updates.
-            updates: when they are carried out.
-            again: there is one for the same budget that was made with memory warm: what is best is not far from that.
-            present: what is known of such passes now.
+            recorded: its trace, without updates.
+            updates: when updates run.
+            again: there is a plan for the same budget that was made with memory warm: search near it.
+            present: the present route of such passes.
         """
         capacity = self._pool.share_bytes
-        # The same pass under another budget: more of it must not make for a slower plan.
+        # Plans for other budgets: a larger budget must not make for a slower plan.
         before = (known for known in self.routes.values() if known.recorded is recorded and known.updates is updates)
-        # The next pass is of another kind where several make a step, and only the first has updates beside it.
+        # Where several passes make a step, only the first has updates beside it.
         alone = updates is not Updates.FORWARD or self._passes_a_step == 1
         choice = choose_plan(
             recorded,
             capacity_bytes=capacity,
-            updates={} if updates is Updates.APART else self._updates,
-            overwritten=self._overwritten,
+            updates={} if updates is Updates.APART else self.updates,
+            overwritten=self.overwritten,
             in_backward=updates is Updates.BACKWARD,
             repeats=alone,
             between_bytes=0 if alone else self._bytes_apart(),
@@ -354,19 +338,10 @@ class RunAhead(Following):
         )
         if choice.simulated is not None:
             self._ways[updates] = choice.way
-        return Route(
-            choice.trace,
-            choice.plan,
-            capacity,
-            recorded,
-            updates,
-            choice.simulated,
-            choice.on_host,
-            choice.way,
-            choice.least_s,
-        )
+        made = choice.trace, choice.plan, capacity, recorded, updates
+        return Route(*made, choice.simulated, choice.on_host, choice.way, choice.least_s)
 
     def _bytes_apart(self) -> int:
-        """What a pass of training without updates can make use of, as far as is known."""
+        """The most bytes that a training pass without updates can use, as far as is known."""
         apart = (route.recorded for route in self.routes.values() if route.trains and route.updates is Updates.APART)
         return max((trace.most_bytes for trace in apart), default=0)

@@ -1,16 +1,14 @@
-"""Autograd saves an address, not bytes.
+"""Saved-tensor hooks: autograd saves a reference to a parameter, not its bytes.
 
 While a forward runs, and in each torch function on a parameter outside of all forwards, a saved tensor that lies in a
-parameter's extent (or in a cast copy of one) is replaced by a recipe: which parameter, and which view of it. Unpacking
-it in backward brings the parameter in again. Everything else is saved as it would have been: by the hooks of whoever
-put some on before us (activation checkpointing, offloading of activations to the CPU), or as it is. Autograd
-calls the innermost pair of hooks only, so ours hand on to theirs. Those never see a parameter: a checkpoint would
-otherwise keep all parameters of a recomputed layer alive at once.
+parameter's buffer (or in a cast copy of one) is replaced by a `SavedView`: which parameter, and which view of it.
+Unpacking it in backward loads the parameter again. Other tensors go to the hooks that were active before ours
+(activation checkpointing, offloading of activations), or are saved as they are: autograd calls the innermost pair of
+hooks only. Those other hooks never get a parameter, of which a checkpoint would keep all of a recomputed layer.
 
-Where there are hooks, autograd does not look whether what was saved has been changed in place since. Without ours there
-would be none, so that is done here, by the same count. Where there are hooks of others it would not look either. They
-may keep a parameter as it was, which a recipe does not; so one that has been changed is refused there too, but for
-activation checkpointing, which computes with what it finds.
+Autograd does not check tensors for in-place changes where there are hooks, so the check is done here, by the same
+version counter. A changed parameter is refused under hooks of others too, since a `SavedView` does not keep the old
+values; except under activation checkpointing, which computes with the present ones.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ class SavedTensor:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: what is packed is kept by the node that saves it, and may be an output of that very node. That
-        # would be a circle which nothing breaks if no backward comes.
+        # Detached: a node that saves its own output would be a reference cycle.
         self._tensor = tensor.detach()
         self._version = self._tensor._version
 
@@ -81,19 +78,19 @@ class SavedView:
         self.dtype = view.dtype
         self.offset = view.storage_offset()
         self.generation = slot.generation
-        # What torch has yet to conjugate or to negate has the same bytes.
+        # Lazily conjugated or negated views have the same bytes.
         self._lazy = view.is_conj(), view.is_neg()
         self._counter: torch.Tensor | None = None
         if checked and isinstance(source, CastSource):
-            # The copy is made anew from what the parameter is by then.
+            # The copy is made anew from the parameter's values.
             self._counter, self._version = slot.param, source.version
         elif checked:
-            # Counts with the view, which may be one that torch counts by itself (`weight.data`), and holds no bytes.
+            # Shares the version counter of the view (`weight.data` has its own) and holds no bytes.
             self._counter, self._version = view.detach(), view._version
             self._counter.data = view.new_empty(0)
 
     def make(self) -> torch.Tensor:
-        """The view, with the parameter brought in.
+        """Loads the parameter and makes the view.
 
         Raises:
             StaleGraphError: the parameter has been updated since, or changed in place.
@@ -107,7 +104,7 @@ class SavedView:
                 f"was at version {self._version} when it was saved. Change it before the forward or after backward."
             )
         whole = slot.fetch().detach() if isinstance(source, ParamSlot) else source.make()
-        # Not before: an update that was owed has been carried out only now.
+        # After the load, which runs a pending update.
         if slot.generation != self.generation:
             raise StaleGraphError(
                 f"parameter {slot.name} was updated {slot.generation - self.generation} time(s) between a forward and "
@@ -129,21 +126,21 @@ def _is_checkpointing(hook: Hook | None) -> bool:
 
 
 class _Pack:
-    """Replaces a saved parameter by its recipe, and hands everything else on."""
+    """Replaces a saved parameter by a `SavedView`, and passes other tensors on."""
 
     def __init__(self, table: ExtentTable, other: Hook | None) -> None:
-        # Graphs may outlive the model, which they must not keep.
+        # Weak: graphs may outlive the model.
         self._known = weakref.ref(table)
         self.recomputed: bool = other.recomputed if isinstance(other, _Pack) else _is_checkpointing(other)
         self._other = other
 
     def covers(self, table: ExtentTable) -> bool:
-        """Whether parameters that are found there become recipes, by this one or one that it hands on to."""
+        """Whether parameters in `table` are replaced by this hook, or by one that it passes tensors on to."""
         return self._known() is table or (isinstance(self._other, _Pack) and self._other.covers(table))
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if type(tensor) is AwayParameter:
-            # A function of the user's saves the parameter itself.
+            # Saved by a custom autograd function.
             with bare():
                 return self._pack(tensor)
         return self._pack(tensor)
@@ -173,7 +170,7 @@ class _Unpack:
 
 
 CALLED_BY_AUTOGRAD = (_Pack.__call__, _Pack._pack, _Unpack.__call__)
-"""The functions that autograd calls in the middle of somebody's code."""
+"""The functions that autograd calls in the middle of user code."""
 
 
 class SavedTensors:
@@ -187,7 +184,7 @@ class SavedTensors:
         self._table = table
 
     def cover(self) -> AbstractContextManager[Any] | None:
-        """A context in which saved parameters become recipes; None where they already do, or where hooks are off."""
+        """The hooks as a context; None where they are active already, or hooks are disabled."""
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled():
             return None
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
@@ -199,11 +196,10 @@ class SavedTensors:
         return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
 
     def cover_others(self) -> None:
-        """Covers hooks that somebody has put on since, before a parameter is read by name.
+        """Replaces hooks that user code has put on since by ours around them, before a parameter is used.
 
-        They would be handed the parameter, and find in backward what stands in for it then. Ours take their place among
-        the hooks that are on, so that they come off as those would have. Those of checkpointing keep nothing, and read
-        it anew.
+        Otherwise they would save the parameter, and find a placeholder in backward. Hooks of checkpointing save nothing
+        and need no replacement.
         """
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:

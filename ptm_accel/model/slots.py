@@ -1,11 +1,10 @@
-"""What the engine knows of each parameter: a side table keyed by parameter, nothing attached to the parameter."""
+"""The parameters of a model and their paged values: side tables keyed by parameter."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,27 +17,29 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
 from ptm_accel.model.away import AwayParameter
 
+if TYPE_CHECKING:
+    from ptm_accel.model.residency import Residency
+
 
 class ExtentTable:
-    """Which slot's extent lies in which storage: the way from a saved tensor back to its parameter.
+    """Finds the parameter in whose buffer (or cast copy) a tensor lies, by the address of the tensor's storage.
 
-    Keyed by address, and addresses are reused: an entry counts only as long as the very storage it was made for lives.
+    Addresses are reused: an entry is valid only while the storage it was made for lives.
     """
 
     kinds: tuple[type, ...] = (torch.Tensor, nn.Parameter, AwayParameter)
-    """The types of the tensors that lie in extents. Subclasses (quantised tensors, fake ones while something is being
-    traced) have no storage to ask for."""
+    """The types of the tensors that are looked up. Other subclasses (quantised, fake) may have no storage."""
 
     @staticmethod
     def address(tensor: torch.Tensor) -> int:
-        """What `tensor`'s storage is known by."""
+        """The key of `tensor`'s storage."""
         return tensor.untyped_storage().data_ptr()
 
     def __init__(self) -> None:
         self._by_address: dict[int, tuple[ParamSlot | CastSource, StorageWeakRef]] = {}
 
     def add(self, tensor: torch.Tensor, source: ParamSlot | CastSource) -> int:
-        """Notes that `tensor`'s storage holds the values of `source`; returns its address."""
+        """Notes that `tensor`'s storage holds the values of `source`; returns its key."""
         address = self.address(tensor)
         self._by_address[address] = (source, StorageWeakRef(tensor.untyped_storage()))
         return address
@@ -62,7 +63,7 @@ class ExtentTable:
         return known[0]
 
     def sweep(self, addresses: list[int]) -> list[int]:
-        """Forgets those of `addresses` whose storage has died; returns the others."""
+        """Forgets those of `addresses` whose storage has been freed; returns the others."""
         living = []
         for address in addresses:
             known = self._by_address.get(address)
@@ -79,10 +80,7 @@ class ExtentTable:
 
 
 class CastSource:
-    """A lower-precision copy that autocast would have made of a paged parameter, or of a view of one.
-
-    Its bytes are never kept: `make` casts them anew from the parameter.
-    """
+    """A lower-precision copy of a paged parameter, or of a view of one; `make` casts it anew from the parameter."""
 
     __slots__ = ("__weakref__", "dtype", "generation", "offset", "shape", "slot", "strides", "version")
 
@@ -100,38 +98,14 @@ class CastSource:
         return self.slot.cast(self.shape, self.strides, self.offset, self.dtype)
 
 
-class Accesses(Protocol):
-    """Brings values and gradients in for code that uses a parameter outside of the forward of its module."""
-
-    def values(self, slot: ParamSlot, *, changes: bool) -> AbstractContextManager[torch.Tensor]:
-        """See `ptm_accel.model.away.Source.used`."""
-        ...
-
-    def alias_given(self, slot: ParamSlot) -> None:
-        """See `ptm_accel.model.away.Source`."""
-        ...
-
-    def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
-        """See `ptm_accel.model.away.Source`."""
-        ...
-
-    def set_gradient(self, slot: ParamSlot, gradient: torch.Tensor | None) -> None:
-        """See `ptm_accel.model.away.Source`."""
-        ...
-
-    def snapshot_follows(self, module: nn.Module) -> bool:
-        """See `ptm_accel.model.away.Source`."""
-        ...
-
-
 class ParamSlot:
     """One parameter of the model and its paged values.
 
     Attributes:
         name: the first of its names in the model.
-        param: the model's own `nn.Parameter`; its `.data` is the extent or a placeholder.
-        value: its values on pages.
-        generation: counts updates, so that a backward through an older forward is noticed.
+        param: the model's own `nn.Parameter`; its `.data` is the buffer or a placeholder.
+        value: its paged values.
+        generation: counts updates, so that a backward through an older forward is an error.
     """
 
     __slots__ = (
@@ -155,23 +129,23 @@ class ParamSlot:
         self.value = value
         self.generation = 0
         # Weak: the pool, which outlives the model, holds this object.
-        self._accesses: weakref.ref[Accesses] | None = None
+        self._accesses: weakref.ref[Residency] | None = None
         self._writes = 0
         self._version = param._version
         self._pool = pool
         self._table = table
         self._shown = 0
-        # Kept, since making one takes longer than bringing a small parameter in.
+        # Cached: making one takes longer than loading a small parameter.
         self._placeholder: torch.Tensor | None = None
         value.occupant = self
 
     # ---- what its parameter is -------------------------------------------------------------------------------------
 
-    def come_onto_pages(self, accesses: Accesses, device: torch.device) -> None:
-        """Makes the parameter an `AwayParameter`, with its extent or a placeholder for its data.
+    def come_onto_pages(self, accesses: Residency, device: torch.device) -> None:
+        """Makes the parameter an `AwayParameter`, with its buffer or a placeholder as its data.
 
         Args:
-            accesses: serves accesses from now on.
+            accesses: serves uses of the parameter from now on.
             device: of the compute tier.
         """
         self._accesses = weakref.ref(accesses)
@@ -184,19 +158,19 @@ class ParamSlot:
             self.param.__class__ = AwayParameter
 
     @property
-    def accesses(self) -> Accesses:
-        """What serves accesses while the parameter is an `AwayParameter`."""
+    def accesses(self) -> Residency:
+        """Serves uses of the parameter while it is an `AwayParameter`."""
         accesses = None if self._accesses is None else self._accesses()
         assert accesses is not None, f"{self.name} is on no pages"
         return accesses
 
     @property
     def on_pages(self) -> bool:
-        """Whether the parameter's data is ours: its extent or a placeholder."""
+        """Whether the parameter's data is the buffer or a placeholder."""
         return self._accesses is not None
 
     def show(self) -> None:
-        """Makes it an ordinary parameter until `hide`; the caller has brought the values in, and keeps them there."""
+        """Makes it an ordinary parameter until `hide`; the caller has pinned the values."""
         self._shown += 1
         if self.on_pages:
             self.param.__class__ = nn.Parameter
@@ -208,7 +182,7 @@ class ParamSlot:
             self.param.__class__ = AwayParameter
 
     def arrived(self, tensor: torch.Tensor) -> None:
-        """The pool has brought the values in."""
+        """Called by the pool after it has loaded the values."""
         self._table.add(tensor, self)
         if self.on_pages:
             self._give(tensor)
@@ -216,7 +190,7 @@ class ParamSlot:
             self._version = self.param._version
 
     def leaving(self, tensor: torch.Tensor) -> None:
-        """The pool is about to take the values away."""
+        """Called by the pool before it evicts the values."""
         self._table.remove(tensor)
         if self.on_pages:
             self._give(self._stand_in(tensor.device))
@@ -232,7 +206,7 @@ class ParamSlot:
         return kept
 
     def take_off(self, values: torch.Tensor) -> None:
-        """Gives the parameter `values` for good: it is on pages no more."""
+        """Takes the parameter off pages, with `values` as its data."""
         self.value.occupant = None
         if self.value.extent is not None:
             self._table.remove(self.value.extent.tensor)
@@ -240,13 +214,13 @@ class ParamSlot:
         self.param.data = values
 
     def leave_pages(self) -> None:
-        """The parameter is an ordinary one from now on; its data stays what it is."""
+        """Makes the parameter an ordinary one again, with the data that it has."""
         self._accesses, self._placeholder, self._shown = None, None, 0
         self.param.__class__ = nn.Parameter
         away.forget(self)
 
     def lose(self) -> None:
-        """The values are gone: any use of the parameter is an error, if it is on pages still."""
+        """Makes any use of the parameter an error, since the values are lost, if it is still on pages."""
         if self.on_pages:
             self._accesses = None
             away.forget(self)
@@ -256,10 +230,7 @@ class ParamSlot:
     # ---- writes ----------------------------------------------------------------------------------------------------
 
     def was_written(self) -> bool:
-        """Whether somebody has changed the values in place since they came, or since this was last asked.
-
-        Torch counts that: a forward that clamps its weight, a hook of a backward.
-        """
+        """Whether torch has counted an in-place change of the values since the last call, or since they were loaded."""
         with away.bare():
             version = self.param._version
         if version == self._version:
@@ -270,7 +241,7 @@ class ParamSlot:
 
     @property
     def writes(self) -> int:
-        """How often somebody outside may have written to the values."""
+        """Number of times that user code may have written to the values."""
         if self.value.place.resident:
             self.value.note_changes()
         return self._writes
@@ -282,7 +253,7 @@ class ParamSlot:
             self.value.place = Place.DIRTY
 
     def take_in(self) -> None:
-        """Ends a time in which others may have written to the values, or given the parameter other data."""
+        """Takes over what user code has written to the parameter, or assigned to its `data`."""
         with away.bare():
             given = self.param.data
         extent = self.value.extent
@@ -291,28 +262,6 @@ class ParamSlot:
             self.assign(given)
         else:
             self.changed()
-
-    # ---- accesses from outside (`ptm_accel.model.away.Source`) -----------------------------------------------------
-
-    def used(self, changes: bool) -> AbstractContextManager[torch.Tensor]:
-        """See `ptm_accel.model.away.Source`."""
-        return self.accesses.values(self, changes=changes)
-
-    def alias_given(self) -> None:
-        """See `ptm_accel.model.away.Source`."""
-        self.accesses.alias_given(self)
-
-    def gradient(self) -> torch.Tensor | None:
-        """See `ptm_accel.model.away.Source`."""
-        return self.accesses.gradient(self)
-
-    def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """See `ptm_accel.model.away.Source`."""
-        self.accesses.set_gradient(self, gradient)
-
-    def snapshot_follows(self, module: nn.Module) -> bool:
-        """See `ptm_accel.model.away.Source`."""
-        return self.accesses.snapshot_follows(module)
 
     def assign(self, data: torch.Tensor) -> None:
         """Makes `data` the values, which may have another shape.
@@ -336,17 +285,17 @@ class ParamSlot:
             )
         known = 0
         if value.extent is not None and _storage(data) == _storage(value.extent.tensor):
-            # The caller has the view, and autograd what it is a view of.
+            # The caller's view, and the base that autograd keeps.
             known = 1 + data._is_view()
         data = data.detach().contiguous()
         if value.extent is not None and _storage(data) == _storage(value.extent.tensor):
             if data.shape == value.shape and data.data_ptr() == value.extent.tensor.data_ptr():
-                # A view of what is there already, as after `p.data = p.data.mul_(2)`.
+                # A view of the present data, as after `p.data = p.data.mul_(2)`.
                 self.changed()
                 return
             data = data.clone()
         if value.pins and value.extent is not None and value.extent.viewed(shown=True, known=known):
-            # The data is copied into the memory of the values, where whoever has the view would see it change.
+            # The data is copied into the same memory, which would change the view.
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(value.shape)} was given other data while it was in use, and a "
                 "view of what it had before is kept (such as `kept = module.weight.data`), which would change. Keep a "
@@ -357,19 +306,19 @@ class ParamSlot:
         self._writes += 1
 
     def copied(self) -> torch.Tensor:
-        """A copy of the values in ordinary memory of the compute tier's device; moves nothing in or out."""
+        """A copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""
         with self._pool.lock:
             if self._pool.owed is not None:
                 self._pool.owed.finish()
             extent = self.value.extent
-            # One that is on its way has an extent, and nothing in it yet.
+            # A tensor that is being loaded has a buffer without values.
             if extent is not None and self.value.place.resident:
                 return extent.tensor.detach().clone()
             values = self._pool.snapshot(self.value)
             return values.to(self._pool.compute.device, copy=True).contiguous()
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """A copy in `dtype` of a view of the values, charged as long as it lives."""
+        """A copy of a view of the values in `dtype`, charged as long as it lives."""
         with self._pool.pin(self.value) as values:
             view = values.detach().as_strided(shape, strides, offset)
             with self._pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
@@ -403,10 +352,6 @@ class SlotTable:
     def __init__(self) -> None:
         self._by_id: dict[int, ParamSlot] = {}
         self.by_name: dict[str, ParamSlot] = {}
-
-    def add(self, slot: ParamSlot) -> None:
-        """Adds a slot under its parameter and its first name."""
-        self.put(slot.name, slot)
 
     def put(self, name: str, slot: ParamSlot) -> None:
         """Adds a slot under its parameter and one of its names."""

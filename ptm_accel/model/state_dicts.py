@@ -1,9 +1,8 @@
-"""State dictionaries of a paged model hold real values, and are made without bringing them in.
+"""State dictionaries of a paged model hold real values, without loading them into the compute tier.
 
-A hook on each module replaces what `nn.Module.state_dict` finds (the stand-ins of parameters that are away) by
-snapshots: live aliases of what is resident, read-only mappings of what is on disk. So `save_pretrained` and everything
-else downstream of `state_dict` works unchanged and costs no memory beyond the budgets. `load_state_dict` needs no hook:
-it copies into one parameter after the other.
+A hook on each module replaces the placeholders in its state dictionary by snapshots: live aliases of what is resident,
+read-only mappings of what is on disk. So `save_pretrained` costs no memory beyond the budgets. `load_state_dict` needs
+no hook: it copies into one parameter after the other.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class StateDictHooks:
         slots: the model's parameters.
 
     Attributes:
-        given: called when values of parameters have been given.
-        modules: those that have the hooks.
+        given: called after a module's values have been put into a state dictionary.
+        modules: the modules that have the hooks.
     """
 
     def __init__(self, pool: Pool, slots: SlotTable) -> None:
@@ -63,10 +62,7 @@ class StateDictHooks:
 
     @contextmanager
     def names_only(self) -> Iterator[None]:
-        """While it lasts, state dictionaries have no values: for code that only wants names, shapes and dtypes.
-
-        They hold no views of what is resident either, which would keep it from moving away.
-        """
+        """A context in which state dictionaries hold meta tensors, for code that reads names, shapes and dtypes."""
         before, self._filling = self._filling, False
         try:
             yield
@@ -90,13 +86,13 @@ class StateDictHooks:
                 else:
                     state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")
             if self._filling:
-                # Not before: an update that is waited for here may fail.
+                # Last: a pending update that the snapshot waits for may fail.
                 self.given()
 
         return Hook(fill)
 
     def _snapshot(self, slot: ParamSlot, state_dict: dict[str, Any]) -> torch.Tensor:
-        """The values of one parameter; under all names of a tied one, the same tensor, by which savers know it is."""
+        """The values of one parameter; a tied parameter has the same tensor under all names, as savers expect."""
         known = self._tied.get(id(slot))
         given = known() if known is not None else None
         if given is not None and any(value is given for value in state_dict.values()):
@@ -104,7 +100,7 @@ class StateDictHooks:
         values = _alone(self._pool.snapshot(slot.value))
         extent = slot.value.extent
         if extent is not None and values.data_ptr() == extent.tensor.data_ptr():
-            # What is written to it is written to the model, as in plain torch.
+            # A write to it is a write to the model, as in plain torch.
             slot.changed()
         else:
             values = _read_only(values)
@@ -114,11 +110,11 @@ class StateDictHooks:
 
 
 def _nothing() -> None:
-    """Stands for a reference that has died, and for a caller who need not be told."""
+    """A dead reference, and a callback that does nothing."""
 
 
 def _alone(values: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a storage that ends where they end: safetensors takes others for pieces of something larger."""
+    """The same bytes in a storage of just these: safetensors takes part of a larger storage for a shared tensor."""
     if values.untyped_storage().nbytes() == values.nbytes or not values.is_contiguous():
         return values
     alone: torch.Tensor = torch.utils.dlpack.from_dlpack(values)
@@ -126,7 +122,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 
 def _read_only(values: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a tensor that torch refuses to write to: they are a copy, and what is written would be lost."""
+    """The same bytes as a tensor that torch refuses to write to: writes to this copy would be lost."""
     with torch.inference_mode():
         made = torch.empty(0, dtype=values.dtype)
         return made.set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())

@@ -48,12 +48,6 @@ def _per_layer(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def _per_layer_forward(model: nn.Module, **options: Any) -> nn.Module:
-    for layer in _layers(model):
-        layer.forward = torch.compile(layer.forward, **options)
-    return model
-
-
 def _whole_in_place(model: nn.Module, **options: Any) -> nn.Module:
     model.compile(**options)
     return model
@@ -61,7 +55,6 @@ def _whole_in_place(model: nn.Module, **options: Any) -> nn.Module:
 
 WAYS: dict[str, Compile] = {
     "layer.compile()": _per_layer,
-    "layer.forward": _per_layer_forward,
     "compile_regions": compile_regions,
     "torch.compile(model)": torch.compile,
     "model.compile()": _whole_in_place,
@@ -171,7 +164,7 @@ CASES = [
     *(("llama", way, "off", False, True) for way in WHOLE),
     *(("gpt2", "layer.compile()", "off", False, tight) for tight in BOTH),
     ("llama-tied", "compile_regions", "off", False, True),
-    ("llama", "layer.forward", "off", True, True),
+    ("llama", "compile_regions", "off", True, True),
     ("llama", "torch.compile(model)", "off", True, True),
     ("llama", "layer.compile()", "non-reentrant", False, True),
     ("llama", "compile_regions", "reentrant", False, True),

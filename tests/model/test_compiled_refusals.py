@@ -60,6 +60,17 @@ def test_a_compiled_function_that_calls_the_model_is_refused(tmp_path: Path) -> 
             torch.compile(lambda x: net(x) * 2, backend="eager", fullgraph=True)(**inputs(0))
 
 
+def test_a_compiled_forward_is_refused(tmp_path: Path) -> None:
+    net = Net()
+    layer: Any = net.layers[0]
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    with (
+        on_pages(net, "host+disk", FITS, tmp_path),
+        pytest.raises(UnsupportedError, match=r"^layers\.0\.up is called from code compiled"),
+    ):
+        net(**inputs(0))
+
+
 def test_a_region_reading_outside_itself_in_one_graph_is_refused(tmp_path: Path) -> None:
     pair = Pair()
     with on_pages(pair, "host+disk", FITS, tmp_path):

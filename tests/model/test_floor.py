@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ptm_accel.memory.mock_device import MockDevice
 from torch import nn
 
 from ptm_accel.engine import Engine
@@ -24,6 +23,7 @@ from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.slots import ExtentTable, SlotTable
+from tests.mock_device import MockDevice
 from tests.plain_loop import Recipe, adamw, assert_same, sgd, train, train_with_masters
 from tests.tiers import LITTLE, PAGE, config, needs, on_pages, open_memory
 from tests.zoo import ENTRIES, MORE
