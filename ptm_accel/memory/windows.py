@@ -8,8 +8,7 @@ import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.paged import PagedTensor, Pin, Place
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ class Beside(Protocol):
 
 
 class Following:
-    """An `ptm_accel.memory.advice.Adviser` that writes each access down, and carries out the plan of a pass.
+    """An `ptm_accel.memory.paged.Adviser` that writes each access down, and carries out the plan of a pass.
 
     Args:
         pool: whose accesses are followed.
