@@ -172,7 +172,7 @@ class Setup:
 
     def states(self, handle: FrameHandle) -> list[PageState]:
         self.home.check_integrity()
-        return self.home.page_states(handle)
+        return [page.state for page in handle.pages]
 
     def close(self) -> None:
         self.home.check_integrity()
