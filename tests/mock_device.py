@@ -22,8 +22,7 @@ import torch
 from ptm_accel.errors import PTMError
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.card_memory import CardMemory, check_block_size, device_refusal
-from ptm_accel.memory.device import check_copy
-from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
+from ptm_accel.memory.device import CopyDirection, LinkMeter, Moved, check_copy
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.runs import RunSpace
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer

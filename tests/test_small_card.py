@@ -18,7 +18,7 @@ from ptm_accel import training
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DeviceBudgetError
-from ptm_accel.memory.link import CopyDirection
+from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.optim import arithmetic

@@ -1,4 +1,4 @@
-"""Moves that nobody waits for: tensors that are sent for before they are used, and sent away behind compute."""
+"""Prefetch, and eviction beside compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Ahead:
-    """The part of a pool that runs ahead of its accesses. What an access returns does not depend on it.
+    """Loads and stores ahead of the accesses. What an access returns does not depend on them.
 
     Args:
         pool: whose tensors.
@@ -23,14 +23,14 @@ class Ahead:
         self._pool = pool
 
     def prefetch(self, tensor: PagedTensor, beside_bytes: int = 0) -> bool:
-        """Sends for a tensor that is away, if that can be done without waiting and without moving anything.
+        """Starts loading a tensor that is away, if there is room without waiting and without evicting.
 
         Args:
             tensor: which one.
-            beside_bytes: of the room, so much is to stay free.
+            beside_bytes: so much of the room is to stay free.
 
         Returns:
-            whether the tensor is there or on its way now.
+            whether the tensor is resident or arriving now.
         """
         pool = self._pool
         with pool.lock:
@@ -46,8 +46,7 @@ class Ahead:
             try:
                 load = pool.extents.begin_load(tensor, moves=False)
             except DeviceBudgetError:
-                # A card whose free memory is in pieces, or that others fill. Whoever must have the tensor makes room,
-                # or is told; a step that cannot go on is refused at its end at the latest.
+                # The card's free memory is in pieces, or taken by others. A fault makes room, or raises.
                 return False
             if load is None:
                 pool.extents.settle_in(tensor, Place.DIRTY)
@@ -57,7 +56,7 @@ class Ahead:
             return True
 
     def receive(self, tensor: PagedTensor) -> None:
-        """Waits for a tensor that was sent for: ARRIVING -> CLEAN.
+        """Waits for the load of a tensor: ARRIVING -> CLEAN.
 
         Raises:
             DiskError: the load failed; the tensor is away again.
@@ -74,18 +73,14 @@ class Ahead:
         pool.extents.settle_in(tensor, pool.extents.place_when_loaded(tensor))
 
     def turn_back(self, tensor: PagedTensor) -> None:
-        """Gives up a tensor that was sent for: ARRIVING -> AWAY. Its memory is free once the transfer has ended."""
-        pool, load, extent = self._pool, tensor.arrival, tensor.extent
-        assert load is not None and extent is not None
-        pool.shelf.take(tensor)
-        tensor.arrival = tensor.extent = None
-        tensor.place = Place.AWAY
-        octets, block, reservation = extent.octets, extent.block, extent.reservation
-        del extent
-        pool.room.leave(octets, block, reservation, load)
+        """Gives up a load: ARRIVING -> AWAY. The memory is free once the transfer has ended."""
+        self._pool.shelf.take(tensor)
+        load, tensor.arrival, tensor.place = tensor.arrival, None, Place.AWAY
+        assert load is not None
+        self._pool.extents.take_back(tensor, load)
 
     def evict(self, tensor: PagedTensor) -> None:
-        """As `Pool.evict`, without waiting: the store runs beside compute, and the memory is free once it has ended.
+        """As `Pool.evict`, without waiting: the memory is free once the store has ended.
 
         Raises:
             BudgetError: the home has no room; nothing has changed.
@@ -105,11 +100,7 @@ class Ahead:
             tensor.place = Place.AWAY
 
     def make_way(self, nbytes: int) -> bool:
-        """Has idle tensors leave so that there will be room, without waiting, as long as the home takes them.
-
-        Returns:
-            whether the room is there already; if not, it comes free as the stores end.
-        """
+        """Starts evicting idle tensors, as far as the home has room; returns whether `nbytes` are free already."""
         pool, room = self._pool, self._pool.room
         with pool.lock:
             if nbytes > pool.budget.free_bytes:
@@ -118,7 +109,7 @@ class Ahead:
                 try:
                     self.evict(victim)
                 except BudgetError:
-                    # The home is full. Whoever must have the room will be told.
+                    # The home is full; a fault raises.
                     break
                 room.collect()
             return nbytes <= pool.budget.free_bytes

@@ -15,14 +15,9 @@ from ptm_accel.memory.transfer import ALIGN_BYTES, Block
 class HostArena:
     """Hands out blocks of anonymous host memory (see `ComputeTier`).
 
-    The first touch of fresh memory costs more than filling it, many times more on a virtual machine. So freed runs are
-    kept by size for the next blocks, as long as charged + kept bytes fit the budget; the size that was freed least
-    recently is unmapped first.
-
-    Live + kept bytes stay under the capacity if callers charge before they `allocate` (`Budget.reserve`, which has kept
-    runs unmapped where the bytes will not come from `allocate`), and give the charge back just before they `recycle`.
-
-    `recycle` takes a lock. A finaliser can run anywhere, so it should only note the block, for its owner to recycle.
+    The first touch of fresh memory costs more than filling it. So freed runs are kept by size for the next blocks, as
+    long as charged + kept bytes fit the budget; the size that was freed least recently is unmapped first. Callers
+    charge before they `allocate`, and give the charge back just before they `recycle`.
 
     Args:
         budget: the budget of the host tier. The arena is its reclaimer.
@@ -49,24 +44,24 @@ class HostArena:
         assert nbytes > 0 and nbytes % ALIGN_BYTES == 0, f"block of {nbytes} bytes"
         with self._lock:
             assert not self._closed, "allocate on a closed arena"
-            run = self._take(nbytes) if nbytes in self._kept else self._fresh(nbytes)
+            if nbytes in self._kept:
+                run = self._take(nbytes)
+            else:
+                # Before it is mapped, since the number of mappings is limited too.
+                self.reclaim(self._excess_bytes())
+                run = anonymous_run(nbytes, "a tensor in use")
             self.live_bytes += nbytes
             self.reclaim(self._excess_bytes())
         return Block(run.tensor(), run)
 
     def _take(self, size: int) -> MappedRun:
-        """A kept run of a size; the newest, which is the likeliest to be in a cache still."""
+        """The newest kept run of a size."""
         runs = self._kept[size]
         run = runs.pop()
         if not runs:
             del self._kept[size]
         self.kept_bytes -= size
         return run
-
-    def _fresh(self, nbytes: int) -> MappedRun:
-        # Before it is mapped, since the number of mappings is limited too.
-        self.reclaim(self._excess_bytes())
-        return anonymous_run(nbytes, "a tensor in use")
 
     def recycle(self, block: Block) -> None:
         """Takes back a block whose storage has died; the run is kept for the next blocks."""
@@ -79,8 +74,7 @@ class HostArena:
             self._kept.move_to_end(run.nbytes)
             self.kept_bytes += run.nbytes
             del run
-            # Somebody may have reserved between the release of this block's charge and now. A `reserve` from here on
-            # sees the run among the kept ones.
+            # Another thread may have reserved since the release of this block's charge.
             self.reclaim(self.kept_bytes if self._closed else self._excess_bytes())
 
     def reclaim(self, nbytes: int) -> int:

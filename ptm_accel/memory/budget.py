@@ -1,9 +1,7 @@
 """Hard budgets: a charge is a value, and holding it is the only way to use a tier's bytes.
 
-A `Budget` is the capacity of one tier. `Budget.reserve` is the one function that grants bytes or raises, and the
-`Reservation` it returns is given back by `Reservation.release`. Memory that is free but still resident (buffers kept
-for reuse) is not charged, yet it takes real bytes: those who keep such memory register a reclaimer, and `reserve`
-calls it so that charged + kept never exceeds the capacity.
+Memory that is free but still resident (buffers kept for reuse) is not charged, yet it takes real bytes: its holder
+registers a reclaimer, which `Budget.reserve` calls so that charged + kept never exceeds the capacity.
 """
 
 from __future__ import annotations
@@ -37,11 +35,7 @@ class Tag(enum.Enum):
     STAGING = "staging"
 
 
-_DIAL = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk"}
-
-
-Reclaimer = Callable[[int], int]
-"""Frees up to the given number of kept bytes; returns how many it freed."""
+_SETTING = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk"}
 
 
 class Reservation:
@@ -89,26 +83,21 @@ class Budget:
         self.peak_bytes = 0
         self._by_tag: Counter[Tag] = Counter()
         self._lock = threading.RLock()
-        self._kept_bytes: Callable[[], int] | None = None
-        self._reclaim: Reclaimer | None = None
+        self._kept_bytes: Callable[[], int] = lambda: 0
+        self._reclaim: Callable[[int], int] = lambda nbytes: 0
 
     @property
     def free_bytes(self) -> int:
         """Bytes that may still be charged."""
         return self.capacity_bytes - self.used_bytes
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes that are taken of the tier: what is charged, and what is kept beside it."""
-        return self.used_bytes + (self._kept_bytes() if self._kept_bytes else 0)
-
     def used_by_tag(self) -> dict[Tag, int]:
         """Charged bytes by tag, tags without a charge left out."""
         with self._lock:
             return {tag: n for tag, n in self._by_tag.items() if n}
 
-    def set_reclaimer(self, kept_bytes: Callable[[], int], reclaim: Reclaimer) -> None:
-        """Registers the one holder of free but still resident memory on this tier."""
+    def set_reclaimer(self, kept_bytes: Callable[[], int], reclaim: Callable[[int], int]) -> None:
+        """Registers the holder of free but resident memory; `reclaim` frees up to so many, and returns how many."""
         self._kept_bytes, self._reclaim = kept_bytes, reclaim
 
     def reserve(self, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Reservation:
@@ -116,9 +105,9 @@ class Budget:
 
         Args:
             nbytes: how many.
-            tag: what they are for.
-            name: whose they are.
-            allocates: the bytes will be had from the holder of kept memory, who frees what it does not use for them.
+            tag: their role.
+            name: of the tensor, for messages.
+            allocates: the holder of kept memory provides the bytes, and frees what it does not use for them.
 
         Raises:
             BudgetError: the bytes do not fit (`DeviceBudgetError` on the device tier).
@@ -136,16 +125,11 @@ class Budget:
                 self.peak_bytes = self.used_bytes
             return Reservation(self, nbytes, tag, name)
 
-    def reset_peak(self) -> None:
-        """Starts a new peak at the present use."""
-        with self._lock:
-            self.peak_bytes = self.used_bytes
-
     def check_integrity(self) -> None:
         """Checks free + used = capacity, and that the tags add up to what is used."""
         with self._lock:
             tagged = sum(self._by_tag.values())
-            kept = self._kept_bytes() if self._kept_bytes else 0
+            kept = self._kept_bytes()
             if tagged != self.used_bytes or not 0 <= self.used_bytes + kept <= self.capacity_bytes:
                 raise AssertionError(
                     f"{self.tier.value} budget: used {self.used_bytes}, by tag {dict(self._by_tag)} = {tagged}, "
@@ -154,8 +138,6 @@ class Budget:
 
     def make_real_room(self) -> bool:
         """Has kept memory freed until charged + kept is within the capacity; False if it cannot be."""
-        if self._kept_bytes is None or self._reclaim is None:
-            return True
         excess = self.used_bytes + self._kept_bytes() - self.capacity_bytes
         return excess <= 0 or self._reclaim(excess) >= excess
 
@@ -171,7 +153,7 @@ class Budget:
         text = (
             f"{self.tier.value} budget: cannot place {format_bytes(nbytes)} for {name}: "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.capacity_bytes)} are in use ({used}) "
-            f"and none of it can be moved away now; set {_DIAL[self.tier]} higher"
+            f"and none of it can be moved away now; set {_SETTING[self.tier]} higher"
         )
         if self.tier is Tier.DEVICE:
             return DeviceBudgetError(f"ptm_accel: the device is out of memory. {text}, or use a smaller batch.")

@@ -1,8 +1,7 @@
 """A card's memory as pages see it: large blocks out of slabs, small ones from the card's allocator itself.
 
-What pages hold is what their slabs and small blocks take, used or not. All else that the allocator has reserved is
-beside them: activations, workspaces, and the pieces between those that are too small to be of use. What counts on a
-card is what is reserved, not what is allocated.
+Pages hold what their slabs and small blocks take, used or not. All else that the allocator has reserved is beside them:
+activations, workspaces, and the pieces between those.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Allocator(Protocol):
     """The allocator of a card, which pages share with everything else.
 
     Attributes:
-        card: tells it from others.
+        card: identifies the card.
         small_bytes: requests up to this size have segments of their own.
         granule_bytes: segments of large requests are multiples of this.
     """
@@ -59,7 +58,7 @@ class Allocator(Protocol):
         ...
 
     def give_up(self, memory: Any) -> None:
-        """Nobody uses memory from `empty` any more; the caller drops it next."""
+        """The caller drops memory from `empty` next."""
         ...
 
     def trim(self) -> None:
@@ -110,11 +109,7 @@ class CardMemory:
         return self.slabs.held_bytes + self._small_bytes
 
     def allocate(self, nbytes: int, *, anywhere: bool = False) -> Block:
-        """A block of `nbytes`, contents undefined.
-
-        Args:
-            nbytes: a multiple of `ALIGN_BYTES`.
-            anywhere: beyond what slabs may take together, too (`confine`).
+        """A block of `nbytes`, contents undefined; `anywhere` also beyond what slabs may take together (`confine`).
 
         Raises:
             DeviceBudgetError: there is no piece of that size.
@@ -147,7 +142,7 @@ class CardMemory:
             block.region = _GONE
 
     def confine(self, nbytes: int) -> None:
-        """Slabs may take so much together from now on; of those that are too many nothing more is given."""
+        """Limits what slabs take together; excess slabs give no more blocks."""
         with self._lock:
             self.slabs.confine(nbytes)
 
@@ -162,7 +157,7 @@ class CardMemory:
         return self._allocator.free()
 
     def trim(self) -> None:
-        """What others have used before, and nobody does now, is no longer beside pages."""
+        """Gives unused segments back to the card."""
         self._allocator.trim()
 
     def close(self) -> None:
@@ -183,10 +178,7 @@ _GONE = object()
 
 
 class _Part:
-    """Says where a part of a tensor on a card lies, to make another tensor of it; keeps the tensor alive.
-
-    This is the CUDA array interface (version 2), which is torch's documented way to see memory that others own.
-    """
+    """A part of a tensor on a card by the CUDA array interface (version 2), to make another tensor of it."""
 
     def __init__(self, memory: torch.Tensor, offset: int, nbytes: int) -> None:
         self._memory = memory
@@ -223,8 +215,7 @@ class TorchAllocator:
     def view(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         """See `Allocator.view`. Compute that runs on several streams is put in order."""
         current = torch.cuda.current_stream(self._device)
-        # torch keeps what one stream has freed from all others. A part that comes back here may be read still by what
-        # was queued on another one.
+        # A part that comes back here may still be read by what was queued on another stream.
         for other in self._streams - {current}:
             current.wait_stream(other)
         self._streams.add(current)

@@ -1,4 +1,4 @@
-"""Transfers made of others: several as one, one that keeps its source, and one that starts when others have ended."""
+"""Transfers made of others, and their errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def raise_first(kept: list[BaseException]) -> None:
-    """Raises the first of some errors, if there is any, and empties the list, known to nobody else.
+    """Raises the first of some errors, if there is any, and empties the list.
 
-    What is raised refers to the frames that it passes: were it in a list or a name there, that would be a cycle, and
-    the memory of what they hold in use until the collector comes by.
+    The error refers to the frames that it passes: a list or a name there that refers to the error would be a cycle, and
+    keep tensors in memory until the garbage collector runs.
     """
     if kept:
         error = kept[0]
@@ -29,7 +29,7 @@ def raise_first(kept: list[BaseException]) -> None:
 
 
 def close_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Does all steps in order: threads, files and memory would stay for good where an error kept one from being done.
+    """Does all steps in order, whatever one of them raises.
 
     Raises:
         BaseException: the first error of a step; later ones are logged.
@@ -69,7 +69,7 @@ def _error_of(transfer: Transfer) -> Exception | None:
     try:
         transfer.wait()
     except Exception as error:
-        # Without the frames that it has passed, which hold what their callers have, and are held by it (`raise_first`).
+        # See `raise_first`.
         return error.with_traceback(None)
     return None
 
@@ -81,9 +81,9 @@ class _Joined:
         self._parts = tuple(parts)
 
     def done(self) -> bool:
-        # All are asked: some move on only when asked.
-        states = [part.done() for part in self._parts]
-        return all(states)
+        # All are asked: `Chained.done` starts copies.
+        ended = [part.done() for part in self._parts]
+        return all(ended)
 
     def wait(self) -> None:
         finish(self._parts)
@@ -91,7 +91,7 @@ class _Joined:
     def order(self) -> None:
         errors: list[BaseException] = []
         for part in self._parts:
-            # All of them, whatever one has: what they move to, or from, is let go of after this.
+            # All of them, since their memory is let go of after this.
             try:
                 part.order()
             except Exception as error:
@@ -100,12 +100,7 @@ class _Joined:
 
 
 class Keeping:
-    """A transfer that keeps the tensor it reads, which nobody else has a use for.
-
-    Args:
-        transfer: the transfer.
-        source: what it reads.
-    """
+    """A transfer that keeps its source alive."""
 
     __slots__ = ("_source", "_transfer")
 
@@ -133,36 +128,31 @@ class Keeping:
 
 
 class Chained:
-    """A copy that may start only when others have ended.
-
-    There is no thread behind it: the copy starts as soon as somebody asks (`done`, `wait`, `order`) after the others
-    have ended. So what is started early (a read from disk) runs beside compute, and the short copy follows.
+    """A copy that may start only when others have ended: it starts at the next call of `done`, `wait` or `order`.
 
     Args:
         before: what must have ended, well.
         start: starts the copy.
     """
 
-    __slots__ = ("_before", "_copy", "_error", "_failed", "_lock", "_start")
+    __slots__ = ("_before", "_copy", "_error", "_lock", "_start")
 
     def __init__(self, before: Sequence[Transfer], start: Callable[[], Transfer]) -> None:
         self._before: Sequence[Transfer] = before
         self._start: Callable[[], Transfer] | None = start
         self._copy: Transfer | None = None
-        # Those before, if one of them has failed: asked again, each has an error of its own for whoever asks.
-        self._failed: Sequence[Transfer] = ()
         self._error: BaseException | None = None
         self._lock = threading.RLock()
 
     def done(self) -> bool:
         """Whether it has ended, well or not; starts the copy if it can start now."""
         if not self._lock.acquire(blocking=False):
-            # Somebody is waiting for what comes before.
+            # Another thread waits in `_begin`.
             return False
         try:
             if self._start is not None and all(transfer.done() for transfer in self._before):
                 self._begin()
-            return bool(self._failed) or self._error is not None or (self._copy is not None and self._copy.done())
+            return self._error is not None or (self._copy is not None and self._copy.done())
         finally:
             self._lock.release()
 
@@ -178,9 +168,8 @@ class Chained:
         with self._lock:
             if self._start is not None:
                 self._begin()
-            finish(self._failed)
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)
             assert self._copy is not None
             return self._copy
 
@@ -188,12 +177,10 @@ class Chained:
         start, before = self._start, self._before
         assert start is not None
         # Ctrl-C may break this off; then nothing has begun.
-        failed = settle(before) is not None
+        error = settle(before)
         # Dropped together with the tensors that it holds.
-        self._start, self._before = None, ()
-        if failed:
-            self._failed = before
-        else:
+        self._start, self._before, self._error = None, (), error
+        if error is None:
             try:
                 self._copy = start()
             except Exception as error:

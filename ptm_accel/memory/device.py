@@ -1,15 +1,17 @@
-"""Device compute tiers: what every device offers beside a compute tier, and the one over CUDA.
+"""Device compute tiers: their interface, the meter of their link to host memory, and the tier over CUDA.
 
-A device copies on two streams of its own, one per direction, so that moves overlap with compute and with each other.
+A device copies on two streams of its own, one per direction, so that copies overlap with compute and with each other.
 Order is kept by events alone: a copy waits on its stream for the compute queued before it, compute waits for a copy
 only where `Transfer.order` says so, and the host waits for single copies. Nothing here synchronises a whole device.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -17,9 +19,60 @@ import torch
 
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.card_memory import CardMemory, TorchAllocator
-from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
 from ptm_accel.memory.timeline import EventScale
 from ptm_accel.memory.transfer import Block, ComputeTier, Transfer
+
+_FOLD_AFTER = 1024
+"""How many copies may wait to be added up."""
+
+
+class CopyDirection(enum.Enum):
+    """Which of a device's two copy streams a copy runs on."""
+
+    IN = "host to device"
+    OUT = "device to host"
+
+
+class Moved(NamedTuple):
+    """What copies that have ended have moved to a device and from it, and the seconds with one of them under way."""
+
+    in_bytes: int
+    out_bytes: int
+    busy_s: float
+
+
+class LinkMeter:
+    """Adds up copies that have ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[CopyDirection] = Counter()
+        self._busy_s = 0.0
+        self._busy_until_s = -math.inf
+        self._spans: list[tuple[float, float]] = []
+        self._lock = threading.RLock()
+
+    def add(self, direction: CopyDirection, nbytes: int, began_s: float, ended_s: float) -> None:
+        """Counts a copy that has ended; all times are on one scale."""
+        with self._lock:
+            self._bytes[direction] += nbytes
+            self._spans.append((began_s, ended_s))
+            if len(self._spans) >= _FOLD_AFTER:
+                self._fold()
+
+    def read(self) -> Moved:
+        """The totals now."""
+        with self._lock:
+            self._fold()
+            return Moved(self._bytes[CopyDirection.IN], self._bytes[CopyDirection.OUT], self._busy_s)
+
+    def _fold(self) -> None:
+        # Copies of the two directions overlap, and what they share counts once. They are in order within a direction
+        # only. One that began before the last of these and is counted later loses what lies before that one's end: of a
+        # thousand, one at the most.
+        for began_s, ended_s in sorted(self._spans):
+            self._busy_s += max(0.0, ended_s - max(began_s, self._busy_until_s))
+            self._busy_until_s = max(self._busy_until_s, ended_s)
+        self._spans.clear()
 
 
 class DeviceTier(ComputeTier, Protocol):
@@ -81,10 +134,9 @@ def check_copy(into: torch.Tensor, source: torch.Tensor) -> None:
 class CudaTransfer:
     """A copy on one of a `CudaTier`'s streams, with the event that marks its end.
 
-    What a copy out reads is kept from being reused under it: a block by whoever has let go of it, memory of torch's by
-    its allocator (`record_stream`); the host tensor is kept by the tier. What a copy in fills is kept here until
-    compute has been ordered behind the copy, or the copy has ended; where nobody does either, compute is ordered behind
-    it as this is dropped.
+    The source of a copy out is not reused under it: a block is recycled after the copy, and torch's allocator knows of
+    the copy (`record_stream`); the tier keeps the host tensor. What a copy in fills is kept here until compute has been
+    ordered behind the copy, or the copy has ended; at the latest compute is ordered behind it as this is dropped.
 
     Args:
         event: marks its end.
@@ -103,7 +155,7 @@ class CudaTransfer:
         self._event = event
         self._device = device
         self._filled = filled
-        # Each page that it moves asks, and the driver takes a while to answer.
+        # Asked for once per page, and the driver's answer takes a while.
         self._ended = False
 
     def done(self) -> bool:
@@ -143,19 +195,12 @@ class CudaTransfer:
 
     def __del__(self) -> None:
         if self._filled is not None:
-            # Nobody waits for it any more, and it may still run: who uses what it fills next comes after it.
+            # It may still run: compute that uses the memory next comes after it.
             self.order()
 
 
 class _Running(NamedTuple):
-    """A copy that may not have ended.
-
-    Attributes:
-        direction: which way.
-        began: the event before it.
-        ended: the event after it.
-        on_host: the host tensor; for that on the device see `CudaTransfer`.
-    """
+    """A copy that may not have ended, with the events around it and its host tensor."""
 
     direction: CopyDirection
     began: torch.cuda.Event

@@ -12,8 +12,7 @@ import torch
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
-from ptm_accel.memory.disk_transfer import DiskSlot, DiskTransfer
-from ptm_accel.memory.diskio import Lanes
+from ptm_accel.memory.diskio import DiskSlot, DiskTransfer, Lanes
 from ptm_accel.memory.mapping import FilePiece, private_run
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.scratch import Direction, Io, ScratchFile
@@ -29,13 +28,7 @@ IO_THREADS_PER_PATH = 2
 
 
 def bounce_bytes(paths: int, block_bytes: int, io_threads_per_path: int = IO_THREADS_PER_PATH) -> int:
-    """What the bounce buffers of a disk tier take of host memory.
-
-    Args:
-        paths: how many of its paths are read and written past the page cache; the others need none.
-        block_bytes: the greatest transfer.
-        io_threads_per_path: transfers at the same time on each path.
-    """
+    """Host memory of the bounce buffers of a disk tier, for `paths` that are read past the page cache."""
     return paths * io_threads_per_path * block_bytes
 
 
@@ -51,9 +44,8 @@ def _refuse_buffers_beyond(host: Budget, buffers_bytes: int, block_bytes: int) -
 class DiskTier:
     """Keeps bytes in scratch files (see `Home`); the handles are `DiskSlot`s.
 
-    Offsets and lengths may be odd and tensors unaligned; what is not aligned goes through bounce buffers. Reading
-    bytes that were never written is allowed and gives anything. A transfer that fails is made once more; if that fails
-    too the tier has failed, and every later call but `free` and `close` raises that first error.
+    Unaligned offsets, lengths and tensors go through bounce buffers. Once a transfer and its retry have failed, every
+    later call but `free` and `close` raises that error.
 
     Args:
         paths: one folder for each scratch file; the best is one for each drive.
@@ -84,7 +76,6 @@ class DiskTier:
         assert block_bytes > 0 and block_bytes % GRAIN_BYTES == 0, f"block of {block_bytes} bytes"
         assert io_threads_per_path > 0 and budget.tier is Tier.DISK
         io = io or Io()
-        self.tier = Tier.DISK
         self.budget = budget
         self._live: set[DiskSlot] = set()
         self._staging: Reservation | None = None
@@ -101,7 +92,7 @@ class DiskTier:
             self._lanes = Lanes(self._files, io_threads_per_path, block_bytes)
             undo.pop_all()
         self._slots = StripedSlots(weights, block_bytes, self._limit_bytes, self._grow)
-        # A tier that was forgotten, or is open at exit, ends its threads all the same.
+        # Garbage collection and the end of the process end the threads, too.
         self._shut = weakref.finalize(self, do_elsewhere_if_own, self._lanes.close)
 
     @property
@@ -118,11 +109,6 @@ class DiskTier:
     def busy_s(self) -> float:
         """Seconds in which something was being moved so far."""
         return self._lanes.busy_s
-
-    @property
-    def size_bytes(self) -> int:
-        """What the scratch files take on their disks, used or not; nothing once they are closed."""
-        return self._slots.used_bytes if self.closed else self._slots.size_bytes
 
     @property
     def direct(self) -> bool:
@@ -252,7 +238,7 @@ class DiskTier:
 
     def _drop(self, slot: DiskSlot) -> None:
         self._live.discard(slot)
-        # Room first, charge second: who gets the charge relies on the room.
+        # Room before charge: the next charge relies on the room.
         self._slots.free(slot.segments)
         slot.reservation.release()
 

@@ -1,14 +1,11 @@
-"""The threads that move bytes between memory and scratch files.
+"""Transfers between memory and scratch files, and the threads that make them.
 
-A transfer is cut into pieces. Each file has a queue of pieces and a few threads that take from it. A transfer has ended
-when none of its pieces is queued or moving any more, well or not; until then it holds its tensor, afterwards it does
-not. Transfers that touch the same bytes of a slot, one of them writing, run one after the other, in the order in which
-they were started.
+A transfer is cut into pieces. Each file has a queue of pieces and a few threads. A transfer holds its tensor until its
+last piece has been moved, or given up. Transfers that touch the same bytes of a slot, one of them writing, run in the
+order in which they were started.
 
-A piece that fails is moved once more. If that fails too, the tier has failed: nothing is moved any more, what is queued
-ends with the error, and every later call raises it.
-
-Threads do not survive a fork: in a child everything raises.
+A piece that fails is moved once more. If that fails too, the tier has failed: nothing is moved any more, queued
+transfers end with the error, and every later call raises it. Threads do not survive a fork: in a child all calls raise.
 """
 
 from __future__ import annotations
@@ -18,15 +15,23 @@ import logging
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.disk_transfer import DiskTransfer, Failure, Piece
+from ptm_accel.memory.budget import Reservation
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.scratch import Direction, ScratchFile
+from ptm_accel.memory.slots import Segment
+from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -35,8 +40,126 @@ _PATIENCE_S = 0.2
 """How long a waiting thread sleeps before it makes sure that what it waits for is still worked on."""
 
 
+class Failure(NamedTuple):
+    """Why the disk tier has failed: each call raises a new error."""
+
+    number: int
+    text: str
+    filename: str
+    cause: BaseException | None
+
+    def error(self) -> DiskError:
+        """A new error, with the original as its cause."""
+        error = DiskError(self.number, self.text, self.filename)
+        error.__cause__ = self.cause
+        return error
+
+
+@dataclass(eq=False)
+class DiskSlot:
+    """Room on disk for one run of bytes, in `segments`: the handle of the disk tier."""
+
+    name: str
+    nbytes: int
+    segments: list[Segment]
+    reservation: Reservation
+    running: list[DiskTransfer] = field(default_factory=list)
+    _starts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._starts = [0, *accumulate(segment.nbytes for segment in self.segments)]
+
+    def cut(self, offset: int, nbytes: int) -> Iterator[Segment]:
+        """The segments of a part of the slot."""
+        index = bisect_right(self._starts, offset) - 1
+        while nbytes:
+            segment = self.segments[index]
+            skip = offset - self._starts[index]
+            length = min(nbytes, segment.nbytes - skip)
+            yield Segment(segment.path, segment.offset + skip, length)
+            offset, nbytes, index = offset + length, nbytes - length, index + 1
+
+
+class Piece(NamedTuple):
+    """A run of a transfer that is contiguous in memory and on disk, and is moved by one thread."""
+
+    transfer: DiskTransfer
+    path: int
+    address: int
+    offset: int
+    nbytes: int
+
+
+class DiskTransfer:
+    """A started move of bytes between a tensor and a part of a slot (see `Transfer`).
+
+    Attributes:
+        failure: why it failed, if it did.
+        unfinished: pieces that have not been moved or given up yet.
+        begin: of the first aligned unit of the slot that it touches.
+        end: of the last.
+        blockers: how many transfers must end before this one may begin.
+        followers: transfers that wait for this one.
+    """
+
+    def __init__(self, lanes: Lanes, slot: DiskSlot, direction: Direction, offset: int, buffer: torch.Tensor) -> None:
+        self.slot = slot
+        self.direction = direction
+        self.nbytes = buffer.numel()
+        self.failure: Failure | None = None
+        self.blockers = 0
+        self.followers: list[DiskTransfer] = []
+        self.pieces = list(_pieces(self, offset, buffer.data_ptr(), lanes.block_bytes))
+        self.unfinished = len(self.pieces)
+        self.begin = offset // ALIGN_BYTES * ALIGN_BYTES
+        self.end = round_up(offset + self.nbytes)
+        self._buffer: torch.Tensor | None = buffer
+        self._lanes = lanes
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; never blocks."""
+        return self.unfinished == 0
+
+    def wait(self) -> None:
+        """Blocks until the move has ended.
+
+        Raises:
+            DiskError: it failed, or no thread is left to finish it; again at every call.
+        """
+        # Without the lock of all transfers where that is possible.
+        if not self.done():
+            self._lanes.wait_until(self.done, f"{self.direction.value} of {self.slot.name}")
+        if self.failure is not None:
+            raise self.failure.error()
+
+    def order(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def conflicts(self, other: DiskTransfer) -> bool:
+        """Whether both touch the same units of their slot and one of them writes."""
+        overlap = self.begin < other.end and other.begin < self.end
+        return overlap and Direction.WRITE in (self.direction, other.direction)
+
+    def let_go(self) -> None:
+        """Drops the tensor, and the pieces, which refer back to this."""
+        self._buffer = None
+        self.pieces.clear()
+
+
+def _pieces(transfer: DiskTransfer, offset: int, address: int, block_bytes: int) -> Iterator[Piece]:
+    """Cuts a transfer at the ends of its segments, and within them at aligned offsets."""
+    for path, start, nbytes in transfer.slot.cut(offset, transfer.nbytes):
+        end = start + nbytes
+        while start < end:
+            cut = min(end, (start + block_bytes) // ALIGN_BYTES * ALIGN_BYTES)
+            yield Piece(transfer, path, address, start, cut - start)
+            address += cut - start
+            start = cut
+
+
 class _Lane:
-    """A scratch file, the pieces queued for it, and the wake-up of the threads that take them."""
+    """A scratch file and the queue of its pieces."""
 
     def __init__(self, file: ScratchFile, lock: threading.RLock) -> None:
         self.file = file
@@ -49,13 +172,11 @@ class Lanes:
 
     Args:
         files: the scratch files; closed with this.
-        threads_per_file: how many pieces are moved at the same time for each file.
+        threads_per_file: how many pieces of a file are moved at the same time.
         block_bytes: the greatest piece.
 
     Attributes:
         lock: guards all state of the lanes, and that of the tier that owns them.
-        bytes_read: moved from the files, since the start.
-        bytes_written: moved to the files, since the start.
         failure: why the tier has failed; None while it has not.
     """
 
@@ -96,11 +217,11 @@ class Lanes:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a fork of the one that has made this; its lock may be held for good here."""
+        """Whether this process is a fork of the one that has made this: its lock may stay locked here."""
         return os.getpid() != self._process
 
     def submit(self, transfer: DiskTransfer) -> None:
-        """Starts a transfer, behind those that it conflicts with."""
+        """Starts a transfer behind those that it conflicts with."""
         with self.lock:
             for other in transfer.slot.running:
                 if transfer.conflicts(other):
@@ -127,13 +248,10 @@ class Lanes:
                     self._wake()
 
     def require_open(self, what: str) -> None:
-        """Raises if nothing can be started any more.
+        """Raises `DiskError` if the tier has failed, is closed, or belongs to another process.
 
         Args:
-            what: is to be started.
-
-        Raises:
-            DiskError: the tier has failed, is closed, or belongs to another process.
+            what: is to be started, for the message.
         """
         if self._closing or self.inherited:
             raise self._unavailable(what)
@@ -152,7 +270,6 @@ class Lanes:
             lane.file.close()
 
     def _is_busy(self) -> bool:
-        """Whether a thread has something to do, or will have as soon as it looks."""
         waits = self._moving > 0 or any(lane.queue for lane in self._lanes)
         return waits and any(thread.is_alive() for thread in self._threads)
 
@@ -170,7 +287,7 @@ class Lanes:
         while (piece := self._take(lane)) is not None:
             failure = self._move(lane.file, piece, bounce)
             self._finish(piece, failure)
-            # Until the next one comes nothing here may keep what was moved.
+            # While it waits for the next one, this thread keeps no tensor.
             del piece
 
     def _take(self, lane: _Lane) -> Piece | None:
@@ -185,13 +302,13 @@ class Lanes:
             return lane.queue.popleft()
 
     def _move(self, file: ScratchFile, piece: Piece, bounce: MappedRun | None) -> Failure | None:
-        """Moves a piece, and moves it once more if that fails; returns the error of the second time."""
+        """Moves a piece, with one retry; returns the second error."""
         for again in (True, False):
             if self.failure is not None:
                 return self.failure
             try:
                 file.move(piece.transfer.direction, piece.address, piece.offset, piece.nbytes, bounce)
-            except BaseException as error:  # a thread that died here would leave others waiting
+            except BaseException as error:  # the thread must live on: others wait for it
                 failure = _failure_of(file, piece, error)
                 if again:
                     what = piece.transfer.direction.value, piece.transfer.slot.name, file.folder

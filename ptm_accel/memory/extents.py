@@ -24,17 +24,13 @@ class Extents:
         self._pool = pool
 
     def make(self, tensor: PagedTensor, *, moves: bool = True) -> Extent:
-        """Gives a tensor an extent whose bytes are still to be written.
-
-        Args:
-            tensor: which one.
-            moves: see `Room.take_block`.
+        """Gives a tensor an extent whose bytes are still to be written (`moves`: see `Room.take_block`).
 
         Raises:
             BudgetError: no room.
         """
         if torch.is_inference_mode_enabled():
-            # Whoever brings it in need not be the only one who uses it.
+            # It may be used outside of this inference mode, too.
             with torch.inference_mode(False):
                 return self.make(tensor, moves=moves)
         assert not self._pool.closed, f"the model of {tensor.name} is no longer on pages"
@@ -46,13 +42,13 @@ class Extents:
         return tensor.extent
 
     def wrap(self, tensor: PagedTensor, data: torch.Tensor) -> None:
-        """Makes `data`, a tensor of somebody else's that is alone in its storage, the extent of a tensor.
+        """Makes `data`, which is alone in its storage, the extent of a tensor.
 
         Raises:
             BudgetError: no room.
         """
         reservation = self._pool.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
-        # A view keeps what it is a view of, which would count as somebody's.
+        # A view would keep its base, which would count as viewed.
         own = data.data
         tensor.extent = Extent(own, own.view(-1).view(torch.uint8), None, reservation)
 
@@ -83,10 +79,6 @@ class Extents:
     def begin_load(self, tensor: PagedTensor, *, moves: bool = True) -> Transfer | None:
         """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
 
-        Args:
-            tensor: which one.
-            moves: see `Room.take_block`.
-
         Raises:
             BudgetError: no room.
             DiskError: an earlier store of it failed.
@@ -111,20 +103,16 @@ class Extents:
             assert tensor.extent is not None
             tensor.occupant.arrived(tensor.extent.tensor)
 
-    def take_back(self, tensor: PagedTensor) -> None:
-        """Takes the extent from a tensor that nobody has seen yet."""
+    def take_back(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
+        """Takes the extent from a tensor; its memory is free once nobody views it and `transfer` has ended."""
         extent, tensor.extent = tensor.extent, None
         assert extent is not None
-        self._pool.room.leave(extent.octets, extent.block, extent.reservation)
+        self._pool.room.leave(extent.octets, extent.block, extent.reservation, transfer)
 
     def let_go(self, tensor: PagedTensor, store: Transfer | None = None) -> None:
-        """Takes the extent from `tensor`; its memory is free once nobody views it and `store` has ended."""
-        extent = tensor.extent
-        assert extent is not None
+        """As `take_back`, from a tensor that was resident."""
+        assert tensor.extent is not None
         if tensor.occupant is not None:
-            tensor.occupant.leaving(extent.tensor)
+            tensor.occupant.leaving(tensor.extent.tensor)
         self._pool.shelf.take(tensor)
-        tensor.extent = None
-        octets, block, reservation = extent.octets, extent.block, extent.reservation
-        del extent
-        self._pool.room.leave(octets, block, reservation, store)
+        self.take_back(tensor, store)

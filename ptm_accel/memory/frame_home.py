@@ -1,7 +1,6 @@
 """The home under a device: pages in host frames, which overflow to a disk.
 
-Nothing but a copy of the device touches a frame before the transfers on it have been waited for: not the disk, not
-the next owner, not a snapshot, and not whoever updates the bytes in place (`HeldRun`).
+Only copies of the device touch a frame before the transfers on it have been waited for.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ from ptm_accel.memory.transfer import Home, Transfer, round_up
 
 
 class HeldRun:
-    """Bytes of a page that stay in their frame, to be read and written in place by the host.
-
-    Attributes:
-        octets: the bytes, in host memory. Not to be touched before `awaited` has ended.
-        awaited: the transfers that still read or write them, or bring them from the disk.
-    """
+    """Bytes of a page that stay in their frame, to be changed in place once the transfers `awaited` have ended."""
 
     __slots__ = ("awaited", "octets", "page")
 
@@ -56,17 +50,12 @@ def _running(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
 
 
 class FrameHome(FramedPages):
-    """A `Home` for a device; the handles are `FrameHandle`s. Safe to call from any thread.
-
-    Owns its frames and its disk: `close` closes both, but not the device, which must outlive it.
+    """A `Home` for a device; the handles are `FrameHandle`s. Thread-safe.
 
     Args:
-        device: copies between blocks and frames.
-        frames: host frames; their budget is the host tier's.
-        disk: where pages go when the frames are full; None if there is no such place.
-
-    Attributes:
-        device: see above.
+        device: copies between blocks and frames; it must outlive this.
+        frames: host frames, closed with this; their budget is the host tier's.
+        disk: where pages go when the frames are full, if anywhere; closed with this.
     """
 
     def __init__(self, device: DeviceTier, frames: FramePool, disk: Home | None) -> None:
@@ -79,8 +68,6 @@ class FrameHome(FramedPages):
     def budget(self) -> Budget:
         """Of the host's memory."""
         return self._frames.budget
-
-    # ---- Home --------------------------------------------------------------------------------------------------
 
     def new(self, nbytes: int, tag: Tag, name: str) -> FrameHandle:
         """Secures room for `nbytes` in frames, spilling the least recently used pages of others if need be.
@@ -106,7 +93,7 @@ class FrameHome(FramedPages):
         return handle
 
     def free(self, handle: FrameHandle) -> None:
-        """Gives frames and slots back, after the transfers on them; their errors are for those who started them."""
+        """Gives frames and slots back, after the transfers on them, whose errors are raised elsewhere."""
         with self._lock:
             assert handle in self._handles, f"handle of {handle.name} freed twice"
             del self._handles[handle]
@@ -120,7 +107,7 @@ class FrameHome(FramedPages):
             for page in pages:
                 if page.slot is not None:
                     assert self._swap is not None
-                    self._swap.free(page.slot)
+                    self._swap.disk.free(page.slot)
 
     def store(self, handle: FrameHandle, offset: int, source: torch.Tensor) -> Transfer:
         """Starts copying device bytes into frames; pages on disk get a frame first.
@@ -147,16 +134,13 @@ class FrameHome(FramedPages):
                     runs.add(page, start, stop, at)
                 self._store_runs(runs.taken(), source, copies)
             except BaseException:
-                # The caller gets no transfer, so nothing may go on reading its tensor.
+                # The caller gets no transfer to wait for.
                 settle(copies)
                 raise
         return joined(copies)
 
     def load(self, handle: FrameHandle, offset: int, into: torch.Tensor) -> Transfer:
-        """Starts copying frames to the device; pages on disk are read into a frame first, without blocking.
-
-        A copy that follows such a read starts when the transfer is next asked for (`Chained`); one that follows a store
-        that still runs waits for it on the device.
+        """Starts copying frames to the device; pages on disk are read into a frame first, without blocking (`Chained`).
 
         Raises:
             BudgetError: no frame can be freed.
@@ -188,8 +172,8 @@ class FrameHome(FramedPages):
     def snapshot(self, handle: FrameHandle) -> torch.Tensor:
         """The bytes as a private mapping of frames and, where the disk can say where they lie, of its files.
 
-        While it is alive the pages stay where they are. Snapshots that are kept would leave fewer and fewer frames to
-        work with, so once they hold many, pages go to the disk before they are mapped, if it can be mapped.
+        While it is alive the pages stay where they are. So once snapshots hold half of the frames, pages are written to
+        a disk that can be mapped first.
 
         Raises:
             BudgetError: pages on a disk that cannot be mapped do not fit into frames.
@@ -221,20 +205,13 @@ class FrameHome(FramedPages):
                     page.mappings = (*page.mappings, weakref.ref(run))
             return run.tensor()
 
-    # ---- updates in place --------------------------------------------------------------------------------------
-
     @property
     def page_bytes(self) -> int:
         """The size of all pages of a handle but the last."""
         return self._frames.frame_bytes
 
     def hold(self, handle: FrameHandle, offset: int, nbytes: int) -> HeldRun:
-        """Keeps bytes in their frame until `let_go`; if they are on disk, reading them is started.
-
-        Args:
-            handle: whose bytes.
-            offset: of the first; a multiple of `ALIGN_BYTES`.
-            nbytes: how many, a multiple of `ALIGN_BYTES`; they lie on one page.
+        """Keeps bytes of one page in their frame until `let_go`; if they are on disk, reading them is started.
 
         Raises:
             BudgetError: no frame can be freed.
@@ -246,7 +223,7 @@ class FrameHome(FramedPages):
             self._look_at_ended(page)
             if page.state is PageState.DISK:
                 self._read(page)
-            # Nobody wants what is still being copied to the device; whether that fails is for those who wait for it.
+            # Copies to the device that still read the page; their errors are raised by their own `wait`.
             settle(page.reads)
             page.reads = ()
             assert page.frame is not None
@@ -255,12 +232,7 @@ class FrameHome(FramedPages):
             return HeldRun(page, page.frame.view(start, stop), list(page.writes))
 
     def let_go(self, run: HeldRun, *, wrote: bool) -> None:
-        """Ends a hold, after `HeldRun.awaited`.
-
-        Args:
-            run: the bytes.
-            wrote: whether they were changed: what the disk has of the page is out of date then.
-        """
+        """Ends a hold, after `HeldRun.awaited`; if it `wrote`, what the disk has of the page is out of date."""
         with self._lock:
             page = run.page
             assert page.holds > 0, f"{page.handle.name}: let go of more often than held"
@@ -280,17 +252,8 @@ class FrameHome(FramedPages):
             if self._swap is not None:
                 self._swap.close()
 
-    def page_states(self, handle: FrameHandle) -> list[PageState]:
-        """The state of each page, for reports and tests."""
-        with self._lock:
-            return [page.state for page in handle.pages]
-
     def check_integrity(self) -> None:
-        """Checks every page's state, that pages hold the frames in use, and the tiers below.
-
-        Raises:
-            AssertionError: with the numbers.
-        """
+        """Raises `AssertionError` with the numbers unless states are right and pages hold the frames in use."""
         with self._lock:
             for handle in self._handles:
                 for page in handle.pages:
@@ -308,8 +271,6 @@ class FrameHome(FramedPages):
             self._frames.check_integrity()
             if self._swap is not None:
                 self._swap.disk.check_integrity()
-
-    # ---- copies ------------------------------------------------------------------------------------------------
 
     def _whole(self, handle: FrameHandle) -> list[FrameRun] | None:
         """As `whole_runs`, for a load; transfers into the pages that have ended well are forgotten.
@@ -365,11 +326,10 @@ class FrameHome(FramedPages):
             DiskError: a store failed.
         """
         if page.writes and all(write.done() for write in page.writes):
-            # None runs any more: this blocks for nothing.
             if settle(page.writes) is None:
                 page.writes = ()
             elif page.state is PageState.CLEAN and not page.holds:
-                # The read failed; the next may do better, and has an error of its own if not.
+                # The read failed; the slot is still good.
                 self._to_disk(page)
             else:
                 finish(page.writes)

@@ -52,19 +52,16 @@ class PageState(enum.Enum):
 class Page:
     """At most a frame's worth of a handle.
 
-    What is in flight is in tuples, which pages that move together share: there are so many pages that a list for each,
-    in each step, would have Python look for garbage again and again.
+    Transfers are in tuples, which pages that move together share: lists would be so many that Python's garbage
+    collector runs again and again.
 
     Attributes:
-        handle: whose bytes these are.
-        nbytes: the length.
-        state: where they are.
         frame: the frame, unless the state is DISK.
         slot: the handle of the disk, if the state is CLEAN or DISK.
-        writes: transfers into the frame that were not yet seen to have ended well.
+        writes: transfers into the frame that are not known to have ended well.
         reads: device copies from the frame, likewise.
         mappings: snapshots that map the frame and may still be alive.
-        holds: how often the host was promised that the frame stays, to change it in place.
+        holds: how many `HeldRun`s keep the frame.
     """
 
     __slots__ = ("frame", "handle", "holds", "mappings", "nbytes", "reads", "slot", "state", "writes")
@@ -123,12 +120,8 @@ class FrameHandle:
     """Names a run of bytes in a `FrameHome`.
 
     Attributes:
-        nbytes: the length, a multiple of `ALIGN_BYTES`.
-        tag: what they are charged under.
-        name: of the tensor, for messages.
         pages: in order; all of the same size but the last.
-        runs: how all of them lie in memory; None as long as nobody has asked, or where one is on disk. Whoever gives a
-            page another frame, or takes it, forgets this.
+        runs: how all of them lie in memory, once known; None again when a page changes its frame.
         snapshots: the mappings given out that may still be alive.
     """
 
@@ -161,20 +154,17 @@ class FrameHandle:
 
 
 class Runs:
-    """Parts of pages that follow one another, to be moved by one copy where their frames do so as well.
-
-    A copy of a page costs the host nearly as long as a fast link takes for it.
-    """
+    """Parts of pages, to be moved by one copy where their frames adjoin: starting a copy takes the host long."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Page, int, int, int]] = []
 
     def add(self, page: Page, start: int, stop: int, at: int) -> None:
-        """Bytes [start, stop) of a page in a frame, which are those from `at` on of what is moved."""
+        """Bytes [start, stop) of a page in a frame; they are those from `at` on of what is moved."""
         self._parts.append((page, start, stop, at))
 
     def taken(self) -> list[FrameRun]:
-        """Each run, which is a part no more."""
+        """The parts so far as runs; there are no parts then."""
         parts, self._parts = self._parts, []
         runs: list[FrameRun] = []
         while parts:
@@ -190,22 +180,19 @@ class Runs:
 
 
 def _goes_on(page: Page, following: Page) -> bool:
-    """Whether the next page lies behind one in memory, and there is nothing that only one of them has to wait for."""
+    """Whether two pages adjoin in memory, and neither has to wait for a read of its own."""
     if _is_being_read(page) or _is_being_read(following):
         return False
     return page.frame is not None and following.frame is not None and page.frame.is_followed_by(following.frame)
 
 
 def _is_being_read(page: Page) -> bool:
-    """Whether a page is being read from the disk, by itself, and is copied on as soon as it is there."""
+    """Whether a page is being read from the disk."""
     return page.state is PageState.CLEAN and bool(page.writes)
 
 
 def whole_runs(handle: FrameHandle) -> list[FrameRun] | None:
-    """How all pages of a handle lie in memory; None where one of them is on disk, or on its way from there.
-
-    It is the same from one step to the next as long as no page has moved, so it is kept.
-    """
+    """How all pages of a handle lie in memory (kept until a page moves); None where one is on disk, or being read."""
     for page in handle.pages:
         if page.state is PageState.DISK or _is_being_read(page):
             return None
@@ -218,7 +205,7 @@ def whole_runs(handle: FrameHandle) -> list[FrameRun] | None:
 
 
 def check_runs(handle: FrameHandle) -> None:
-    """Raises `AssertionError` unless what is kept of where pages lie is where they lie."""
+    """Raises `AssertionError` unless `FrameHandle.runs` is right."""
     for run in handle.runs or ():
         address = run.octets.data_ptr()
         for page in run.pages:
@@ -228,7 +215,7 @@ def check_runs(handle: FrameHandle) -> None:
 
 
 def merged(pieces: Sequence[FilePiece]) -> list[FilePiece]:
-    """Joins pieces that follow each other in one file: a process may have only so many mappings."""
+    """Joins pieces that adjoin in one file: the number of mappings of a process is limited."""
     joined: list[FilePiece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

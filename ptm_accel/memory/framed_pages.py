@@ -1,8 +1,8 @@
 """Pages in host frames that overflow to a disk: their states, and the room for them.
 
-Every page is in one `PageState`, and only the methods under "changes of state" change it. A page that waits has a
-place, a frame or a slot on disk: so `FrameHome.new` is where room is made or refused, and a later `store` or `load`
-needs no more room in sum. Where it needs a frame it spills the page that was used longest ago.
+Only the methods under "changes of state" change the state of a page. A page always has a frame or a slot on disk: so
+`FrameHome.new` makes room or refuses, and a later `store` or `load` needs no more room in sum. A frame that it needs
+comes from the least recently used page.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ from ptm_accel.units import format_bytes
 
 
 class FramedPages:
-    """Pages with a frame or a slot each. Safe to call from any thread.
-
-    Args:
-        frames: host frames; their budget is the host tier's.
-        disk: where pages go when the frames are full; None if there is no such place.
-    """
+    """Pages with a frame or a slot each. Thread-safe."""
 
     def __init__(self, frames: FramePool, disk: Home | None) -> None:
         self._frames = frames
@@ -57,10 +52,7 @@ class FramedPages:
     # ---- changes of state --------------------------------------------------------------------------------------
 
     def _to_frame(self, page: Page, *, whole: bool) -> Frame:
-        """Makes a frame the only place of a page that is about to be stored to, in whole or in part.
-
-        Copies to the device may still read it.
-        """
+        """Makes a frame the only place of a page that is to be stored to; copies to the device may still read it."""
         if page.state is PageState.DISK and whole:
             self._framed_clean(page, self._room(page.nbytes, page.handle.tag, page.handle.name))
         elif page.state is PageState.DISK:
@@ -86,7 +78,7 @@ class FramedPages:
         assert self._swap is not None and page.state is PageState.DISK
         frame = self._room(page.nbytes, page.handle.tag, page.handle.name, keep)
         try:
-            read = self._swap.read(page.slot, frame.view(0, page.nbytes))
+            read = self._swap.disk.load(page.slot, 0, frame.view(0, page.nbytes))
         except BaseException:
             self._frames.give(frame)
             raise
@@ -112,7 +104,7 @@ class FramedPages:
         assert self._swap is not None and page.state is PageState.CLEAN
         slot, page.slot = page.slot, None
         page.state = PageState.FRAME
-        self._swap.free(slot)
+        self._swap.disk.free(slot)
 
     def _spill(self, victims: Sequence[Page], *, admitting: bool = False) -> None:
         """Moves pages to disk: starts all writes, then waits for them. What fails stays in its frame."""
@@ -132,7 +124,7 @@ class FramedPages:
                 write.wait()
             except BaseException as caught:
                 failures.insert(0, caught)
-                self._swap.free(slot)
+                self._swap.disk.free(slot)
             else:
                 page.slot = slot
                 self._to_disk(page)
@@ -142,7 +134,7 @@ class FramedPages:
         """Lets a page leave its frame; returns the slot and the write that must end first, if there is one."""
         assert self._swap is not None
         if page.frame is None:
-            # Its read had failed, which came out as its slot was asked for on behalf of another victim.
+            # Its read has failed, as `_drop_clean` has found for another victim.
             return None
         if page.state is PageState.CLEAN:
             # Its read may fail; the slot is good all the same.
@@ -167,8 +159,6 @@ class FramedPages:
             raise
         page.writes = ()
 
-    # ---- room --------------------------------------------------------------------------------------------------
-
     def _admit(self, handle: FrameHandle) -> None:
         """Refuses a handle that would leave no room for exchanging pages."""
         if self._swap is None:
@@ -181,7 +171,7 @@ class FramedPages:
     def _room(
         self, nbytes: int, tag: Tag, name: str, keep: FrameHandle | None = None, *, admitting: bool = False
     ) -> Frame:
-        """A frame, freed by spilling if need be. The one place that makes room among frames, or refuses."""
+        """A frame, freed by spilling if need be; refuses if there is none."""
         while True:
             try:
                 return self._frames.take(nbytes, tag, name)
@@ -197,7 +187,7 @@ class FramedPages:
                         raise self._no_room(nbytes, name, full) from full
 
     def _room_ahead(self, handle: FrameHandle, offset: int, nbytes: int) -> None:
-        """Frees in one go, with writes side by side, what the pages of a load that are on disk will need."""
+        """Frees in one go, with parallel writes, what the pages of a load that are on disk will need."""
         if self._swap is None:
             return
         missing = sum(p.nbytes for p, *_ in handle.spans(offset, nbytes) if p.state is PageState.DISK)
@@ -209,7 +199,7 @@ class FramedPages:
                 return
 
     def _victims(self, nbytes: int, keep: FrameHandle | None = None) -> list[Page]:
-        """The pages used longest ago whose frames make `nbytes` free; none if all together do not."""
+        """The least recently used pages whose frames make `nbytes` free; none if all together do not."""
         if self._swap is None:
             return []
         # Free bytes may lie in runs that are too short: then one more page, at least, has to go.
@@ -228,7 +218,7 @@ class FramedPages:
         assert self._swap is not None
         while True:
             try:
-                return self._swap.take(page.nbytes, page.handle.tag, page.handle.name)
+                return self._swap.disk.new(page.nbytes, page.handle.tag, page.handle.name)
             except BudgetError:
                 if self._drop_clean():
                     continue

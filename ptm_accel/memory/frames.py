@@ -31,10 +31,7 @@ _LARGE_SLAB_BYTES = 4 * GIB
 
 
 def default_slab_bytes(capacity_bytes: int, frame_bytes: int) -> int:
-    """The slab size for a host budget: a sixteenth of it, at most 4 GiB.
-
-    A power of two, and at least a frame. What is free in a slab is of no use to others, so one must not be the budget.
-    """
+    """The slab size for a host budget: about a sixteenth of it, at most 4 GiB, at least a frame; a power of two."""
     share = min(max(capacity_bytes // 16, 1), _LARGE_SLAB_BYTES)
     return max(frame_bytes, _power_of_two_below(share))
 
@@ -78,7 +75,7 @@ class Frame:
 
 
 class FramePool:
-    """Frames over slabs of host memory. Safe to call from any thread.
+    """Frames over slabs of host memory. Thread-safe.
 
     Args:
         budget: the budget of the host tier. The pool is its reclaimer.
@@ -107,8 +104,8 @@ class FramePool:
         self._pin = pin
         self._slabs: list[_Slab] = []
         self._frames: dict[Frame, None] = {}
-        # `_turn` makes a take or a give one step for the others; it is held while the budget is asked. `_lock` guards
-        # the slabs; it is not, since the budget calls `reclaim` under a lock of its own.
+        # `_turn` makes `take` and `give` atomic. `_lock` guards the slabs, and is not held while the budget is called,
+        # which calls `reclaim` under a lock of its own.
         self._turn = threading.RLock()
         self._lock = threading.RLock()
         self._closed = False
@@ -139,19 +136,34 @@ class FramePool:
         return len(self._slabs)
 
     def take(self, nbytes: int, tag: Tag, name: str) -> Frame:
-        """A frame of `nbytes`, charged under `tag`; contents undefined.
-
-        Args:
-            nbytes: a multiple of `ALIGN_BYTES`, at most `frame_bytes`.
-            tag: what the bytes are for.
-            name: of the tensor, for messages.
+        """A frame of `nbytes` (a multiple of `ALIGN_BYTES`, at most `frame_bytes`); contents undefined.
 
         Raises:
             BudgetError: the host budget has no room, or only in pieces that are too small.
         """
         assert 0 < nbytes <= self.frame_bytes and nbytes % ALIGN_BYTES == 0, f"frame of {nbytes} B for {name}"
         with self._turn:
-            return self._take(nbytes, tag, name)
+            # The run is taken first, so that it no longer counts as kept when the budget looks.
+            with self._lock:
+                assert not self._closed, "take from a closed frame pool"
+                place = self._place(nbytes)
+            if place is None:
+                raise self._refusal(nbytes, name)
+            slab, offset = place
+            try:
+                reservation = self.budget.reserve(nbytes, tag, name)
+            except BudgetError:
+                with self._lock:
+                    slab.give(offset, nbytes)
+                raise
+            with self._lock:
+                frame = Frame(slab, offset, nbytes, reservation)
+                self._frames[frame] = None
+            if self.budget.used_bytes + self.kept_bytes > self.budget.capacity_bytes:
+                # A slab that is used in part stays whole, and somebody else has charged what was left beside it.
+                self.give(frame)
+                raise self._refusal(nbytes, name)
+            return frame
 
     def give(self, frame: Frame) -> None:
         """Takes a frame back and ends its charge. No transfer may still be running on it."""
@@ -160,8 +172,7 @@ class FramePool:
                 assert frame in self._frames, f"frame of {frame.nbytes} B given back twice"
                 del self._frames[frame]
                 frame._slab.give(frame._offset, frame.nbytes)
-            # In between, somebody's `reserve` sees the bytes twice and frees too much. The other way round it would
-            # free too little.
+            # Last: in between `reserve` sees the bytes twice and frees too much, not too little.
             frame.reservation.release()
 
     def reclaim(self, nbytes: int) -> int:
@@ -190,11 +201,7 @@ class FramePool:
             slab.close()
 
     def check_integrity(self) -> None:
-        """Checks each slab's runs, that frames and gaps cover the slabs, and used + kept against the budget.
-
-        Raises:
-            AssertionError: with the numbers.
-        """
+        """Raises `AssertionError` unless frames and gaps cover the slabs, and charges add up."""
         with self._lock:
             for slab in self._slabs:
                 slab.check_integrity([(f._offset, f.nbytes) for f in self._frames if f._slab is slab])
@@ -204,29 +211,6 @@ class FramePool:
                     f"frame pool: frames {self.used_bytes} B, charged {charged} B, budget {self.budget.used_bytes} B"
                 )
         self.budget.check_integrity()
-
-    def _take(self, nbytes: int, tag: Tag, name: str) -> Frame:
-        # The run is taken first, so that it no longer counts as kept when the budget looks.
-        with self._lock:
-            assert not self._closed, "take from a closed frame pool"
-            place = self._place(nbytes)
-        if place is None:
-            raise self._refusal(nbytes, name)
-        slab, offset = place
-        try:
-            reservation = self.budget.reserve(nbytes, tag, name)
-        except BudgetError:
-            with self._lock:
-                slab.give(offset, nbytes)
-            raise
-        with self._lock:
-            frame = Frame(slab, offset, nbytes, reservation)
-            self._frames[frame] = None
-        if self.budget.used_bytes + self.kept_bytes > self.budget.capacity_bytes:
-            # A slab that is used in part stays whole, and somebody else has charged what was left beside it.
-            self.give(frame)
-            raise self._refusal(nbytes, name)
-        return frame
 
     def _place(self, nbytes: int) -> tuple[_Slab, int] | None:
         for slab in self._slabs:

@@ -1,9 +1,10 @@
-"""A tensor whose bytes lie on pages: where they are, and the values (pins) that keep them there."""
+"""Paged tensors, pins that keep them in the compute tier, and the interfaces of those who follow their moves."""
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,24 +47,68 @@ class Place(enum.Enum):
 
 
 class Occupant(Protocol):
-    """Who is told when the bytes of a paged tensor come and go."""
+    """Is told when the bytes of one paged tensor come and go."""
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The bytes are in the compute tier, as `tensor`."""
         ...
 
     def was_written(self) -> bool:
-        """Whether somebody has changed the bytes in place since they came, or since this was last asked."""
+        """Whether the bytes have changed in place since they came, or since this was last called."""
         ...
 
     def leaving(self, tensor: torch.Tensor) -> None:
-        """The bytes are about to leave the compute tier; the last moment to read them, and to let go of them."""
+        """The bytes are about to leave the compute tier: views of them must end."""
+        ...
+
+
+class Adviser(Protocol):
+    """Follows the accesses, and chooses what to evict. Called with the pool's lock held."""
+
+    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+        """The tensor is about to be used; it may not be resident yet."""
+        ...
+
+    def awaited(self, tensor: PagedTensor) -> None:
+        """A fault: the load of the tensor has begun, and its user waits."""
+        ...
+
+    def created(self, tensor: PagedTensor) -> None:
+        """The tensor gets its first bytes from a caller."""
+        ...
+
+    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
+        """Which of `idle` (least recently used first) to evict; None for no preference."""
+        ...
+
+
+class Owed(Protocol):
+    """Updates of tensors that are still to be made. Called with the pool's lock held."""
+
+    def before_use(self, tensor: PagedTensor) -> None:
+        """The tensor is about to be used: makes its pending update first."""
+        ...
+
+    def elsewhere(self, tensor: PagedTensor) -> bool:
+        """Whether the tensor is being changed in its home, and must not be loaded yet."""
+        ...
+
+    def finish(self) -> None:
+        """Makes all pending updates now."""
+        ...
+
+    def give_way(self) -> bool:
+        """Makes some pending updates to free the memory that they hold; False if there are none."""
+        ...
+
+    def give_up(self) -> None:
+        """The pool is about to close: drops all pending updates."""
         ...
 
 
 _OF_AN_EXTENT = 3
-"""Who refers to the storage of an extent: its two tensors and whoever asks; besides, where it is a block, what autograd
-keeps as the base of its typed tensor, and `Parameter.data`."""
+"""References to the storage of an extent: its two tensors and that of the caller; for a block also the base that
+autograd keeps of its typed tensor, or `Parameter.data`."""
 
 
 class Extent:
@@ -87,59 +132,32 @@ class Extent:
         self.reservation = reservation
 
     def viewed(self, *, shown: bool, known: int = 0) -> bool:
-        """Whether somebody holds a view of it.
-
-        Args:
-            shown: whether a parameter does, through which it is shown, and which is not meant.
-            known: how many tensors over it the caller knows of, which are not meant either.
-        """
+        """Whether there is a view of it beside that of its parameter, if it is `shown`, and `known` others."""
         users: int = torch._C._storage_Use_Count(self.octets.untyped_storage()._cdata)
         return users > _OF_AN_EXTENT + (self.block is not None) + shown + known
 
 
 class PagedTensor:
-    """A named tensor with a role, booked in pages. All changes of place go through the pool.
-
-    Args:
-        name: for people: errors, reports, checkpoints.
-        tag: the role its bytes are charged under.
-        shape: its shape.
-        dtype: its element type.
-        fill: the value of every element as long as nothing was written.
+    """A named tensor, charged under a tag. All changes of place go through the pool.
 
     Attributes:
-        place: where the bytes are.
+        fill: the value of every element as long as nothing was written.
         extent: the contiguous copy in the compute tier, if any.
-        arrival: the transfer that fills the extent of one that is arriving.
-        handle: the home's name for its bytes, once it has been there.
+        arrival: the transfer that fills the extent of an arriving tensor.
+        handle: the home's handle, once it has been stored.
         stored_bytes: how many of the home's bytes, from the start, have been written; the rest is the fill value.
         pins: how many pins are held.
         movable: False for small tensors that stay in the compute tier.
-        occupant: who is told about comings and goings.
         owner: the pool that has made it.
         stores: stores that may still be running.
     """
 
+    # fmt: off
     __slots__ = (
-        "arrival",
-        "dtype",
-        "extent",
-        "fill",
-        "handle",
-        "movable",
-        "name",
-        "nbytes",
-        "numel",
-        "occupant",
-        "owner",
-        "pins",
-        "place",
-        "shape",
-        "slot_bytes",
-        "stored_bytes",
-        "stores",
-        "tag",
+        "arrival", "dtype", "extent", "fill", "handle", "movable", "name", "nbytes", "numel", "occupant", "owner",
+        "pins", "place", "shape", "slot_bytes", "stored_bytes", "stores", "tag",
     )
+    # fmt: on
 
     def __init__(self, name: str, tag: Tag, shape: torch.Size, dtype: torch.dtype, fill: float = 0.0) -> None:
         self.name = name
@@ -168,19 +186,14 @@ class PagedTensor:
 
     @property
     def viewed(self) -> bool:
-        """Whether it is in the compute tier, and somebody holds a view of it beside its parameter, if it is one's."""
+        """Whether there is a view of its extent beside that of its parameter."""
         return self.extent is not None and self.extent.viewed(shown=self.tag is Tag.PARAM)
-
-    @property
-    def viewed_besides(self) -> bool:
-        """Whether it is in the compute tier, and somebody holds a view of it beside the caller, who holds one."""
-        return self.extent is not None and self.extent.viewed(shown=True)
 
     def __repr__(self) -> str:
         return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
 
     def note_changes(self) -> None:
-        """Takes note of changes to resident bytes that only their occupant knows of."""
+        """Marks resident bytes that were changed in place as dirty."""
         if self.occupant is not None and self.occupant.was_written():
             self.place = Place.DIRTY
 
@@ -199,6 +212,34 @@ class PagedTensor:
             raise AssertionError(
                 f"{self!r}: extent {self.extent}, handle {self.handle}, arrival {self.arrival}, pins {self.pins}"
             )
+
+
+class Pin:
+    """Keeps a tensor in the compute tier until it is released."""
+
+    __slots__ = ("_pool", "_tensor")
+
+    def __init__(self, pool: Pool, tensor: PagedTensor) -> None:
+        self._pool: Pool | None = pool
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor in its shape; not to be kept beyond the pin."""
+        assert self._pool is not None and self._tensor.extent is not None, "pin used after its end"
+        return self._tensor.extent.tensor
+
+    def release(self) -> None:
+        """Ends the pin. A second release does nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.unpin(self._tensor)
+
+    def __enter__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,12 +1,8 @@
-"""The pool: brings paged tensors into the compute tier on demand, and moves others away to make room.
+"""The pool: brings paged tensors into the compute tier on demand, and evicts others to make room.
 
-It owns the tensors' places and the order of eviction (least recently used, unless an `Adviser` knows better; only
-tensors that nobody pins). It knows tensors, not models or steps. Its parts: `Room` grants and refuses charges,
-`Traffic` moves bytes to and from the home, `Extents` gives tensors their memory and takes it back, `Windows` gives
-parts of tensors, `Ahead` makes moves that nobody waits for, and the `Shelf` has what may leave, in order.
-
-What is moved on demand is moved while the caller waits. Somebody who knows what comes next can have tensors sent for
-(`Ahead`) and moved away beside compute; neither changes what an access returns.
+It owns the tensors' places and the order of eviction: least recently used, unless an `Adviser` chooses. Its parts:
+`Room` grants and refuses charges, `Traffic` moves bytes to and from the home, `Extents` gives tensors their memory,
+`Windows` opens parts of tensors, `Ahead` prefetches and evicts beside compute, `Shelf` orders the idle tensors.
 """
 
 from __future__ import annotations
@@ -20,17 +16,14 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ptm_accel.memory.advice import Adviser, Owed
 from ptm_accel.memory.ahead import Ahead
-from ptm_accel.memory.budget import Budget, Reservation, Tag
+from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import close_all, settle
 from ptm_accel.memory.extents import Extents
-from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Pin, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.shelf import Shelf
-from ptm_accel.memory.snapshots import snapshot
 from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
 from ptm_accel.memory.traffic import PoolStats, Traffic
@@ -42,33 +35,28 @@ _ROUNDED_BY = 64
 
 
 def _keeps_results(mode: object) -> bool:
-    """Whether a dispatch mode keeps what operations give and hands it out again, as selective checkpointing does.
-
-    Ours are none of the model's, and do not come again.
-    """
+    """Whether a dispatch mode keeps results (selective checkpointing), which those of the pool must not be."""
     return type(mode).__module__ == "torch.utils.checkpoint"
 
 
 class Pool:
     """Paged tensors of one model over one compute tier and one home.
 
-    Several models have a pool each over the same tiers (`beside`). What is accessed must be a pool's own; any of them
-    may move away tensors of the others.
+    Several models have a pool each over the same tiers (`beside`); any of them may evict tensors of the others.
 
     Args:
         compute: where kernels run.
         budget: the compute tier's budget.
-        home: where bytes go when there is no room; None if there is no such place.
-        card: what blocks are cut from, where other memory shares it.
+        home: the backing store, if any.
+        card: memory that blocks share with torch's; None on a CPU.
 
     Attributes:
-        card: see above.
         tenants: all pools over these tiers.
         need: what the model needs of them.
         closed: whether nothing can be brought in any more.
-        timeline: tells where time goes on a device; None where compute is carried out as it is called.
-        copies_in: bytes that are adopted are copied into the tier's own memory, so that those of the allocator they
-            came from are free again at once.
+        timeline: where time goes on a device; None on a CPU.
+        copies_in: whether adopted bytes are copied into the tier's own memory, so that the allocator they came from
+            has them back at once.
     """
 
     def __init__(
@@ -81,14 +69,13 @@ class Pool:
         self.lock = threading.RLock()
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(home, self.stats, self.timeline)
-        self.room = Room(compute, budget, self.traffic, self, self.lock, card)
-        self.shelf = Shelf(has_home=home is not None)
-        self.tenants = Tenants(budget)
         self.card = card
+        self.shelf = Shelf(has_home=home is not None)
+        self.room = Room(self)
+        self.tenants = Tenants(budget)
         self._begin()
 
     def _begin(self) -> None:
-        """Makes what a pool does not share with others over the same tiers."""
         self.extents = Extents(self)
         self.windows = Windows(self)
         self.ahead = Ahead(self)
@@ -110,7 +97,7 @@ class Pool:
 
     @property
     def least_bytes(self) -> int:
-        """What accesses of all models need at their worst moments; views that are kept leave at least that."""
+        """What all models need at the least; views that are kept leave that much."""
         return self.tenants.least_bytes
 
     @property
@@ -133,8 +120,6 @@ class Pool:
         self._held = [*(other for other in self._held if other.live), held]
         return held
 
-    # ---- life of a tensor ------------------------------------------------------------------------------------
-
     def create(
         self, name: str, tag: Tag, shape: torch.Size, dtype: torch.dtype, *, fill: float = 0.0, movable: bool = True
     ) -> PagedTensor:
@@ -147,14 +132,14 @@ class Pool:
         return tensor
 
     def adopt(self, tensor: PagedTensor, data: torch.Tensor, *, copied: bool = False) -> None:
-        """Makes `data`, a tensor of somebody else's, the (newest) bytes of a blank or away paged tensor.
+        """Makes `data` the bytes of a blank or away paged tensor.
 
-        Without a copy where `data` is contiguous and alone in its storage, unless `copies_in`; otherwise it is copied.
+        It is copied unless it is contiguous and alone in its storage.
 
         Args:
             tensor: which one.
             data: of its shape and type.
-            copied: it is copied in any case, since somebody may go on using it.
+            copied: whether it is copied in any case, since the caller goes on using it.
 
         Raises:
             BudgetError: no room for its bytes.
@@ -207,7 +192,7 @@ class Pool:
             elif tensor.place.resident:
                 self.extents.let_go(tensor)
             if tensor.handle is not None:
-                # Whether bytes that nobody wants any more could be stored is no news.
+                # Errors of these stores no longer matter.
                 stores, tensor.stores = tensor.stores, []
                 settle(stores)
                 assert self.home is not None
@@ -217,7 +202,7 @@ class Pool:
             tensor.place = Place.BLANK
 
     def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
-        """Makes a copy of `data` the bytes of `tensor`, whatever it was before: of another shape or type, too.
+        """Makes a copy of `data` the bytes of `tensor`; it may be of another shape or type.
 
         Raises:
             BudgetError: no room for its bytes.
@@ -228,7 +213,7 @@ class Pool:
             if data.shape == tensor.shape and data.dtype == tensor.dtype:
                 self.fault(tensor, write=True).copy_(data)
                 return
-            # What there is must not be lost where there is no room for what comes.
+            # Refused before the old bytes are dropped.
             self.room.reserve(data.numel() * data.dtype.itemsize, tensor.tag, tensor.name).release()
             self.drop(tensor)
             tensor.become(data.shape, data.dtype)
@@ -239,8 +224,6 @@ class Pool:
         self.drop(tensor)
         with self.lock:
             self._tensors.pop(id(tensor), None)
-
-    # ---- access ----------------------------------------------------------------------------------------------
 
     def fault(self, tensor: PagedTensor, *, write: bool = False) -> torch.Tensor:
         """The tensor in the compute tier, brought in if it is not there.
@@ -257,7 +240,6 @@ class Pool:
             return self._fault(tensor, write)
 
     def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
-        """`fault`, for those who have the lock."""
         depth = torch._C._len_torch_dispatch_stack()
         if depth and any(_keeps_results(torch._C._get_dispatch_stack_at(at)) for at in range(depth)):
             with _disable_current_modes():
@@ -290,7 +272,7 @@ class Pool:
             return Pin(self, tensor)
 
     def pin_arriving(self, tensor: PagedTensor) -> Pin:
-        """Keeps a tensor that was sent for; there is nothing to see of it until it has been asked for (`fault`)."""
+        """Pins a tensor whose prefetch is under way; its bytes can be read after `fault`."""
         with self.lock:
             assert tensor.place is Place.ARRIVING, tensor
             tensor.pins += 1
@@ -302,13 +284,13 @@ class Pool:
         with self.lock:
             tensor.pins -= 1
             assert tensor.pins >= 0, f"{tensor!r}: unpinned more often than pinned"
-            # One that was sent for may not have come.
+            # The load of an arriving one may have failed.
             if not tensor.pins and tensor.extent is not None:
                 self.shelf.touch(tensor)
 
     @property
     def fits_on_card(self) -> bool:
-        """Whether there is a card that nothing ever has to leave: what a batch takes has been seen, and leaves room."""
+        """Whether everything fits on a card beside the activations that have been seen."""
         return self.card is not None and 0 < self.whole_bytes <= self.budget.capacity_bytes
 
     @property
@@ -317,9 +299,7 @@ class Pool:
         return self.shelf.nbytes
 
     def occupy(self, tensor: PagedTensor) -> None:
-        """Makes room for a tensor that is away and will be written whole: AWAY -> DIRTY, and nothing is loaded.
-
-        Whoever asks for it writes it before it can leave, or gives the room back (`vacate`).
+        """Makes room for a tensor that is away: AWAY -> DIRTY, no load. The caller writes all of it, or `vacate`s.
 
         Raises:
             BudgetError: no room can be made.
@@ -330,19 +310,19 @@ class Pool:
             self.extents.settle_in(tensor, Place.DIRTY)
 
     def vacate(self, tensor: PagedTensor) -> None:
-        """Gives back the room of a tensor that was to be written (`occupy`) and was not: it is as it was."""
+        """Undoes `occupy`, before anything was written."""
         with self.lock:
             self.extents.let_go(tensor)
             tensor.place = Place.AWAY
 
     @property
     def listener(self) -> Adviser | None:
-        """Whoever is told of accesses now (see `unadvised`)."""
+        """The adviser, unless it is told of nothing now (`unadvised`)."""
         return None if self._silent else self.adviser
 
     @contextmanager
     def unadvised(self) -> Iterator[None]:
-        """While it lasts the adviser is told of no access: they follow an order of their own (an update)."""
+        """While it lasts the adviser is told of no access: those of an update are no part of a pass."""
         before, self._silent = self._silent, True
         try:
             with during(self.timeline, Span.BESIDE):
@@ -351,10 +331,7 @@ class Pool:
             self._silent = before
 
     def evict_one(self) -> bool:
-        """Moves an idle tensor away, the adviser's choice or the least recently used; False if there is none.
-
-        Where all that is there is held by work that is owed, some of that is done.
-        """
+        """Evicts an idle tensor, or makes a pending update that holds memory; False if there is neither."""
         victim = self.victim()
         if victim is not None:
             self.evict(victim)
@@ -362,17 +339,13 @@ class Pool:
         return any(pool.owed is not None and pool.owed.give_way() for pool in self.tenants.pools)
 
     def victim(self) -> PagedTensor | None:
-        """Who is to leave next: its adviser's choice, or the least recently used; None if nobody can."""
+        """What is to leave next: the adviser's choice, or the least recently used; None if nothing can."""
         giver, idle = self.tenants.giver(self.shelf.in_order())
         victim = giver.adviser.victim(idle) if giver is not None and giver.adviser is not None else None
-        if victim is None:
-            victim = next(iter(idle), None)
-        if victim is None:
-            victim = self.shelf.last_resort()
-        return victim
+        return victim or next(iter(idle), None) or self.shelf.last_resort()
 
     def evict(self, tensor: PagedTensor) -> None:
-        """Moves an idle resident tensor away, storing it first if it is dirty.
+        """Evicts an idle tensor, storing it first if it is dirty.
 
         Raises:
             BudgetError: the home has no room.
@@ -398,16 +371,34 @@ class Pool:
                 self.traffic.store_whole(tensor)
                 tensor.place = Place.CLEAN
 
-    # ---- looking from outside ----------------------------------------------------------------------------------
-
     def snapshot(self, tensor: PagedTensor) -> torch.Tensor:
         """The tensor's values as a CPU tensor that costs no charged memory.
 
-        An extent in host memory that never leaves is given as it is (a live alias, as `state_dict` gives in plain
-        torch); all else comes from the home, as a private mapping. Valid until the next step.
+        An extent in host memory that never leaves is given as a live alias, as plain torch's `state_dict` does; all
+        else is a private mapping of the home. Valid until the next step.
         """
         with self.lock:
-            return snapshot(self, tensor)
+            if self.owed is not None:
+                # Snapshots are taken of many, and those that are kept leave little room to work in.
+                self.owed.finish()
+            if tensor.place is Place.BLANK:
+                return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
+            if tensor.place is Place.ARRIVING:
+                self.ahead.receive(tensor)
+            if tensor.extent is not None:
+                movable = self.home is not None and tensor.movable and not tensor.pins
+                all_fits = 0 < self.whole_bytes <= self.budget.capacity_bytes
+                if self.budget.tier is Tier.HOST and (all_fits or not movable):
+                    return tensor.extent.tensor.detach()
+                self.flush(tensor)
+            self.traffic.settle(tensor)
+            if tensor.stored_bytes < tensor.nbytes:
+                # An interrupted sweep has left the home unwritten; the rest is the fill value.
+                self.fault(tensor, write=True)
+                self.flush(tensor)
+            assert self.home is not None
+            octets = self.home.snapshot(tensor.handle)
+            return octets[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def close(self) -> None:
         """Drops every tensor and gives their memory back. Idempotent; pins must have ended.
@@ -430,15 +421,11 @@ class Pool:
         return iter(list(self._tensors.values()))
 
     def pinned(self) -> list[PagedTensor]:
-        """Those that somebody pins, of all models."""
+        """The pinned tensors of all models."""
         return [t for pool in self.tenants.pools for t in pool.tensors() if t.pins]
 
     def check_integrity(self) -> None:
-        """Checks every tensor's place, and that the charges of extents and leavers are within the budget's use.
-
-        Raises:
-            AssertionError: with the numbers.
-        """
+        """Raises `AssertionError` with the numbers unless places are right and charges are within the budget's use."""
         with self.lock:
             self.room.collect()
             charged = self.room.leaving_bytes
@@ -448,7 +435,9 @@ class Pool:
                     charged += tensor.extent.reservation.nbytes
             self.shelf.check_integrity()
             if charged > self.budget.used_bytes:
-                raise AssertionError(f"extents and leavers hold {charged} of {self.budget.used_bytes} used bytes")
+                raise AssertionError(
+                    f"extents and memory on its way out hold {charged} of {self.budget.used_bytes} used bytes"
+                )
             self.budget.check_integrity()
             self.compute.check_integrity()
             if self.home is not None:

@@ -1,94 +1,77 @@
 """Room in the compute tier: every charge goes through here, and is granted or refused with the numbers.
 
-A view of an extent may outlive our use of it (autograd, or the user, may hold one). Its memory then stays valid and
-*charged* until the last view has died; such memory is kept in a list of leavers that is looked through whenever room
-is needed.
+A view of an extent may outlive its eviction (autograd, or the user, may hold one). Its memory then stays valid and
+*charged* until the last view has died.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
-from ptm_accel.memory.budget import Budget, Reservation, Tag
-from ptm_accel.memory.card_memory import CardMemory
+from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.copies import settle
-from ptm_accel.memory.leavers import Leaver
 from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.tide import Shapes, Tide
-from ptm_accel.memory.traffic import Traffic
-from ptm_accel.memory.transfer import Block, ComputeTier, Transfer, round_up
+from ptm_accel.memory.transfer import Block, Transfer, round_up
 from ptm_accel.units import format_bytes
 
+if TYPE_CHECKING:
+    from ptm_accel.memory.pool import Pool
 
-class Evictor(Protocol):
-    """Who can move something away.
+
+@dataclass(slots=True, eq=False)
+class _Released:
+    """Memory that was let go of; it stays charged until neither a view nor a transfer uses it.
 
     Attributes:
-        shelf: what may be moved away now.
+        storage: dies with the last view.
+        block: is recycled then; None for memory of torch's.
+        reservation: the charge.
+        transfer: reads or writes the memory; None once it is known to have ended.
+        kept: memory of torch's that only the transfer still needs.
     """
 
-    shelf: Shelf
+    storage: StorageWeakRef
+    block: Block | None
+    reservation: Reservation
+    transfer: Transfer | None
+    kept: torch.Tensor | None = None
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that could be moved away now."""
-        ...
-
-    def evict_one(self) -> bool:
-        """Moves the least recently used idle tensor away; False if there is none."""
-        ...
-
-    def evict(self, tensor: PagedTensor) -> None:
-        """Moves an idle tensor away."""
-        ...
-
-    def pinned(self) -> list[PagedTensor]:
-        """What cannot be moved because somebody pins it."""
-        ...
+    def is_unused(self) -> bool:
+        """Whether the memory can be taken back."""
+        if self.transfer is not None and self.transfer.done():
+            self.transfer = self.kept = None
+        return self.transfer is None and self.storage.expired()
 
 
 class Room:
     """The budget of the compute tier and the memory that is on its way out of it.
 
     Args:
-        compute: where blocks come from.
-        budget: what may be charged.
-        traffic: counts waits.
-        evictor: who makes room.
-        lock: the pool's lock.
-        card: what large blocks are cut from; None where the tier has no slabs.
+        pool: the first pool over the tier; it evicts tensors of all of them.
 
     Attributes:
         tide: watches the memory of the device that is not pages'; None on a CPU.
     """
 
-    def __init__(
-        self,
-        compute: ComputeTier,
-        budget: Budget,
-        traffic: Traffic,
-        evictor: Evictor,
-        lock: threading.RLock,
-        card: CardMemory | None = None,
-    ) -> None:
-        self.compute = compute
-        self.budget = budget
+    def __init__(self, pool: Pool) -> None:
+        self.compute = pool.compute
+        self.budget = pool.budget
         self.tide: Tide | None = None
-        self._traffic = traffic
-        self._evictor = evictor
-        self._leavers: list[Leaver] = []
-        self._lock = lock
-        self._card = card
+        self._traffic = pool.traffic
+        self._pool = pool
+        self._released: list[_Released] = []
+        self._lock = pool.lock
+        self._card = pool.card
 
     @property
     def limit_bytes(self) -> int:
@@ -112,8 +95,8 @@ class Room:
                 self.tide.look()
             if nbytes > self.budget.free_bytes:
                 self._make_room(nbytes, name)
-            elif self._leavers and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
-                # What has left already is no part of a peak; looked through only when there would be a new one.
+            elif self._released and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
+                # Only for a new peak, which evicted memory is no part of.
                 self.collect()
             return self.budget.reserve(nbytes, tag, name, allocates=allocates)
 
@@ -124,7 +107,7 @@ class Room:
             nbytes: how many.
             tag: what they are for.
             name: whose they are.
-            moves: whether idle tensors may leave where the tier has no block although the budget has room.
+            moves: whether to evict where the tier has no such block although the budget has room.
 
         Raises:
             BudgetError: nothing more can be moved.
@@ -139,7 +122,7 @@ class Room:
             raise
 
     def _allocate(self, nbytes: int, moves: bool) -> Block:
-        """A block; a card has holes, so that what is free need not be in one piece."""
+        """A block; the free memory of a card may be in pieces that are too small."""
         while True:
             try:
                 return self.compute.allocate(nbytes)
@@ -147,15 +130,15 @@ class Room:
                 with self._lock:
                     if not moves:
                         raise
-                    left = len(self._leavers)
+                    left = len(self._released)
                     self.collect()
-                    if len(self._leavers) != left or self._wait_for_one():
+                    if len(self._released) != left or self._wait_for_one():
                         continue
-                    if self._evict_range(nbytes) or self._evictor.evict_one():
+                    if self._evict_range(nbytes) or self._pool.evict_one():
                         continue
                     if self._card is None:
                         raise
-                    # Nothing can leave any more: out of what is kept free for other memory.
+                    # Nothing can be evicted any more: out of what is kept free for other memory.
                     return self._card.allocate(nbytes, anywhere=True)
 
     def _evict_range(self, nbytes: int) -> bool:
@@ -164,27 +147,27 @@ class Room:
             return False
         movable = {
             run: tensor
-            for tensor in self._evictor.shelf.free()
+            for tensor in self._pool.shelf.free()
             if (run := _run_of(tensor)) is not None and tensor.place is not Place.ARRIVING and not tensor.viewed
         }
         runs = self._card.slabs.cheapest_range(nbytes, list(movable))
         for run in runs or ():
-            if movable[run] in self._evictor.shelf:
-                self._evictor.evict(movable[run])
+            if movable[run] in self._pool.shelf:
+                self._pool.evict(movable[run])
         return bool(runs)
 
     def _drain(self) -> None:
         """Evicts what lies in slabs that are to be given back."""
         if self._card is None or not self._card.slabs.draining:
             return
-        for tensor in self._evictor.shelf.free():
+        for tensor in self._pool.shelf.free():
             run = _run_of(tensor)
-            if run is not None and run.slab.draining and tensor in self._evictor.shelf:
-                self._evictor.evict(tensor)
+            if run is not None and run.slab.draining and tensor in self._pool.shelf:
+                self._pool.evict(tensor)
         self.collect()
 
     def _wait_for_one(self) -> bool:
-        """Waits for a transfer whose memory is leaving; False if there is none."""
+        """Waits for a transfer that uses released memory; False if there is none."""
         running = self._running()
         if running is None:
             return False
@@ -192,11 +175,7 @@ class Room:
         return True
 
     def _wait(self, transfer: Transfer) -> None:
-        """Waits for a transfer to end. Its error is for those whose bytes it moves, unless it can never end.
-
-        Raises:
-            DiskError: it cannot.
-        """
+        """Waits for a transfer to end; its error is that of its own tensor. Raises `DiskError` if it can never end."""
         with self._traffic.stalled():
             try:
                 transfer.wait()
@@ -218,7 +197,7 @@ class Room:
         finally:
             with self._lock:
                 if kept:
-                    self._leavers.append(Leaver(kept[0], None, reservation, None))
+                    self._released.append(_Released(kept[0], None, reservation, None))
                 else:
                     reservation.release()
 
@@ -242,23 +221,23 @@ class Room:
             block.buffer = None
         with self._lock:
             kept = octets if block is None and transfer is not None else None
-            self._leavers.append(Leaver(storage, block, reservation, transfer, kept))
+            self._released.append(_Released(storage, block, reservation, transfer, kept))
 
     def collect(self) -> None:
-        """Takes back the memory of leavers that nobody uses any more."""
+        """Takes back released memory that is no longer used."""
         with self._lock:
-            still: list[Leaver] = []
-            for leaver in self._leavers:
-                if not leaver.is_unused():
-                    still.append(leaver)
+            still: list[_Released] = []
+            for each in self._released:
+                if not each.is_unused():
+                    still.append(each)
                     continue
-                leaver.reservation.release()
-                if leaver.block is not None:
-                    self.compute.recycle(leaver.block)
-            self._leavers = still
+                each.reservation.release()
+                if each.block is not None:
+                    self.compute.recycle(each.block)
+            self._released = still
 
     def glance(self) -> None:
-        """Called in forwards: where all pages are there already, nothing is charged, and other memory still grows."""
+        """Looks at the card's other memory in forwards where all pages are resident, and nothing is charged."""
         if self.tide is not None:
             self._adjust(self.tide.look)
 
@@ -284,36 +263,36 @@ class Room:
         with self._lock:
             self.collect()
             self._drain()
-            while self.budget.free_bytes < 0 and self._evictor.evict_one():
+            while self.budget.free_bytes < 0 and self._pool.evict_one():
                 self.collect()
             self.budget.make_real_room()
 
     def settle(self) -> None:
-        """Waits for all transfers that still use leaving memory; their errors are for those whose bytes they move."""
+        """Waits for all transfers that use released memory; their errors are those of their own tensors."""
         with self._lock:
-            settle([leaver.transfer for leaver in self._leavers if leaver.transfer is not None])
+            settle([each.transfer for each in self._released if each.transfer is not None])
             self.collect()
 
     def available_bytes(self) -> int:
-        """What could be charged now if everything idle were moved away and every running transfer had ended."""
+        """What could be charged if everything idle were evicted and every running transfer had ended."""
         with self._lock:
             self.collect()
-            return self.budget.free_bytes + self.ending_bytes + self._evictor.idle_bytes
+            return self.budget.free_bytes + self.ending_bytes + self._pool.idle_bytes
 
     @property
     def ending_bytes(self) -> int:
         """Charged bytes that come free as running transfers end."""
-        return sum(leaver.reservation.nbytes for leaver in self._leavers if leaver.transfer is not None)
+        return sum(each.reservation.nbytes for each in self._released if each.transfer is not None)
 
     @property
     def leaving_bytes(self) -> int:
-        """Charged bytes of memory that was let go of and that somebody still uses."""
-        return sum(leaver.reservation.nbytes for leaver in self._leavers)
+        """Charged bytes of released memory that is still in use."""
+        return sum(each.reservation.nbytes for each in self._released)
 
     def _make_room(self, nbytes: int, name: str) -> None:
         self.collect()
         while nbytes > self.budget.free_bytes:
-            if not self._wait_for_one() and not self._evictor.evict_one():
+            if not self._wait_for_one() and not self._pool.evict_one():
                 # The last transfer may have ended since its memory was last asked for.
                 self.collect()
                 short = nbytes > self.budget.free_bytes
@@ -322,14 +301,14 @@ class Room:
             self.collect()
 
     def _running(self) -> Transfer | None:
-        """A transfer that still uses memory that is leaving."""
-        transfers = (leaver.transfer for leaver in self._leavers if leaver.transfer is not None)
+        """A running transfer that uses released memory."""
+        transfers = (each.transfer for each in self._released if each.transfer is not None)
         return next((transfer for transfer in transfers if not transfer.done()), None)
 
     def _refusal(self, nbytes: int, name: str) -> BudgetError:
-        held = sorted(self._evictor.pinned(), key=lambda t: -t.nbytes)[:3]
+        held = sorted(self._pool.pinned(), key=lambda t: -t.nbytes)[:3]
         holders = [f"{t.name} ({format_bytes(t.nbytes)}, pinned)" for t in held]
-        viewed = [leaver.reservation for leaver in self._leavers[:3]]
+        viewed = [each.reservation for each in self._released[:3]]
         holders += [f"{r.name} ({format_bytes(r.nbytes)}, a view is alive)" for r in viewed]
         below = "" if self._traffic.home is not None else " There is no tier below: set disk to a directory on an SSD."
         refusal = self.budget.refusal(nbytes, name)

@@ -26,12 +26,10 @@ class Capacities:
     """How much of each tier may be used, in bytes.
 
     Attributes:
-        page_bytes: the page size.
-        host_bytes: host memory.
-        device_bytes: device memory; None without a device.
-        disk_bytes: disk space; None without a limit.
+        device_bytes: None without a device.
+        disk_bytes: None without a limit.
         disk_paths: directories for the scratch files; empty for no disk tier.
-        disk_weights: how fast each is, for dealing bytes out; None for all alike.
+        disk_weights: the speed of each; None for all alike.
     """
 
     page_bytes: int
@@ -44,15 +42,14 @@ class Capacities:
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """The tiers of one device as one model has them: a pool of its own, over tiers that other models may share.
+    """A model's pool over the tiers of one device, which other models may share.
 
     Attributes:
-        pool: paged tensors over the compute tier.
         budgets: the budget of each tier that there is.
-        disk: the disk tier, for its counters; None without one.
+        disk: the disk tier, if any.
         parts: what is closed with the last pool, in order.
-        device: the device, for its counters; None without one.
-        users: one for each model that has these tiers open, this one among them.
+        device: the device tier, if any.
+        users: the `Memory` of each model that has these tiers open, this one among them.
         closed: whether this model has given up its part.
     """
 
@@ -66,7 +63,7 @@ class Memory:
     _owner: int = field(default_factory=os.getpid, init=False)
 
     def __post_init__(self) -> None:
-        """Takes its place among the users."""
+        """Joins the users."""
         self.users.append(self)
 
     def join(self) -> Memory:
@@ -76,12 +73,12 @@ class Memory:
 
     @property
     def others(self) -> list[Memory]:
-        """Those of the other models that have these tiers open."""
+        """The users but this one."""
         return [user for user in self.users if user is not self]
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has made it, and no other that this one is a fork of."""
+        """Whether it was made in this process, not in one that this is a fork of."""
         return os.getpid() == self._owner
 
     def close(self) -> None:
@@ -107,9 +104,9 @@ class Memory:
 
 _PAGES_A_FRAME = 8
 _LEAST_HOST_FRAMES, _LEAST_DEVICE_FRAMES = 512, 128
-"""A frame under a device holds several pages if so many frames fit into host memory: a page of its own for each 4 MiB
-costs the thread that computes more than a fast link takes to copy it. And if so many fit on the device: with less
-there, tensors are updated in parts that are smaller than a frame, and would wait for each other at its ends.
+"""A frame under a device holds several pages if so many frames fit into host memory, since starting a copy of 4 MiB
+takes the host longer than a fast link takes for it; and if so many fit on the device, since parts of tensors that are
+updated at a time must not be smaller than a frame.
 """
 
 

@@ -1,4 +1,4 @@
-"""What may leave the compute tier, and in which order: idle buffers, least recently used first; then spared ones."""
+"""The idle tensors of the compute tier in order of eviction: least recently used first, then the spared ones."""
 
 from __future__ import annotations
 
@@ -37,31 +37,21 @@ class Shelf:
             self.nbytes += tensor.extent.reservation.nbytes
 
     def take(self, tensor: PagedTensor) -> None:
-        """Takes `tensor` off, if it is there: it may not leave now."""
+        """Takes `tensor` off, if it is there: it must not be evicted now."""
         if tensor in self._idle:
             assert tensor.extent is not None
             del self._idle[tensor]
             self._spared.pop(tensor, None)
             self.nbytes -= tensor.extent.reservation.nbytes
 
-    def keep_off(self, tensor: PagedTensor) -> None:
-        """Keeps `tensor` from being put here until it is admitted: somebody has yet to write it."""
-        self.take(tensor)
-        tensor.movable = False
-
-    def admit(self, tensor: PagedTensor) -> None:
-        """Ends `keep_off`."""
-        tensor.movable = True
-        self.touch(tensor)
-
     def spare(self, tensor: PagedTensor) -> None:
-        """Evicts `tensor` after all others, the newest such last: code outside of forwards may hold a view of it."""
+        """Evicts `tensor` after all others, the newest last: code outside of forwards may hold a view of it."""
         if tensor in self._idle:
             self._spared[tensor] = None
             self._spared.move_to_end(tensor)
 
     def is_spared(self, tensor: PagedTensor) -> bool:
-        """Whether code outside of forwards may hold a view of it."""
+        """Whether `tensor` is spared."""
         return tensor in self._spared
 
     def end_sparing(self) -> None:
@@ -69,7 +59,7 @@ class Shelf:
         self._spared.clear()
 
     def free(self) -> list[PagedTensor]:
-        """What may leave and is not spared, least recently used first."""
+        """The tensors that are not spared, least recently used first."""
         return [tensor for tensor in self._idle if tensor not in self._spared]
 
     def in_order(self) -> Iterable[PagedTensor]:
@@ -77,15 +67,11 @@ class Shelf:
         return self.free() if self._spared else self._idle
 
     def last_resort(self) -> PagedTensor | None:
-        """What leaves when all that may is spared."""
+        """The first of the spared tensors."""
         return next(iter(self._spared), None)
 
     def check_integrity(self) -> None:
-        """Checks that each may leave, and what they hold.
-
-        Raises:
-            AssertionError: with the numbers.
-        """
+        """Raises `AssertionError` unless each may leave, and sizes add up."""
         held = 0
         for tensor in self._idle:
             assert tensor.extent is not None and not tensor.pins and tensor.movable, tensor

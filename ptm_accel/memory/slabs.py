@@ -1,13 +1,10 @@
 """Slabs: large pieces of a device's memory that blocks are cut from, so that pages leave no holes between activations.
 
 torch's caching allocator gives no segment back while a part of it is used. Were pages, which stay for long, allocated
-one by one among activations, which come and go, its free memory would soon lie in pieces that are of use to neither:
-a card is then full with a tenth of it free. So pages have pieces of their own (PatrickStar's chunks, arXiv 2108.05818,
-and Angel-PTM's pages, arXiv 2303.02868, are there for the same reason). A hole in those costs an eviction; a hole
-between activations is an error that nobody can answer.
+among activations, which come and go, its free memory would soon lie in small pieces: a card is then full with a tenth
+of it free (PatrickStar's chunks, arXiv 2108.05818, and Angel-PTM's pages, arXiv 2303.02868, have the same reason).
 
-A new slab is as large as all before it together, if the limit leaves as much, so that they are few and large and grow
-with what is used; a run that is larger than that has one of its size.
+A new slab is as large as all before it together, or as the run that it is for, if the limit leaves as much.
 """
 
 from __future__ import annotations
@@ -28,14 +25,7 @@ _FIRST_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class Slab:
-    """A piece of device memory.
-
-    Attributes:
-        memory: what owns it.
-        nbytes: its length.
-        draining: nothing more is put here, and it is given back when it is empty.
-        runs: which parts are used.
-    """
+    """A piece of device memory; one that is `draining` takes no more runs, and is given back when it is empty."""
 
     memory: Any
     nbytes: int
@@ -53,13 +43,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A part of a slab.
-
-    Attributes:
-        slab: of which.
-        offset: where it begins there, in bytes.
-        nbytes: its length.
-    """
+    """A part of a slab, in bytes."""
 
     slab: Slab
     offset: int
@@ -116,15 +100,7 @@ class Slabs:
         return [slab for slab in self._slabs if not slab.draining]
 
     def cheapest_range(self, nbytes: int, movable: Sequence[Run]) -> list[Run] | None:
-        """The runs to give back so that `nbytes` come free in one piece.
-
-        Args:
-            nbytes: how many.
-            movable: the runs that may be given back.
-
-        Returns:
-            those in the range of gaps and `movable` runs that has the fewest used bytes; None if none is long enough.
-        """
+        """The runs of the range of gaps and `movable` runs of `nbytes` with the fewest used bytes; None if none is."""
         best: tuple[int, list[Run]] | None = None
         for slab in self.usable():
             parts: list[tuple[int, int, Run | None]] = [(*gap, None) for gap in slab.runs.gaps()]
@@ -145,7 +121,7 @@ class Slabs:
         return None if best is None else best[1]
 
     def stretch(self, nbytes: int) -> Run | None:
-        """As `take`, wherever the memory is, beyond the limit too: nothing can leave for it any more."""
+        """As `take`, beyond the limit, too."""
         run = self._cut(nbytes, self._slabs)
         return run if run is not None or not self._add(self._rounded(nbytes)) else self._cut(nbytes, self._slabs[-1:])
 
@@ -157,7 +133,7 @@ class Slabs:
             self._release([slab])
 
     def confine(self, nbytes: int) -> None:
-        """Slabs may take as much together from now on: those that are too many go, empty ones at once."""
+        """Limits what slabs take together: those beyond are given back, empty ones at once."""
         self.limit_bytes = nbytes
         for slab in self._slabs:
             slab.draining = False

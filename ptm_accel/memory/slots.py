@@ -30,8 +30,7 @@ class StripedSlots:
     """Deals slots over files that grow on demand.
 
     Args:
-        weights: one for each file; blocks are dealt in proportion, over all slots together, so that small slots
-            spread as well.
+        weights: one for each file; blocks are dealt in proportion, over all slots together.
         block_bytes: what is dealt to one of several files at a time.
         limit_bytes: the present limit of what all files take together.
         grow: makes a file larger.

@@ -1,9 +1,7 @@
-"""Slots on a disk for pages that leave their frames, with a little set aside so that an exchange is always possible.
+"""Slots on a disk for pages that leave their frames, two of them set aside so that an exchange is always possible.
 
-To bring a page in when the frames are full, another must go out first, and it needs a slot while the slot of the first
-is still taken. With frames and disk both full to the last byte nothing could move any more. So two slots of a whole
-page are set aside. Two suffice: bytes that are free in the frames when a page does not fit there are fewer than a
-page, so of two pages' worth of free bytes in sum, more than one page's worth is on the disk.
+With frames and disk both full to the last byte no page could move. Two suffice: where a page does not fit the frames,
+fewer bytes than a page are free there, so of two pages' worth of free bytes more than one page's is on the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class SwapSpace:
 
     @property
     def missing_bytes(self) -> int:
-        """How much of what is to be set aside is not, at present."""
+        """Bytes that are still to be set aside."""
         return (SPARES - len(self._spares)) * self._page_bytes
 
     def refill(self) -> BudgetError | None:
@@ -46,20 +44,8 @@ class SwapSpace:
             return refusal
         return None
 
-    def take(self, nbytes: int, tag: Tag, name: str) -> Any:
-        """A slot from what is not set aside.
-
-        Raises:
-            BudgetError: there is no room.
-        """
-        return self.disk.new(nbytes, tag, name)
-
     def take_spare(self, nbytes: int, tag: Tag, name: str) -> Any:
-        """A slot, if need be from what is set aside.
-
-        Raises:
-            BudgetError: nothing is set aside any more, and there is no room.
-        """
+        """A slot from what is set aside; raises `BudgetError` if nothing is."""
         if self._spares:
             self.disk.free(self._spares.pop())
         return self.disk.new(nbytes, tag, name)
@@ -71,14 +57,6 @@ class SwapSpace:
         except BaseException:
             self.disk.free(slot)
             raise
-
-    def read(self, slot: Any, into: torch.Tensor) -> Transfer:
-        """Starts loading a page."""
-        return self.disk.load(slot, 0, into)
-
-    def free(self, slot: Any) -> None:
-        """Gives a page's slot back."""
-        self.disk.free(slot)
 
     def close(self) -> None:
         """Gives back what is set aside, and closes the disk. Idempotent."""

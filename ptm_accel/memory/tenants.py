@@ -1,8 +1,8 @@
-"""The pools over the same tiers: what each of them may count on, and whose tensors leave when there is no room.
+"""The pools over the same tiers: the share of each, and whose tensors are evicted.
 
-Models of one process that compute on one device share its tiers. Each has a pool of its own, for its tensors; budgets,
-home and order of eviction are common. No part of a budget is set apart: a model may use whatever is free. Its plans
-count on its share, and tensors leave the pool that is furthest beyond its share.
+Models of one process that compute on one device share its budgets, home and order of eviction, and have a pool each. A
+model may use whatever is free; its plans count on its share, and tensors of the pool that is furthest beyond its share
+are evicted first.
 """
 
 from __future__ import annotations
@@ -38,14 +38,7 @@ class Need:
 
 
 class Tenants:
-    """The pools that share a compute tier.
-
-    Args:
-        budget: of that tier.
-
-    Attributes:
-        pools: those that are open.
-    """
+    """The open pools that share a compute tier."""
 
     def __init__(self, budget: Budget) -> None:
         self.pools: list[Pool] = []
@@ -62,7 +55,7 @@ class Tenants:
         return sum(pool.need.whole_bytes for pool in self.pools)
 
     def share_bytes(self, pool: Pool) -> int:
-        """What a model may count on: its least, and of the rest as much as it could make use of, in proportion."""
+        """The least of a model, and of the rest a part in proportion to what it could use."""
         capacity = self._budget.capacity_bytes
         if len(self.pools) == 1:
             return capacity

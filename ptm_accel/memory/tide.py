@@ -1,12 +1,8 @@
 """The share of a device that pages leave to activations and workspaces.
 
-These come from the same allocator as pages, and nobody announces them. So what the allocator has reserved beside the
-slabs of pages is read before charges, and its high-water mark plus a margin is kept free; pages get the rest. Training
-and evaluation have a mark each.
-
-Until one step has been seen pages get the least they can work with, which leaves all other room to the activations of
-the first step (PatrickStar's warm-up, arXiv 2108.05818, does the same with a fixed share). So they do again where a
-batch is larger than all before it.
+What the allocator has reserved beside the slabs of pages is read before charges, and its high-water mark plus a margin
+is kept free; pages get the rest. Training and evaluation have a mark each. In the first step, and in one whose batch is
+larger than all before it, pages get the least they can work with (as in PatrickStar's warm-up, arXiv 2108.05818).
 """
 
 from __future__ import annotations
@@ -21,14 +17,14 @@ from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.units import format_bytes
 
 MARGIN = 1.125
-"""The high-water mark is kept free with this factor: the same operations need more where they interleave otherwise."""
+"""The high-water mark is kept free with this factor: the same operations may need more in another order."""
 
 _RISE = 1.03
-"""The mark is raised by what exceeds it by this factor; for less there is the margin."""
+"""Below this factor the mark is not raised."""
 
 _LOOK_EVERY_S, _LOOK_WITHIN_S = 1e-3, 1e-2
 _LOOK_SHARE = 0.01
-"""The allocator is asked at most this share of the time, within the bounds above: it takes a while to answer."""
+"""Reading the allocator's figures takes at most this share of the time, within the bounds above."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Those of the tensors that a forward is given."""
@@ -44,8 +40,7 @@ class Tide:
         card: the card's memory.
 
     Attributes:
-        total_bytes: see above.
-        warming: whether pages have the least, since what goes on beside them has not been seen whole.
+        warming: whether pages have the least, since no whole step of this size has been seen.
     """
 
     def __init__(self, budget: Budget, total_bytes: int, least_bytes: int, card: CardMemory) -> None:
@@ -58,7 +53,7 @@ class Tide:
         self._marks = {False: 0, True: 0}
         self._largest = {False: [-1.0] * 3, True: [-1.0] * 3}
         self._evaluates = False
-        # Whether an optimizer step will say that what is new has been seen whole; otherwise the next pass does.
+        # Whether the end of an optimizer step ends the warm-up; otherwise the next pass does.
         self._in_step = False
         self._loose_bytes = 0
         self._look_at_s = 0.0
@@ -75,7 +70,7 @@ class Tide:
         return self._marks[self._evaluates]
 
     def need(self, least_bytes: int) -> None:
-        """Pages need more than was known: an optimizer has been chosen."""
+        """Changes the least that pages can work with, once the optimizer is known."""
         self._wanted_bytes = least_bytes
         if self._budget.capacity_bytes < self.least_bytes:
             self._give_least()
@@ -111,7 +106,7 @@ class Tide:
             self._set_capacity()
 
     def _turn(self, *, evaluates: bool) -> bool:
-        """From training to evaluation, or back: what the one has left reserved is not for the other to count."""
+        """From training to evaluation, or back: gives back what is reserved for the other."""
         if evaluates == self._evaluates:
             return False
         self._evaluates = evaluates

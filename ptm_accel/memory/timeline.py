@@ -1,12 +1,8 @@
 """Where time goes on a device, whose kernels run later than they are called.
 
-The thread that calls a kernel only queues it, so its own clock tells when something was launched and not how long it
-took. What tells is an event queued between two kernels: the device notes the time as it gets there. A `Timeline` is a
-row of such events, with what the device was doing between two of them. They are looked at when somebody asks, as far as
-the device has come by then: nobody waits for it, so that times are known some time after the fact.
-
-Waiting for a copy is queued like a kernel, and so is the event before it and the one after it. A thread that waits for
-itself (for room) leaves the device without work, which is the same thing seen from there.
+The clock of the thread tells when a kernel was launched, not how long it took. So events are queued between kernels,
+for which the device notes the time. A `Timeline` is a row of such events, with what the device was doing between two of
+them. They are read later, as far as the device has come by then; no call waits for it.
 """
 
 from __future__ import annotations
@@ -75,18 +71,13 @@ class Span(enum.Enum):
     UPDATE = "update"
     """An update after a pass."""
     WAIT = "wait"
-    """Bytes that are not there yet, or room for them, are waited for."""
+    """A wait for bytes, or for room for them."""
     OTHER = "other"
-    """What nobody asks for."""
+    """Anything else."""
 
 
 class Moment(NamedTuple):
-    """A point in time; only differences of two mean something.
-
-    Attributes:
-        total_s: seconds.
-        compute_s: seconds of passes, on a clock that stands still otherwise.
-    """
+    """A point in time; `compute_s` is on a clock that runs in passes only. Differences of two mean something."""
 
     total_s: float
     compute_s: float
@@ -94,21 +85,13 @@ class Moment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A place in what is computed.
-
-    Attributes:
-        moment: when that was; None until it is known.
-    """
+    """A place in what is computed; `moment` is None until it is known."""
 
     moment: Moment | None = None
 
 
 class Timeline:
-    """A row of marks in the compute of one device. Safe to call from any thread.
-
-    Args:
-        record: queues an event after the compute that the calling thread has queued so far.
-    """
+    """A row of marks in the compute of one device, which `record` queues events in. Thread-safe."""
 
     def __init__(self, record: Callable[[], TimedEvent]) -> None:
         self._record = record
@@ -140,7 +123,7 @@ class Timeline:
         return mark
 
     def leave(self) -> None:
-        """What is queued from here on is nothing that anybody asks for; nothing is queued for that."""
+        """What is queued from here on is `Span.OTHER`; without a mark."""
         self._span = Span.OTHER
 
     @contextmanager
@@ -148,7 +131,6 @@ class Timeline:
         """While it lasts, what is queued is about `span`."""
         before = self._span
         if before is Span.OTHER and span is Span.WAIT:
-            # Nobody asks what was waited for there.
             yield
             return
         self.switch(span)

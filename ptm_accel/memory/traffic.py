@@ -9,23 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-from ptm_accel.memory.copies import Keeping, finish, joined
+from ptm_accel.memory.copies import Keeping, finish
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
-_COMPARED_BYTES = 4 << 20
-"""How much is brought from a device at a time, to be compared."""
-
 
 @dataclass(slots=True)
 class PoolStats:
-    """What the pool has done since it was made. Bytes are those between the compute tier and the home.
+    """What the pool has done since it was made.
 
     Attributes:
-        faults: accesses to something that was not there, nor on its way.
-        hits: accesses to something that had been sent for in time to be there, or on its way.
-        evictions: tensors moved away.
+        faults: accesses to tensors that were not resident, nor prefetched.
+        hits: accesses to prefetched tensors.
+        evictions: tensors evicted.
         loaded_bytes: from the home.
         stored_bytes: to the home.
         stall_s: how long the accessing thread has waited; a device waits for copies without it.
@@ -80,8 +77,8 @@ class Traffic:
         Args:
             tensor: which one; it is away.
             offset: first byte.
-            into: the target as octets, a multiple of `ALIGN_BYTES`.
-            typed: the same memory as elements of the tensor, contiguous.
+            into: the target, a multiple of `ALIGN_BYTES`.
+            typed: the same memory as elements of the tensor.
 
         Raises:
             DiskError: an earlier store of it failed.
@@ -89,25 +86,19 @@ class Traffic:
         assert self.home is not None
         self._look_at_ended(tensor)
         wanted = into.numel()
-        if tensor.stored_bytes >= offset + wanted:
-            # Nearly always. What follows is for what was never stored, in part or at all.
-            load = self.home.load(tensor.handle, offset, into)
-            self.stats.loaded_bytes += wanted
-            return load
-        there = max(0, tensor.stored_bytes - offset)
-        loads: list[Transfer] = []
+        there = min(max(0, tensor.stored_bytes - offset), wanted)
+        load = None
         if there:
-            loads.append(self.home.load(tensor.handle, offset, into[:there]))
-        filled = there // tensor.dtype.itemsize
-        if filled < typed.numel():
+            load = self.home.load(tensor.handle, offset, into if there == wanted else into[:there])
+        if there < wanted and (filled := there // tensor.dtype.itemsize) < typed.numel():
             typed.view(-1)[filled:].fill_(tensor.fill)
         self.stats.loaded_bytes += there
-        return joined(loads) if loads else None
+        return load
 
     def order(self, transfer: Transfer) -> None:
         """Makes later compute come after `transfer`."""
         if self.timeline is not None and transfer.done():
-            # Nothing will wait, and marks in the timeline cost time.
+            # Without marks in the timeline, which cost time.
             transfer.order()
             return
         with self.stalled():
@@ -122,11 +113,10 @@ class Traffic:
         if tensor.stores:
             stores, tensor.stores = tensor.stores, []
             with self.stalled():
-                # All of them: what failed beside the first is no more news to whoever asks next.
                 finish(stores)
 
     def _look_at_ended(self, tensor: PagedTensor) -> None:
-        """Raises the error of a store that has ended badly; for those that run, the home keeps the order itself."""
+        """Raises the error of a store that has failed; the home itself orders loads behind running stores."""
         if not tensor.stores:
             return
         ended = [store for store in tensor.stores if store.done()]
@@ -153,7 +143,7 @@ class Traffic:
         """
         assert self.home is not None and tensor.extent is not None
         handle = self.handle_of(tensor)
-        # Whether older bytes could be stored is no news: all are stored anew.
+        # All is stored anew, so errors of older stores no longer matter.
         if tensor.stores:
             tensor.stores = [store for store in tensor.stores if not store.done()]
         octets = tensor.extent.octets
@@ -181,6 +171,5 @@ class Traffic:
             self.start_store_whole(tensor)
             self.settle(tensor)
         except BaseException:
-            # What the home holds now is not known; the extent is still good.
             tensor.stored_bytes, self.stats.stored_bytes = before
             raise

@@ -1,4 +1,4 @@
-"""Windows: some elements of a paged tensor, in the compute tier or on their page; the whole need not be brought in."""
+"""Windows: parts of paged tensors, in the compute tier or on their page in host memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor, Place
-from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.paged import PagedTensor, Pin, Place
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
 if TYPE_CHECKING:
@@ -28,9 +27,6 @@ class Window:
     """Some elements of a paged tensor in the compute tier: a view of its extent, or a staged copy.
 
     Attributes:
-        source: the paged tensor.
-        start: first element.
-        stop: one past the last.
         tensor: the elements, 1-D, of a staged copy, and of an extent after `Windows.ready`; until `Windows.close`.
         pin: what keeps the extent, if the tensor is resident.
         block: the staged copy's memory, if it is not.
@@ -67,15 +63,9 @@ class Windows:
         self._pool = pool
 
     def open(self, tensor: PagedTensor, start: int, stop: int) -> Window:
-        """Elements [start, stop) for reading and writing.
+        """Elements [start, stop) for reading and writing; the byte offset of `start` is a multiple of `ALIGN_BYTES`.
 
-        A resident tensor gives a view of its extent, and so does one that arrives, once it is there. One that is away
-        is staged: the load is started here.
-
-        Args:
-            tensor: which one.
-            start: first element; its byte offset is a multiple of `ALIGN_BYTES`.
-            stop: one past the last.
+        A resident or arriving tensor gives a view of its extent. One that is away is staged: the load is started here.
 
         Raises:
             BudgetError: no room for the staged bytes.
@@ -87,7 +77,7 @@ class Windows:
                 pool.owed.before_use(tensor)
             if tensor.place is Place.ARRIVING:
                 window = Window(tensor, start, stop)
-                # It stays for each of its windows: another may be closed before this one is ready.
+                # Pinned for each window: another may be closed before this one is ready.
                 window.pin = pool.pin_arriving(tensor)
                 return window
             if tensor.place.resident:
@@ -108,7 +98,6 @@ class Windows:
             try:
                 window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed)
             except BaseException:
-                # Nobody would close a window that was never given out.
                 pool.room.leave(block.buffer, block, reservation)
                 raise
             return window
@@ -134,7 +123,7 @@ class Windows:
             return self.ready(window)
         if window.pin is None or window.tensor is not None:
             return self.ready(window).view(window.source.shape)
-        # One call and not two views. Not the extent's own tensor, which whoever updates it might give other data.
+        # One call and not two views. Not the extent's own tensor, whose data an update might set.
         return self._extent(window).detach()
 
     def _extent(self, window: Window) -> torch.Tensor:
@@ -171,7 +160,7 @@ class Windows:
                 if wrote and tensor.place is Place.ARRIVING:
                     pool.fault(tensor)
                 if wrote and tensor.extent is not None:
-                    # Somebody has brought the tensor in meanwhile; its extent lacks what was written here.
+                    # The tensor has been brought in meanwhile; its extent lacks what was written here.
                     self._write_through(window, octets)
                 elif wrote:
                     offset = window.start * tensor.dtype.itemsize
@@ -190,16 +179,10 @@ class Windows:
 
 
 class HostWindow(Window):
-    """Some elements of a paged tensor in their page in host memory, below a device.
-
-    Args:
-        source: which one; it is away.
-        start: first element; its byte offset is a multiple of `ALIGN_BYTES`.
-        stop: one past the last; it is on the same page.
-        home: where the page is.
+    """Elements of an away tensor in their page in host memory, below a device; all on one page.
 
     Attributes:
-        run: what keeps the page; `tensor` is not to be touched before the transfers of it have ended.
+        run: keeps the page; `tensor` is not to be touched before its transfers have ended.
 
     Raises:
         BudgetError: it has to be read from the disk, and there is no frame for it.

@@ -61,7 +61,7 @@ class Beside(Protocol):
 
 
 class Following:
-    """An `ptm_accel.memory.advice.Adviser` that records each access, and executes the plan of a pass.
+    """An `ptm_accel.memory.paged.Adviser` that records each access, and executes the plan of a pass.
 
     Args:
         pool: the pool whose accesses are followed.

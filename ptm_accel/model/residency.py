@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptm_accel.memory.pin import Pin
+from ptm_accel.memory.paged import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal

@@ -42,7 +42,7 @@ _CAPACITY_GRAIN = 64
 
 
 class RunAhead(Following):
-    """The pool's adviser (`ptm_accel.memory.advice.Adviser`) while a model runs.
+    """The pool's adviser (`ptm_accel.memory.paged.Adviser`) while a model runs.
 
     Args:
         pool: whose accesses are followed.

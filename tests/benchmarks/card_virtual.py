@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.memory.link import CopyDirection
+from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.transfer import Block
 from ptm_accel.model import attach

@@ -24,7 +24,7 @@ import torch
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.disk_transfer import DiskSlot
+from ptm_accel.memory.diskio import DiskSlot
 from ptm_accel.memory.mapping import anonymous_run, view_at
 from ptm_accel.memory.scratch import file_system_of
 

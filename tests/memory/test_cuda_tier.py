@@ -14,10 +14,9 @@ from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory import pinned as pinning
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.card_memory import SMALL_BYTES, device_refusal
-from ptm_accel.memory.device import CudaTier, CudaTransfer, DeviceTier, _Running
+from ptm_accel.memory.device import CopyDirection, CudaTier, CudaTransfer, DeviceTier, _Running
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
-from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.pinned import host_pin, register_pinned
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline
 from ptm_accel.memory.transfer import Block

@@ -20,8 +20,7 @@ from ptm_accel.errors import DiskError
 from ptm_accel.memory import scratch
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier
-from ptm_accel.memory.disk_transfer import DiskTransfer
-from ptm_accel.memory.diskio import Lanes
+from ptm_accel.memory.diskio import DiskTransfer, Lanes
 from ptm_accel.memory.mapping import FilePiece, anonymous_run, private_run
 from ptm_accel.memory.scratch import Io
 from tests.descriptors import open_files

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
+from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frame_pages import FrameHandle, PageState
 from ptm_accel.memory.frames import FramePool
-from ptm_accel.memory.link import CopyDirection
 from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.pinned import HostPin
 from ptm_accel.memory.transfer import Block, Home, Transfer
@@ -172,7 +172,7 @@ class Setup:
 
     def states(self, handle: FrameHandle) -> list[PageState]:
         self.home.check_integrity()
-        return self.home.page_states(handle)
+        return [page.state for page in handle.pages]
 
     def close(self) -> None:
         self.home.check_integrity()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptm_accel.memory.link import CopyDirection, LinkMeter, Moved
+from ptm_accel.memory.device import CopyDirection, LinkMeter, Moved
 
 IN, OUT = CopyDirection
 

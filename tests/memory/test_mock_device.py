@@ -11,8 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import DeviceBudgetError, PTMError
-from ptm_accel.memory.device import DeviceTier
-from ptm_accel.memory.link import CopyDirection
+from ptm_accel.memory.device import CopyDirection, DeviceTier
 from ptm_accel.memory.transfer import Block
 from tests.mock_device import MockCopy, MockDevice
 

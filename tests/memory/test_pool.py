@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place, is_intact, placeholder
+from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.windows import WINDOW_ALIGN
@@ -266,12 +266,10 @@ def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: 
         tensor = made(pool, "a", fill=2.0)
         if place is not Place.BLANK:
             pool.fault(tensor, write=True).copy_(torch.arange(1024.0))
-        if place in (Place.AWAY, Place.CLEAN, Place.ARRIVING, Place.LENT):
+        if place in (Place.AWAY, Place.CLEAN, Place.ARRIVING):
             pool.evict(tensor)
         if place is Place.CLEAN:
             pool.fault(tensor)
-        if place is Place.LENT:
-            pool.lend(tensor)
         if place is Place.ARRIVING:
             assert pool.ahead.prefetch(tensor)
         assert tensor.place is place
@@ -472,9 +470,8 @@ def test_placeholders(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     stand_in = placeholder(torch.Size(shape), dtype, torch.device("cpu"))
     assert (stand_in.shape, stand_in.dtype) == (torch.Size(shape), dtype)
     assert stand_in.untyped_storage().nbytes() == dtype.itemsize
-    assert is_intact(stand_in)
-    stand_in.zero_()
-    assert is_intact(stand_in) == (stand_in.numel() == 0 or dtype is torch.bool)
+    if dtype.is_floating_point or dtype.is_complex:
+        assert stand_in.isnan().all()
 
 
 Step = tuple[str, int, int]
@@ -601,53 +598,17 @@ def test_many_tensors_in_random_order(tmp_path: Path) -> None:
         assert pool.stats.evictions > 100
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_lent_is_stored_only_if_it_was_written(kind: str, tmp_path: Path) -> None:
-    with pool_of(2, tmp_path, kind) as pool:
-        tensor = made(pool, "a", fill=2.0)
-        pool.fault(tensor, write=True).copy_(torch.arange(1024.0))
-        pool.evict(tensor)
-        for number in range(3):
-            stored = pool.stats.stored_bytes
-            values = pool.lend(tensor)
-            assert tensor.place is Place.LENT
-            values[1023] += number
-            del values
-            pool.evict(tensor)
-            assert (pool.stats.stored_bytes > stored) == (number > 0)
-        assert float(pool.fault(tensor)[1023]) == 1026.0
-        assert tensor.place is Place.CLEAN
-        pool.lend(tensor)
-        pool.fault(tensor, write=True)
-        assert tensor.place is Place.DIRTY
-        pool.lend(tensor)
-        assert tensor.place is Place.DIRTY
-
-
-def test_what_was_lent_and_cannot_be_compared_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot_be_mapped(handle: Any) -> torch.Tensor:
-        raise DiskError(errno.ENOMEM, "cannot map a", str(tmp_path))
-
-    with pool_of(2, tmp_path) as pool:
-        tensor = made(pool, "a")
-        pool.fault(tensor, write=True)
-        pool.evict(tensor)
-        pool.lend(tensor).fill_(3.0)
-        monkeypatch.setattr(pool.home, "snapshot", cannot_be_mapped)
-        pool.evict(tensor)
-        assert float(pool.fault(tensor).sum()) == 3 * 1024.0
-
-
-def test_what_was_lent_leaves_last(tmp_path: Path) -> None:
+def test_what_is_spared_leaves_last(tmp_path: Path) -> None:
     with pool_of(3, tmp_path) as pool:
         first, second, third, fourth = (made(pool, name) for name in "abcd")
         for tensor in (first, second):
-            pool.lend(tensor)
+            pool.fault(tensor, write=True)
+            pool.shelf.spare(tensor)
         pool.fault(third)
         assert pool.shelf.free() == [third]
         pool.fault(fourth)
         assert third.place is Place.AWAY
-        pool.lend(first)
+        pool.shelf.spare(first)
         pool.pin(fourth)
         pool.fault(third)
         assert [t.place for t in (first, second)] == [Place.DIRTY, Place.AWAY]
