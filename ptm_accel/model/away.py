@@ -263,9 +263,16 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
         func(target, data)
 
 
+def _data(func: Any, args: Any, kwargs: Any) -> Any:
+    # A gradient has no graph to leave, and what is written to it must reach the sum.
+    return args[0] if type(args[0]) is AwayGradient else _with_values(func, args, kwargs)
+
+
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    if type(args[0]) is AwayGradient:
+        return args[0]
     caller = sys._getframe(3)
-    saves = caller.f_code is _SAVE and type(args[0]) is AwayParameter
+    saves = caller.f_code is _SAVE
     if saves and slot_of(args[0]).accesses.snapshot_follows(caller.f_locals["self"]):
         # A hook puts a snapshot into the state dictionary afterwards.
         with bare():
@@ -310,6 +317,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _T.grad.__get__: _grad,
     _T.grad.__set__: _set_grad,
     _T.grad.__delete__: _drop_grad,
+    _T.data.__get__: _data,
     _T.data.__set__: _set_data,
     _T.detach: _detach,
     torch.detach: _detach,

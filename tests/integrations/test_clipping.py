@@ -99,7 +99,7 @@ def prepared(tiny: ModuleType) -> tuple[PTMAccelerator, nn.Module, dict[str, tor
 def test_a_norm_that_is_not_finite_is_an_error_on_request(tiny: ModuleType) -> None:
     accelerator, model, row = prepared(tiny)
     backward(accelerator, model, row, float("inf"))
-    with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 of 30 gradients is nan"):
+    with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 .* is non-finite"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
@@ -218,7 +218,7 @@ def test_zero_grad_is_refused_between_a_backward_with_updates_and_its_step(tiny:
             break
         optimizer.step()
         model.zero_grad()
-    with pytest.raises(UnsupportedError, match=r"gradients were dropped between backward and optimizer\.step\(\)"):
+    with pytest.raises(UnsupportedError, match=r"looked at or set between backward and optimizer\.step\(\)"):
         model.zero_grad()
     optimizer.step()
 

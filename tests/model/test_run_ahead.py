@@ -22,6 +22,7 @@ from ptm_accel.model.following import Following
 from ptm_accel.model.route import Route
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.chase import Chase
+from ptm_accel.pages import Pages
 from ptm_accel.schedule.actions import Action, Move
 from ptm_accel.schedule.choice import Choice, Way, choose_plan
 from ptm_accel.schedule.trace import Trace
@@ -54,7 +55,7 @@ def tight(
     """The model with room for `share` of its states beyond the least that it needs."""
     model = Net()
     floor, need = needs(Net(), directory, kind)
-    monkeypatch.setattr(Engine, "planned", planned)
+    monkeypatch.setattr(Pages, "planned", planned)
     with on_pages(model, kind, floor + int((need - floor) * share), directory) as engine:
         yield model, engine, engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
 

@@ -235,7 +235,7 @@ def test_where_updates_may_not_begin(tmp_path: Path) -> None:
     assert begun() == 2 * LAYERS
     assert begun(update="blocking") == 0
     assert begun(lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2)) == 0
-    assert begun(before=lambda engine, _: setattr(engine, "updates_in_backward", lambda: False)) == 0
+    assert begun(before=lambda engine, _: setattr(engine.training, "updates_in_backward", lambda: False)) == 0
     assert begun(before=lambda _, optimizer: optimizer.register_step_pre_hook(lambda *_: None)) == 0
     assert begun(before=lambda engine, _: setattr(engine.run_ahead, "enabled", False)) == 0
 

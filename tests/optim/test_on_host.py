@@ -472,9 +472,9 @@ def test_what_the_host_gives_back_is_done_before_anybody_looks(tmp_path: Path, m
 def test_replicas_choose_nothing_by_their_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_host(tmp_path) as (_, engine, _):
         assert engine.run_ahead.on_host_possible()
-        monkeypatch.setattr(engine, "replicas", object())
+        monkeypatch.setattr(engine.training, "replicas", object())
         assert not engine.run_ahead.on_host_possible()
-        monkeypatch.setattr(engine, "replicas", None)
+        monkeypatch.setattr(engine.training, "replicas", None)
 
 
 def test_what_cannot_be_is_not_planned(tmp_path: Path, taken: list[str]) -> None:

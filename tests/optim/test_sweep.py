@@ -17,6 +17,7 @@ from ptm_accel.errors import BudgetError, CheckpointError, DiskError, Unsupporte
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.state_dicts import converted
 from ptm_accel.optim.sweep import Sweep
+from ptm_accel.training import Training
 from tests.plain_loop import Recipe, adamw, assert_same, same_bits, train
 from tests.tiers import at_floor, needs, on_pages
 from tests.zoo import ENTRIES
@@ -372,7 +373,7 @@ def test_a_batch_is_no_larger_than_asked(tmp_path: Path, monkeypatch: pytest.Mon
     plain = train(entry.build(), entry, Recipe())
     counts = {}
     for batch in (0, 100 << 10, 1 << 20):
-        monkeypatch.setattr(Engine, "_batch_bytes", lambda self, batch=batch: batch)
+        monkeypatch.setattr(Training, "_batch_bytes", lambda self, batch=batch: batch)
         batches.clear()
         model = entry.build()
         _, need = needs(entry.build(), tmp_path, "host+disk")
