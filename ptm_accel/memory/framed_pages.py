@@ -183,8 +183,26 @@ class FramedPages:
                 try:
                     self._spill(victims, admitting=admitting)
                 except BudgetError as full:
-                    if len(self._framed) == framed:
+                    if len(self._framed) == framed and not self._free_a_slab(keep):
                         raise self._no_room(nbytes, name, full) from full
+
+    def _free_a_slab(self, keep: FrameHandle | None) -> bool:
+        """Moves the pages of one slab into gaps of others; False if there is none whose pages fit there."""
+        pages = {page.frame: page for page in self._framed if page.frame is not None}
+        for group in self._frames.by_use(pages):
+            if not all(pages[frame].may_leave() and pages[frame].handle is not keep for frame in group):
+                continue
+            with contextlib.suppress(BudgetError):
+                for frame in group:
+                    page = pages[frame]
+                    place = self._frames.take(page.nbytes, page.handle.tag, page.handle.name, beside=frame)
+                    self._end_writes(page)
+                    settle(page.reads)
+                    place.view(0, page.nbytes).copy_(frame.view(0, page.nbytes))
+                    page.frame, page.reads, page.handle.runs = place, (), None
+                    self._frames.give(frame)
+                return True
+        return False
 
     def _room_ahead(self, handle: FrameHandle, offset: int, nbytes: int) -> None:
         """Frees in one go, with parallel writes, what the pages of a load that are on disk will need."""

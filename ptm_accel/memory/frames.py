@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -135,8 +135,14 @@ class FramePool:
         """How many slabs there are now."""
         return len(self._slabs)
 
-    def take(self, nbytes: int, tag: Tag, name: str) -> Frame:
+    def take(self, nbytes: int, tag: Tag, name: str, *, beside: Frame | None = None) -> Frame:
         """A frame of `nbytes` (a multiple of `ALIGN_BYTES`, at most `frame_bytes`); contents undefined.
+
+        Args:
+            nbytes: see above.
+            tag: what it is for.
+            name: whose it is.
+            beside: if given, only a gap of another slab than that of this frame is taken.
 
         Raises:
             BudgetError: the host budget has no room, or only in pieces that are too small.
@@ -146,7 +152,7 @@ class FramePool:
             # The run is taken first, so that it no longer counts as kept when the budget looks.
             with self._lock:
                 assert not self._closed, "take from a closed frame pool"
-                place = self._place(nbytes)
+                place = self._place(nbytes, None if beside is None else beside._slab)
             if place is None:
                 raise self._refusal(nbytes, name)
             slab, offset = place
@@ -174,6 +180,13 @@ class FramePool:
                 frame._slab.give(frame._offset, frame.nbytes)
             # Last: in between `reserve` sees the bytes twice and frees too much, not too little.
             frame.reservation.release()
+
+    def by_use(self, frames: Iterable[Frame]) -> list[list[Frame]]:
+        """Frames by slab; the slab of which they use least comes first."""
+        found: dict[_Slab, list[Frame]] = {}
+        for frame in frames:
+            found.setdefault(frame._slab, []).append(frame)
+        return sorted(found.values(), key=lambda group: sum(frame.nbytes for frame in group))
 
     def reclaim(self, nbytes: int) -> int:
         """Releases empty slabs until `nbytes` are free or none is left; returns how many are. For the budget."""
@@ -212,12 +225,12 @@ class FramePool:
                 )
         self.budget.check_integrity()
 
-    def _place(self, nbytes: int) -> tuple[_Slab, int] | None:
+    def _place(self, nbytes: int, other: _Slab | None) -> tuple[_Slab, int] | None:
         for slab in self._slabs:
-            offset = slab.take(nbytes, self._page_bytes)
+            offset = None if slab is other else slab.take(nbytes, self._page_bytes)
             if offset is not None:
                 return slab, offset
-        new = self._new_slab(nbytes)
+        new = None if other is not None else self._new_slab(nbytes)
         if new is None:
             return None
         offset = new.take(nbytes, self._page_bytes)

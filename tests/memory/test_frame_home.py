@@ -799,6 +799,17 @@ def test_any_use_gives_the_bytes_that_were_stored(steps: list[tuple[str, int]], 
         s.close()
 
 
+def test_small_pages_that_are_scattered_make_way_for_a_whole_one() -> None:
+    """With frames and disk full, pages move from one slab into the gaps of others."""
+    numbers = [0, 0, 0, 3, 0, 1, 0, 0, 1]
+    steps = [*(("new", number) for number in numbers), ("store", 0), ("store", 1), *[("new", 0)] * 14]
+    s = Setup(pages=3, slots=2)
+    try:
+        check_against_bytes(s, steps)
+    finally:
+        s.close()
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=_CHECKS)
 @given(steps=st.lists(STEP, min_size=20, max_size=40), pages=st.integers(1, 5), slots=st.integers(2, 6))
 def test_any_use_over_the_real_disk(tmp_path: Path, steps: list[tuple[str, int]], pages: int, slots: int) -> None:

@@ -811,7 +811,9 @@ def _rows() -> Iterator[Any]:
         for clip in case.clips:
             for at, column in columns.items():
                 clips = "" if clip is None else "-clipped"
-                yield pytest.param(case, clip, column, id=f"{name}{clips}-{at}")
+                # Those are of the comparison itself, and of what never leaves.
+                marks = [pytest.mark.wide] if at in ("plain", "ample", "both ample") else []
+                yield pytest.param(case, clip, column, id=f"{name}{clips}-{at}", marks=marks)
 
 
 @pytest.mark.parametrize(("case", "clip", "column"), list(_rows()))
