@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 import threading
+from collections.abc import Generator, Iterator
 
 # Before torch is imported: spinning OpenMP threads beside a busy neighbour are tens of times slower, silently.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -37,6 +39,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Each test starts from the same random state, whatever ran before it."""
@@ -49,6 +54,24 @@ def _nobody_else(request: pytest.FixtureRequest) -> None:
     counts = request.path.parent.name in {"memory", "hardware"}
     if counts and any(thread.name.startswith("ptm-disk-") for thread in threading.enumerate()):
         gc.collect()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Closes what a test that failed has left open: it would share its memory with the models of the tests behind."""
+    yield
+    if item.stash.get(_FAILED, False) and "ptm_accel.engine" in sys.modules:
+        for engine in sys.modules["ptm_accel.engine"].living_engines():
+            engine.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remembers that a test failed."""
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

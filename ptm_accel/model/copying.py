@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptm_accel.model.hooks import RootHook
+from ptm_accel.model.hooks import RootHook, no_hook
 from ptm_accel.model.slots import SlotTable
 
 _HOOK_TABLES = (
@@ -40,9 +40,10 @@ def copy_off_pages(model: nn.Module, slots: SlotTable, hooks: Iterable[Removable
         slot = slots.of(param)
         if slot is not None:
             memo[id(param)] = nn.Parameter(slot.copied(), requires_grad=param.requires_grad)
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, RootHook):
-            memo[id(hook)] = None
+    for module in model.modules():  # of a wrapper, too: PEFT's has the model on pages in it
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, RootHook):
+                memo[id(hook)] = no_hook
     duplicate = copy.deepcopy(model, memo)
     ours = {handle.id for handle in hooks}
     for module in duplicate.modules():

@@ -34,18 +34,18 @@ class Hook:
         raise PagedModelError(f"this model cannot be pickled. {COPY_HELP}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return no_hook
 
 
 class RootHook(Hook):
     """The hook on the model itself: a deep copy of all of it, which may not fit, is refused.
 
-    `ptm_accel.plain_copy` puts `None` for it into the memo.
+    `ptm_accel.plain_copy` puts `no_hook` for it into the memo.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         raise PagedModelError(f"this model cannot be copied by copy.deepcopy. {COPY_HELP}")
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def no_hook(*args: Any, **kwargs: Any) -> None:
     """What a copied module has in its place."""

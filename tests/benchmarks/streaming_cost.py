@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -27,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
+from ptm_accel.memory.setup import Capacities, build_memory
 
 LAYERS, VOCABULARY = 16, 512
 STATE_BYTES = 16
@@ -102,13 +104,13 @@ def main() -> None:
         for title, share in SHARES.items():
             model = llama(options.hidden)
             count = sum(param.numel() for param in model.parameters())
-            dials = PTMConfig(
-                host_memory=int(share * STATE_BYTES * count),
-                page_size=4096 if options.hidden <= 64 else "1MiB",
-                disk=folder,
-                master_weights="fp32",
-            )
-            engines[title] = engine = stack.enter_context(closing(Engine.attach(model, dials)))
+            # Tiers of their own: models of one process share them otherwise.
+            page_bytes = 4096 if options.hidden <= 64 else 1 << 20
+            host_bytes = int(share * STATE_BYTES * count)
+            tiers = Capacities(page_bytes=page_bytes, host_bytes=host_bytes, disk_paths=(Path(folder),))
+            dials = PTMConfig(page_size=page_bytes, master_weights="fp32")
+            memory = build_memory(tiers, torch.device("cpu"))
+            engines[title] = engine = stack.enter_context(closing(Engine.attach(model, dials, memory=memory)))
             contenders[title] = Trained(model, engine)
         costs: dict[str, list[Cost]] = {title: [] for title in contenders}
         for contender in contenders.values():

