@@ -56,11 +56,11 @@ class _IntoFiles(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        results = func._schema.returns
-        # A result that is a view takes nothing.
-        if len(results) != 1 or results[0].alias_info is not None or not isinstance(made, torch.Tensor):
+        if not isinstance(made, torch.Tensor) or made.nbytes < self._least_bytes or not made.is_contiguous():
             return made
-        if made.nbytes < self._least_bytes or not made.is_contiguous():
+        # A result that is a view takes nothing; the schema does not tell: `contiguous` makes one or not.
+        storage = made.untyped_storage().data_ptr()
+        if any(isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() == storage for arg in args):
             return made
         return copy_in_file(made, self._folders)
 

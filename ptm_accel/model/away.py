@@ -97,6 +97,12 @@ class AwayGradient(torch.Tensor):
         return call(func, args, kwargs or {})
 
 
+def is_on_pages(param: nn.Parameter) -> bool:
+    """Whether an open engine has the parameter, in memory or away."""
+    slot = _slots.get(id(param))
+    return slot is not None and slot.param is param
+
+
 def slot_of(param: nn.Parameter) -> ParamSlot:
     """The slot of a parameter on pages.
 

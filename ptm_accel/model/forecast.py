@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.model.attach import check_model
-from ptm_accel.model.away import AwayParameter
+from ptm_accel.model.away import is_on_pages
 
 _BY_VALUE = (
     DataDependentOutputException,
@@ -101,7 +101,7 @@ def forecast(
 
 def _check_plain(model: nn.Module) -> None:
     """Refuses models that are not plain modules of plain parameters at present."""
-    paged = [name for name, param in model.named_parameters() if isinstance(param, AwayParameter)]
+    paged = [name for name, param in model.named_parameters() if is_on_pages(param)]
     if paged:
         raise UnsupportedError(
             f"{paged[0]} and {len(paged) - 1} more of its parameters are on pages already, where a pass is "

@@ -348,7 +348,7 @@ def test_no_overlap_without_room_for_it(tmp_path: Path) -> None:
 
 
 class Parent(nn.Module):
-    """Reads its children's weights by name, which stay until it returns."""
+    """Reads all of its children's weights at once, by their names."""
 
     def __init__(self, layers: int = 8) -> None:
         super().__init__()
@@ -356,10 +356,10 @@ class Parent(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = [layer.weight for layer in self.layers]
+        weights = torch.cat([layer.weight for layer in self.layers])
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x + sum(weight.sum() for weight in weights) * 1e-3
+        return x + weights.sum() * 1e-3
 
 
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
@@ -373,7 +373,7 @@ def test_without_room_beside_a_forward_the_step_is_still_owed(kind: str, tmp_pat
     expected = Parent()
     run(expected, adamw(expected))
     floor, _ = needs(Parent(), tmp_path, kind, optimizer=adamw)
-    budget = floor + 80_000
+    budget = floor + 60_000
     model = Parent()
     with on_pages(model, kind, budget, tmp_path, update="blocking") as engine:
         run(model, engine.bind_optimizer(adamw(model)))

@@ -287,14 +287,10 @@ def test_what_comes_between_a_gradient_and_its_update_is_refused(tmp_path: Path)
             engine.clip_grad_norm_(1e-6)
         with pytest.raises(UnsupportedError, match="the 1-norm of the gradient of layers.* was asked for after"):
             engine.clip_grad_norm_(1.0, norm_type=1.0)
-        # To read it by its name would be refused before that.
         last = dict(model.named_parameters())["layers.7.weight"]
-        last.grad = torch.zeros(last.shape)
-        with pytest.raises(
-            UnsupportedError, match=r"p\.grad of layers\.7\.weight was set after an update had used its"
-        ):
-            engine.clip_grad_norm_(1.0)
-        last.grad = None
+        for value in (torch.zeros(WIDTH, WIDTH), None):
+            with pytest.raises(UnsupportedError, match="a gradient was looked at or set between backward and"):
+                last.grad = value
         optimizer.param_groups[0]["lr"] = 1.0
         with pytest.raises(UnsupportedError, match="hyperparameters were changed between backward and"):
             optimizer.step()
