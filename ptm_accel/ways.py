@@ -50,18 +50,17 @@ def know_way(
     rates = device_rates(device.device)
     if rates is None:
         return
-    # Host frames are pinned wherever a pinned link could be measured.
-    link = rates.pinned or rates.pageable
-    run_ahead.rates = metrics.rates = link
+    run_ahead.rates = metrics.rates = rates
     if disk is not None:
         # Most transfers pass the disk as well; the planner corrects the rate by the use that it sees.
         metrics.disk_rates = side_by_side(disk_rates(disk_paths))
-        run_ahead.rates = in_a_row([link, metrics.disk_rates])
+        run_ahead.rates = in_a_row([rates, metrics.disk_rates])
     params_a_byte = sum(value.numel for value in trained) / max(sum(value.nbytes for value in trained), 1)
     run_ahead.rated_update_s = params_a_byte / rates.update_params_s
     if disk is None:
         # With a disk below, updates on the host would wait for the disk as well.
-        run_ahead.host_s = params_a_byte / cpu_update_rate(torch.get_num_threads())
+        rate = cpu_update_rate(torch.get_num_threads())
+        run_ahead.host_s = None if rate is None else params_a_byte / rate
 
 
 def _use_of(disk: DiskTier) -> LinkUse:

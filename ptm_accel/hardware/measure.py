@@ -13,6 +13,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,7 @@ _LEAST_UPDATE_BYTES = 4 * MIB
 _DEVICE_UPDATE_BYTES = 256 * MIB
 _UPDATE_PASSES = 9
 _RATES: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-_LINK_ROUNDS = 5
-_PINNED_COPIES, _PAGEABLE_COPIES = 64, 16
+_LINK_ROUNDS, _LINK_COPIES = 5, 64
 
 
 # ---- disk ----------------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 def measure_device(device: torch.device) -> DeviceRates:
-    """The rates of a CUDA device: its link, pinned and pageable, and updates on it.
+    """The rates of a CUDA device: its link, pinned if that is possible, and updates on it.
 
     Raises:
         BudgetError: the machine gives no memory.
@@ -218,18 +219,13 @@ def measure_device(device: torch.device) -> DeviceRates:
     # Never closed: that would lift the limit on the card which the tier that trains has set.
     tier = CudaTier(device)
     run = anonymous_run(2 * _BUFFER_BYTES, "the measurement of a device link")
-    pageable = _device_link(tier, run, _PAGEABLE_COPIES)
-    pinned: LinkRates | None = None
-    try:
-        unpin = register_pinned(run.address, run.nbytes)
-    except OSError as error:
-        logger.info("the pinned link of %s is not measured: %s.", tier.device, error)
-    else:
+    with ExitStack() as cleanup:
         try:
-            pinned = _device_link(tier, run, _PINNED_COPIES)
-        finally:
-            unpin()
-    rates = DeviceRates(pinned, pageable, _device_update_rate(tier.device))
+            cleanup.callback(register_pinned(run.address, run.nbytes))
+        except OSError as error:
+            logger.info("the link of %s is measured with pageable memory: %s.", tier.device, error)
+        link = _device_link(tier, run, _LINK_COPIES)
+    rates = DeviceRates(**asdict(link), update_params_s=_device_update_rate(tier.device))
     # The memory that this took must not count as memory beside the pages.
     tier.memory.trim()
     return rates

@@ -74,48 +74,20 @@ def _combined(links: Sequence[LinkRates | None], combine: Callable[[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRates:
-    """What was measured of a device.
+class DeviceRates(LinkRates):
+    """The link to a device, of pinned host memory unless pinning was refused, and updates on it.
 
     Attributes:
-        pinned: its link, from and to pinned host memory; None where pinning was refused.
-        pageable: its link, from and to ordinary host memory.
         update_params_s: parameters per second of torch's fused fp32 AdamW on the device.
     """
 
-    pinned: LinkRates | None
-    pageable: LinkRates
     update_params_s: float
 
 
-# ---- reading rates back from JSON ------------------------------------------------------------------------------------
+def are_rates(found: Any, count: int) -> bool:
+    """Whether what was read from a file is so many rates."""
+    return isinstance(found, list) and len(found) == count and all(map(_is_rate, found))
 
 
-def read_rate(found: Any) -> float:
-    """One rate.
-
-    Raises:
-        ValueError: `found` is no rate.
-    """
-    if not isinstance(found, float) or not 0 < found < _GREATEST_RATE:
-        raise ValueError(f"{found!r} is no rate")
-    return found
-
-
-def read_link(found: Any) -> LinkRates:
-    """The rates of a link, from the fields of `LinkRates`.
-
-    Raises:
-        ValueError, TypeError, KeyError: they are not.
-    """
-    return LinkRates(*(read_rate(found[name]) for name in ("read_bytes_s", "write_bytes_s", "both_bytes_s")))
-
-
-def read_device(found: Any) -> DeviceRates:
-    """The rates of a device, from the fields of `DeviceRates`.
-
-    Raises:
-        ValueError, TypeError, KeyError: they are not.
-    """
-    pinned = None if found["pinned"] is None else read_link(found["pinned"])
-    return DeviceRates(pinned, read_link(found["pageable"]), read_rate(found["update_params_s"]))
+def _is_rate(found: Any) -> bool:
+    return isinstance(found, float) and 0 < found < _GREATEST_RATE
