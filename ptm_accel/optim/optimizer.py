@@ -85,6 +85,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self._appetite_of = partial(appetite_of, inner, state_tensors=state_tensors)
         self.appetite = self._appetite_of()
+        self._slots = slots
         self._gradients = gradients
         self._pool = pool
         self._run_ahead = run_ahead
@@ -149,7 +150,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _work(self) -> Work:
         work: Work = []
         for index, group in enumerate(self.param_groups):
-            for slot in map(self._states.slot, group["params"]):
+            for slot in map(self._slots.of, group["params"]):
                 grad = None if slot is None else self._gradients.known(slot)
                 if slot is not None and grad is not None and grad.value is not None:
                     work.append((index, self._states.of(slot), grad))

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.budget import Tag
@@ -65,10 +64,6 @@ class States:
             [self._slots.of(param) or others[id(param)] for param in group["params"]]
             for group in self._inner.param_groups
         ]
-
-    def slot(self, param: nn.Parameter) -> ParamSlot | None:
-        """Where a parameter of the optimizer lives; None if it is not the model's."""
-        return self._slots.of(param)
 
     def met(self, slot: ParamSlot) -> ParamState | None:
         """The state of a parameter that the optimizer has met."""
