@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -154,9 +153,13 @@ class RateCache:
         if self.path is None:
             return
         whole = {"machine": self._fingerprint, "rates": {**self.read(), key: rates}}
+        part = self.path.with_suffix(".tmp")
         try:
-            _replace(self.path, json.dumps(whole, indent=1, sort_keys=True))
+            part.write_text(json.dumps(whole, indent=1, sort_keys=True), encoding="utf-8")
+            part.replace(self.path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
             self._give_up(self.path.parent, error)
 
     def _give_up(self, folder: Path, error: OSError) -> None:
@@ -180,15 +183,3 @@ def _lock(fd: int) -> None:
         except OSError:
             # A file system without locks: there is nothing to wait for.
             return
-
-
-def _replace(path: Path, text: str) -> None:
-    fd, name = tempfile.mkstemp(prefix=".hardware-", suffix=".tmp", dir=path.parent)
-    try:
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

@@ -135,29 +135,18 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytes
     ]
 
 
-def _no_room(source: str, target: Path) -> None:
+def _no_room(source: Path, target: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _interrupted(source: str, target: Path) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _add(RateCache(HERE, tmp_path))
-    monkeypatch.setattr(store_module.os, "replace", _no_room)
+    monkeypatch.setattr(Path, "replace", _no_room)
     _add(RateCache(HERE, tmp_path), "cpu 2 threads", [3e9])
     store = RateCache(HERE, tmp_path)
     assert store.path is not None
     assert store.read() == {KEY: SHOWN}
     assert {*tmp_path.iterdir()} == {store.path, store.path.with_suffix(".lock")}
-
-
-def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module.os, "replace", _interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _add(RateCache(HERE, tmp_path))
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_one_measures_at_a_time(tmp_path: Path) -> None:
