@@ -82,13 +82,7 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
     Raises:
         ConfigError: the path of a disk has a comma.
     """
-    found = {
-        "device_memory": config.device_memory,
-        "host_memory": config.host_memory,
-        "update": config.update,
-        "page_size": config.page_size,
-        "master_weights": config.master_weights,
-    }
+    found = {name: getattr(config, name) for name in TEXT_DIALS if name not in ("disk", "disk_limit")}
     if config.disk is not None:
         disk = DiskConfig.load(config.disk)
         commas = [path for path in disk.paths if "," in path]

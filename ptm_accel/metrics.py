@@ -24,7 +24,6 @@ class Reading:
     steps: int
     faults: int
     hits: int
-    evictions: int
     loaded_bytes: int
     stored_bytes: int
     disk_read_bytes: int
@@ -109,10 +108,9 @@ class Metrics:
         pool, disk = self._memory.pool, self._memory.disk
         stats, timeline = pool.stats, pool.timeline
         return Reading(
-            steps=getattr(self, "steps", 0),
+            steps=self.steps,
             faults=stats.faults,
             hits=stats.hits,
-            evictions=stats.evictions,
             loaded_bytes=stats.loaded_bytes,
             stored_bytes=stats.stored_bytes,
             disk_read_bytes=disk.bytes_read if disk is not None else 0,

@@ -61,10 +61,6 @@ class _Opened:
     resolved: ResolvedConfig
     users: list[Memory]
 
-    def suits(self, config: PTMConfig) -> bool:
-        """Whether a configuration asks for the same memory, or for none in particular."""
-        return _of_memory(config) in (_of_memory(self.asked), _of_memory(PTMConfig()))
-
 
 _opened: dict[torch.device, _Opened] = {}
 
@@ -88,7 +84,8 @@ def open_memory(
     elif str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     opened = _living(device) if memory is None else None
-    if opened is not None and opened.suits(config):
+    # The same memory is asked for, or none in particular.
+    if opened is not None and _of_memory(config) in (_of_memory(opened.asked), _of_memory(PTMConfig())):
         resolved = replace(opened.resolved, update=config.update, master_weights=config.master_weights)
         return resolved, opened.users[0].join()
     resolved = _resolved(config, device)

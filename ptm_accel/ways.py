@@ -42,7 +42,7 @@ def know_way(
     if device is None:
         if isinstance(home := memory.pool.home, DiskTier):
             run_ahead.rates = metrics.rates = side_by_side(disk_rates(disk_paths))
-            run_ahead.link_use = partial(_use_of, home)
+            run_ahead.link_use = lambda: LinkUse(home.bytes_read, home.bytes_written, home.busy_s)
         return
     if disk is not None and whole_bytes <= memory.budgets[Tier.HOST].capacity_bytes:
         disk = None
@@ -61,10 +61,6 @@ def know_way(
         # With a disk below, updates on the host would wait for the disk as well.
         rate = cpu_update_rate(torch.get_num_threads())
         run_ahead.host_s = None if rate is None else params_a_byte / rate
-
-
-def _use_of(disk: DiskTier) -> LinkUse:
-    return LinkUse(disk.bytes_read, disk.bytes_written, disk.busy_s)
 
 
 def _use_of_way(device: DeviceTier, disk: DiskTier | None) -> LinkUse:

@@ -81,7 +81,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
     optimizer.refuse_lost_step()
     for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
-    writer = _Encoder()
+    tensors: dict[str, Entry] = {}
     index: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -93,7 +93,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
         "state": {},
     }
     for number, (group, slots) in enumerate(zip(optimizer.param_groups, optimizer.states.groups(), strict=True)):
-        values = {k: writer.encode(v, f"{_GROUPS}/{number}/{k}") for k, v in group.items() if k != "params"}
+        values = {k: _encoded(v, f"{_GROUPS}/{number}/{k}", tensors) for k, v in group.items() if k != "params"}
         index[_GROUPS].append({"params": [slot.name for slot in slots], "values": values})
         for slot in slots:
             index["others" if isinstance(slot, Other) else "parameters"][slot.name] = _description(slot)
@@ -103,33 +103,27 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
                 f"the optimizer's state of {name} has the key {key!r}, a {type(key).__name__}, which cannot be saved: "
                 "it would come back as text. Use an optimizer whose state has names for keys."
             )
-        index["state"].setdefault(name, {})[key] = writer.encode(value, f"{name}/{key}")
-    index["weight_map"] = _write_shards(optimizer, writer.tensors, directory, max_shard_bytes)
+        index["state"].setdefault(name, {})[key] = _encoded(value, f"{name}/{key}", tensors)
+    index["weight_map"] = _write_shards(optimizer, tensors, directory, max_shard_bytes)
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-class _Encoder:
-    """Turns values into JSON, putting their tensors aside under a name each."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Entry] = {}
-
-    def encode(self, value: Any, path: str) -> Any:
-        """`value` as JSON; `path` names it, in shards and in errors."""
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, (torch.Tensor, PagedTensor)):
-            self.tensors[path] = value
-            return {"paged" if isinstance(value, PagedTensor) else "tensor": path}
-        if isinstance(value, (list, tuple)):
-            items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-            return items if isinstance(value, list) else {"tuple": items}
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return {"dict": {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}}
-        raise CheckpointError(
-            f"the optimizer's {path} is a {type(value).__name__}, which cannot be saved: only numbers, text, tensors "
-            "and lists, tuples and dictionaries of them can. Use an optimizer whose state is made of these."
-        )
+def _encoded(value: Any, path: str, tensors: dict[str, Entry]) -> Any:
+    """`value` as JSON, with its tensors put aside into `tensors`; `path` names it, in shards and in errors."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.Tensor, PagedTensor)):
+        tensors[path] = value
+        return {"paged" if isinstance(value, PagedTensor) else "tensor": path}
+    if isinstance(value, (list, tuple)):
+        items = [_encoded(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _encoded(item, f"{path}/{key}", tensors) for key, item in value.items()}}
+    raise CheckpointError(
+        f"the optimizer's {path} is a {type(value).__name__}, which cannot be saved: only numbers, text, tensors "
+        "and lists, tuples and dictionaries of them can. Use an optimizer whose state is made of these."
+    )
 
 
 def _write_shards(
@@ -280,7 +274,7 @@ class SavedState:
         return description
 
     def decode(self, value: Any) -> Any:
-        """What `_Encoder.encode` was given; what was on pages is mapped from the file, other tensors are copies."""
+        """What `_encoded` was given; what was on pages is mapped from the file, other tensors are copies."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -356,7 +350,8 @@ class SavedState:
     def _check_parameter(self, slot: ParamSlot | Other) -> None:
         there, here = self.described(slot), _description(slot)
         if there["shape"] != here["shape"]:
-            raise self._differs(f"parameter {slot.name}", _words(there), _words(here))
+            words = (f"{tuple(each['shape'])} of {each['dtype']}" for each in (there, here))
+            raise self._differs(f"parameter {slot.name}", *words)
         for key, value in self.index["state"].get(slot.name, {}).items():
             if isinstance(value, dict) and "paged" in value:
                 shape = tuple(self._tensor(value["paged"]).shape)
@@ -369,7 +364,3 @@ class SavedState:
             f"cannot load the optimizer state in {self._directory}: {what} differs: the checkpoint has {there}, this "
             f"run has {here}. The optimizer is as it was. {remedy}"
         )
-
-
-def _words(description: dict[str, Any]) -> str:
-    return f"{tuple(description['shape'])} of {description['dtype']}"
