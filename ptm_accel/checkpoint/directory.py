@@ -130,7 +130,7 @@ def remove_incomplete(run_dir: Path, name: str | None = None) -> list[Path]:
             ) from error
         gone.append(path)
     if gone:
-        _sync_directory(run_dir)
+        _sync(run_dir)
     return gone
 
 
@@ -163,7 +163,7 @@ def _publish(staging: Path, final: Path) -> None:
         if had:
             aside.rename(final)
         raise
-    _sync_directory(final.parent)
+    _sync(final.parent)
     if had:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -189,16 +189,12 @@ def _sync_tree(top: Path) -> None:
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 # A link is part of its directory; to open anything else of somebody's may block.
                 continue
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        _sync_directory(Path(folder))
+            _sync(path)
+        _sync(folder)
 
 
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -215,7 +211,8 @@ def _failure(error: BaseException, staging: Path, final: Path) -> DiskError | No
     if isinstance(error, DiskError) or number not in _REPORTED:
         return None
     kept = "The checkpoint that was there before is intact" if final.exists() else "Earlier checkpoints are intact"
-    written, free = _tree_bytes(staging), _free_bytes(final.parent)
+    written = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+    free = _free_bytes(final.parent)
     return DiskError(
         number,
         f"cannot save {final.name}: {os.strerror(number)} after {format_bytes(written)}, with {format_bytes(free)} "
@@ -232,10 +229,6 @@ def _number_of(error: BaseException) -> int | None:
     if found := re.search(r"os error (\d+)", str(error)):
         return int(found[1])
     return errno.ENOSPC if re.search("no space left on device|PytorchStreamWriter failed", str(error), re.I) else None
-
-
-def _tree_bytes(top: Path) -> int:
-    return sum(path.stat().st_size for path in top.rglob("*") if path.is_file())
 
 
 def _free_bytes(folder: Path) -> int:

@@ -20,7 +20,7 @@ import torch
 from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.state_dicts import completed
+from ptm_accel.optim.state_dicts import completed, refuse_other_groups
 from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
 
@@ -70,12 +70,7 @@ def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
 
 
 def _check_groups(optimizer: PagedOptimizer, groups: list[dict[str, Any]], file: Path) -> None:
-    there, here = [len(group["params"]) for group in groups], [len(slots) for slots in optimizer.states.groups()]
-    if there != here:
-        raise CheckpointError(
-            f"{file} has parameter groups of {there} parameters, this optimizer has {here}: it is of another model or "
-            "of another grouping."
-        )
+    refuse_other_groups(optimizer.inner, groups, str(file))
     filled, _ = completed(optimizer.inner, groups, {})
     for number, (group, now) in enumerate(zip(filled, optimizer.param_groups, strict=True)):
         lacking = sorted((optimizer.inner.defaults.keys() & now.keys()) - group.keys())
