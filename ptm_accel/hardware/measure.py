@@ -11,6 +11,7 @@ import os
 import shutil
 import statistics
 import time
+import timeit
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -70,20 +71,14 @@ def measure_disk(folder: Path) -> LinkRates | None:
         OSError: there is no such folder.
     """
     room, memory = shutil.disk_usage(folder).free, available_bytes()
-    lacking = ""
-    if room < _LEAST_ROOM_BYTES:
-        lacking = (
-            f"{format_bytes(room)} are free and {format_bytes(_LEAST_ROOM_BYTES)} are needed; free space there, or set "
-            "disk.paths to a folder with more room"
-        )
-    elif memory < 4 * _LEAST_BUFFER_BYTES:
-        lacking = (
-            f"{format_bytes(memory)} of memory are available and {format_bytes(4 * _LEAST_BUFFER_BYTES)} are needed; "
-            "give the process more memory"
-        )
-    if lacking:
-        logger.info("the speed of the disk path %s is not measured: %s.", folder, lacking)
-        return None
+    for there, least, words, remedy in (
+        (room, _LEAST_ROOM_BYTES, "are free", "free space there, or set disk.paths to a folder with more room"),
+        (memory, 4 * _LEAST_BUFFER_BYTES, "of memory are available", "give the process more memory"),
+    ):
+        if there < least:
+            shown = f"{format_bytes(there)} {words} and {format_bytes(least)} are needed; {remedy}"
+            logger.info("the speed of the disk path %s is not measured: %s.", folder, shown)
+            return None
     buffer_bytes = min(_BUFFER_BYTES, memory // 4 // _LEAST_BUFFER_BYTES * _LEAST_BUFFER_BYTES)
     blocks = min(_AREA_BYTES, room // 2) // _BLOCK_BYTES
     with warnings.catch_warnings():
@@ -162,9 +157,6 @@ def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRat
 def measure_cpu_update(threads: int) -> float:
     """Parameters per second of torch's fused fp32 AdamW with so many threads; torch's own number is as before.
 
-    Args:
-        threads: positive.
-
     Raises:
         BudgetError: the machine gives no memory.
     """
@@ -178,7 +170,7 @@ def measure_cpu_update(threads: int) -> float:
         if threads != before:
             torch.set_num_threads(threads)
         update = _updater(parts)
-        return parts[0].numel() / statistics.median(_timed(update) for _ in range(_UPDATE_PASSES))
+        return parts[0].numel() / statistics.median(timeit.repeat(update, number=1, repeat=_UPDATE_PASSES))
     finally:
         if threads != before:
             torch.set_num_threads(before)
@@ -198,12 +190,6 @@ def _updater(parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
 
     update()
     return update
-
-
-def _timed(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 # ---- device --------------------------------------------------------------------------------------------------------

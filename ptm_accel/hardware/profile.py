@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 _GREATEST_RATE = 1e18
@@ -25,8 +25,7 @@ class LinkRates:
     both_bytes_s: float
 
     def __post_init__(self) -> None:
-        rates = (self.read_bytes_s, self.write_bytes_s, self.both_bytes_s)
-        assert all(0 < rate < _GREATEST_RATE for rate in rates), f"rates of a link: {rates}"
+        assert all(0 < rate < _GREATEST_RATE for rate in astuple(self)), f"rates of a link: {self}"
 
     @property
     def shared(self) -> float:
@@ -43,10 +42,6 @@ class LinkRates:
 
         Each direction alone takes its bytes over its rate; together they take the longer of these times and the
         `shared` part of the shorter. This is exact for one direction alone and for equal amounts, which were measured.
-
-        Args:
-            read_bytes: zero or more.
-            written_bytes: zero or more.
         """
         reading, writing = read_bytes / self.read_bytes_s, written_bytes / self.write_bytes_s
         return max(reading, writing) + self.shared * min(reading, writing)
@@ -62,15 +57,12 @@ def in_a_row(links: Sequence[LinkRates | None]) -> LinkRates | None:
     return _combined(links, min)
 
 
-def _combined(links: Sequence[LinkRates | None], combine: Callable[[list[float]], float]) -> LinkRates | None:
+def _combined(links: Sequence[LinkRates | None], combine: Callable[[tuple[float, ...]], float]) -> LinkRates | None:
     known = [link for link in links if link is not None]
     if not known or len(known) < len(links):
         return None
-    return LinkRates(
-        combine([link.read_bytes_s for link in known]),
-        combine([link.write_bytes_s for link in known]),
-        combine([link.both_bytes_s for link in known]),
-    )
+    rates = [(link.read_bytes_s, link.write_bytes_s, link.both_bytes_s) for link in known]
+    return LinkRates(*map(combine, zip(*rates, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +78,6 @@ class DeviceRates(LinkRates):
 
 def are_rates(found: Any, count: int) -> bool:
     """Whether what was read from a file is so many rates."""
-    return isinstance(found, list) and len(found) == count and all(map(_is_rate, found))
-
-
-def _is_rate(found: Any) -> bool:
-    return isinstance(found, float) and 0 < found < _GREATEST_RATE
+    if not isinstance(found, list) or len(found) != count:
+        return False
+    return all(isinstance(rate, float) and 0 < rate < _GREATEST_RATE for rate in found)

@@ -40,9 +40,6 @@ def disk_rates(paths: Sequence[Path]) -> list[LinkRates | None]:
 def cpu_update_rate(threads: int) -> float | None:
     """Parameters per second of torch's fused fp32 AdamW with so many threads; uses 64 MiB while it is measured.
 
-    Args:
-        threads: positive.
-
     Returns:
         None where it cannot be measured, which the log explains. Never an error.
     """
@@ -53,9 +50,6 @@ def cpu_update_rate(threads: int) -> float | None:
 
 def device_rates(device: torch.device) -> DeviceRates | None:
     """The rates of a device; uses 64 MiB of host and 256 MiB of device memory while they are measured.
-
-    Args:
-        device: any.
 
     Returns:
         None for one that is not CUDA, or that cannot be measured, which the log explains. Never an error.
