@@ -20,7 +20,6 @@ _WRAPPERS = {
     "DistributedDataParallel": "DDP",
     "DataParallel": "DataParallel",
 }
-_DEEPSPEED_MARK = "ds_id"
 
 _SMALL_SHARE = 64
 """Tensors of less than a page divided by this stay in the compute tier: norms and biases, not worth a transfer."""
@@ -51,8 +50,8 @@ def check_model(model: nn.Module, paged: Container[nn.Parameter] = ()) -> None:
                 "place; pass the unwrapped model and leave the other plugin out."
             )
     # Those that are on pages of another model are refused by its name, later.
-    there = {name: param for name, param in model.named_parameters() if param not in paged}
-    checked = {name: param for name, param in there.items() if not isinstance(param, AwayParameter)}
+    known = model.named_parameters()
+    checked = {name: param for name, param in known if param not in paged and not isinstance(param, AwayParameter)}
     for name, param in checked.items():
         _check_parameter(name, param)
     _check_apart({n: p for n, p in checked.items() if p.device.type != "meta" and p.numel()})
@@ -74,7 +73,7 @@ def _check_apart(params: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if hasattr(param, _DEEPSPEED_MARK):
+    if hasattr(param, "ds_id"):
         raise UnsupportedError(
             f"parameter {name} is managed by DeepSpeed ZeRO-3. ptm_accel takes its place; leave DeepSpeed out."
         )

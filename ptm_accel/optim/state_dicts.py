@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -28,12 +28,11 @@ def state_dict_of(kept: States, param_groups: Groups) -> dict[str, Any]:
         param_groups: its groups.
     """
     states: dict[int, dict[str, Any]] = {}
-    groups = []
-    index = 0
-    for group in param_groups:
-        numbers = list(range(index, index + len(group["params"])))
-        index += len(numbers)
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+    numbers = count()
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": list(islice(numbers, len(group["params"])))}
+        for group in param_groups
+    ]
     for number, slot in enumerate(chain.from_iterable(kept.groups())):
         entry = dict(kept.others.entries(slot)) if isinstance(slot, Other) else kept.values(kept.of(slot))
         if entry:
@@ -60,13 +59,7 @@ def load_into(
     Raises:
         CheckpointError: other parameter groups than this optimizer's.
     """
-    there = [len(group["params"]) for group in state_dict["param_groups"]]
-    here = [len(group["params"]) for group in inner.param_groups]
-    if there != here:
-        raise CheckpointError(
-            f"the optimizer state has parameter groups of {there} parameters, this optimizer has {here}: it is of "
-            "another model or of another grouping."
-        )
+    refuse_other_groups(inner, state_dict["param_groups"], "the optimizer state")
     entries: Entries = {}
     masters: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype | None] = {}
@@ -94,6 +87,16 @@ def load_into(
         # What is full-size goes onto pages from wherever it is.
         master = {MASTER_KEY: masters[slot.param]} if slot.param in masters else {}
         kept.replace(kept.of(slot), {**given, **master}, dtypes[slot.param])
+
+
+def refuse_other_groups(inner: torch.optim.Optimizer, groups: Groups, where: str) -> None:
+    """Refuses groups from `where` that have other numbers of parameters than those of the optimizer."""
+    there, here = ([len(group["params"]) for group in each] for each in (groups, inner.param_groups))
+    if there != here:
+        raise CheckpointError(
+            f"{where} has parameter groups of {there} parameters, this optimizer has {here}: it is of another model or "
+            "of another grouping."
+        )
 
 
 def completed(

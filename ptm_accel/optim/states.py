@@ -78,7 +78,9 @@ class States:
                 state.master = self.pool.create(
                     f"{slot.name}.master", Tag.MASTER, slot.value.shape, torch.float32, movable=slot.value.movable
                 )
-            self._adopt(state)
+            # What the optimizer has already: made in its constructor, or by earlier steps.
+            for key, value in self._inner.state.pop(slot.param, {}).items():
+                self.put(state, key, value)
         return state
 
     def are_of(self, slots: SlotTable) -> bool:
@@ -88,11 +90,6 @@ class States:
         return here and all(kept == shape for kept, shape in shapes)
 
     # ---- what is kept ------------------------------------------------------------------------------------------
-
-    def _adopt(self, state: ParamState) -> None:
-        """Takes over state that the optimizer already has: made in its constructor, or by earlier steps."""
-        for key, value in self._inner.state.pop(state.slot.param, {}).items():
-            self.put(state, key, value)
 
     def put(self, state: ParamState, key: str, value: Any, dtype: torch.dtype | None = None) -> None:
         """Sets one entry of a parameter's state.

@@ -75,7 +75,6 @@ def _refusal(optimizer: torch.optim.Optimizer) -> str | None:
     for base in cls.__mro__:
         if base.__name__ in _REFUSED:
             return f"{_REFUSED[base.__name__]}. {_HELP}"
-    for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root in _WITH_STATE_OF_THEIR_OWN:
             return f"{base.__name__} of {root} keeps state or parameters of its own outside torch.optim's. {_HELP}"
