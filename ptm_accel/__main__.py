@@ -27,11 +27,7 @@ from ptm_accel.errors import PTMError
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs a script, or with `-m` a module, as Python would.
-
-    Args:
-        argv: what stands behind `python -m ptm_accel`.
-    """
+    """Runs a script, or with `-m` a module, as Python would; `argv` is what stands behind `python -m ptm_accel`."""
     parser = argparse.ArgumentParser("python -m ptm_accel", allow_abbrev=False, description=__doc__.split("\n")[0])
     for dial, text in TEXT_DIALS.items():
         parser.add_argument(f"--ptm_{dial}", help=text)

@@ -49,7 +49,9 @@ def install() -> None:
         found |= COMMANDS
     elif os.environ.get(SWITCH, "").strip().lower() not in ("", "0", "false", "no", "off"):
         found |= HOSTS
-        if not _is_child() and not program.startswith(("torchrun", "torch.distributed")):
+        process = sys.modules.get("multiprocessing.process")
+        child = process is not None and process.parent_process() is not None
+        if not child and not program.startswith(("torchrun", "torch.distributed")):
             atexit.unregister(tell_of_unused)
             atexit.register(tell_of_unused)
     if found:
@@ -62,18 +64,8 @@ def watch(wanted: dict[str, tuple[str, str]], main: str = "") -> None:
         sys.meta_path.insert(0, Watcher(wanted, main))
 
 
-def _is_child() -> bool:
-    """Whether `multiprocessing` has started this process."""
-    process = sys.modules.get("multiprocessing.process")
-    return process is not None and process.parent_process() is not None
-
-
 def what_runs(argv: Sequence[str]) -> str:
-    """The script's file name, or the module, that Python was started with.
-
-    Args:
-        argv: as `sys.orig_argv`.
-    """
+    """The script's file name, or the module, that Python was started with; `argv` is as `sys.orig_argv`."""
     rest = iter(argv[1:])
     for arg in rest:
         if arg in ("-X", "-W"):

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ptm_accel import __version__, autoload, machine
 from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, DiskConfig, PTMConfig, check_disk_path, expand
-from ptm_accel.environment import SWITCH
+from ptm_accel.environment import SWITCH, TEXT_DIALS
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
 from ptm_accel.units import format_bytes
 
@@ -77,9 +77,13 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] =
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
+    _show(found)
+
+
+def _show(rows: dict[str, str]) -> None:
     table = Table(show_header=False, box=None)
-    for name, value in found.items():
-        table.add_row(name, str(value))
+    for name, value in rows.items():
+        table.add_row(name, value)
     Console(soft_wrap=True).print(table)
 
 
@@ -179,25 +183,15 @@ def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
         "what makes it the least": found.reason,
         f"beside it, a batch of {batch}": held,
     }
-    table = Table(show_header=False, box=None)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
+    _show(rows)
+    typer.echo("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
     if unknown is not None:
-        console.print(unknown)
+        typer.echo(unknown)
 
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
-_QUESTIONS = {
-    "host_memory": "Host memory for the model's states, such as 64GB or 50%",
-    "device_memory": "Memory on the accelerator, such as 10GB or 90%",
-    "disk": "Folder on an SSD for what does not fit (several: separated by commas)",
-    "update": "When the optimizer updates: exact or blocking",
-    "master_weights": "fp32 masters of bf16 parameters: fp32 or none",
-}
+_ASKED = ("host_memory", "device_memory", "disk", "update", "master_weights")
 
 
 @app.command()
@@ -212,13 +206,14 @@ def config(
         file, option = Path(import_module("accelerate.commands.config.config_args").default_yaml_config_file), ""
     limit = machine.host_limit()
     typer.echo(f"This machine lets a process use {format_bytes(limit.bytes)} ({limit.origin}). Enter keeps a default.")
-    answers = {dial: _answer(dial, question) for dial, question in _QUESTIONS.items()}
+    answers = {dial: _answer(dial) for dial in _ASKED}
     write_section(file, {dial: answer for dial, answer in answers.items() if answer})
     typer.echo(f"Written to {file}. Train with: accelerate launch{option} train.py")
 
 
-def _answer(dial: str, question: str) -> str | list[str]:
+def _answer(dial: str) -> str | list[str]:
     """What is answered for a dial, once it can be used; empty for the default."""
+    question = f"{dial} ({TEXT_DIALS[dial].replace('%%', '%')})"
     while answer := typer.prompt(question, default="", show_default=False).strip():
         value = [part.strip() for part in answer.split(",")] if dial == "disk" else answer
         try:

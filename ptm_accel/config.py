@@ -74,18 +74,12 @@ class DiskConfig:
         """
         if isinstance(value, DiskConfig):
             return value
-        if isinstance(value, str | os.PathLike):
-            return cls(paths=(os.fspath(value),))
         if isinstance(value, Mapping):
             _check_keys(value, [field.name for field in fields(cls)], "disk")
             if value.get("paths") is None:
                 raise ConfigError(f"disk: {dict(value)!r} has no paths; set disk.paths to at least one folder.")
             return cls(**value)
-        if isinstance(value, Sequence):
-            return cls(paths=tuple(value))
-        raise ConfigError(
-            f"disk: {value!r} is a {type(value).__name__}; give a path, a list of paths, or paths with a limit."
-        )
+        return cls(paths=_path_texts(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,11 +118,6 @@ class PTMConfig:
                 _check_holds_a_page(dial, _check_size(dial, value), page_bytes, value)
         if self.disk is not None:
             object.__setattr__(self, "disk", DiskConfig.load(self.disk))
-        if self.update == "lock_free":
-            raise ConfigError(
-                "update: 'lock_free' is not available in this version (available: exact, blocking); set update to "
-                "'exact'."
-            )
         _check_choice("update", self.update, UPDATE_MODES)
         if self.master_weights is not None:
             _check_choice("master_weights", self.master_weights, MASTER_WEIGHTS)
@@ -287,8 +276,6 @@ def check_disk_path(path: Path) -> None:
         raise ConfigError(f"disk: no such directory: {path}; {remedy}.")
     if not path.is_dir():
         raise ConfigError(f"disk: not a directory: {path}; {remedy}.")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"disk: not writable: {path}; {remedy}.")
     try:
         # Permissions do not tell of read-only or full file systems, so a file is really made (unnamed, so that
         # nothing is left behind).

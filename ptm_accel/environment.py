@@ -82,13 +82,7 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
     Raises:
         ConfigError: the path of a disk has a comma.
     """
-    found = {
-        "device_memory": config.device_memory,
-        "host_memory": config.host_memory,
-        "update": config.update,
-        "page_size": config.page_size,
-        "master_weights": config.master_weights,
-    }
+    found = {name: getattr(config, name) for name in TEXT_DIALS if name not in ("disk", "disk_limit")}
     if config.disk is not None:
         disk = DiskConfig.load(config.disk)
         commas = [path for path in disk.paths if "," in path]
@@ -139,11 +133,7 @@ def _tell_of_unread(environ: Mapping[str, str]) -> None:
 
 
 def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
-    """`config` with the dials that are given as text in place of its own.
-
-    Args:
-        config: the dials.
-        texts: by the names of `TEXT_DIALS`.
+    """`config` with the dials that are given as text, by the names of `TEXT_DIALS`, in place of its own.
 
     Raises:
         ConfigError: dials that cannot be used; a limit without a disk.
@@ -169,12 +159,7 @@ def is_flag(text: str) -> bool:
 
 
 def unknown_flag(flag: str, *switches: str) -> str:
-    """What is said of a flag that there is not.
-
-    Args:
-        flag: as it was typed.
-        switches: flags that there are beside those of the dials.
-    """
+    """What is said of a flag, as it was typed, that is none of the dials' or of `switches`."""
     known = [*switches, *(f"--{PREFIX}{dial}" for dial in (*TEXT_DIALS, CONFIG_FILE))]
     if not switches and flag.replace("-", "_") == f"__{SWITCH_FLAG}":
         return f"{flag} is a flag of accelerate launch; here pages are switched on without it."
@@ -184,12 +169,7 @@ def unknown_flag(flag: str, *switches: str) -> str:
 
 
 def misplaced_flag(flag: str, script: str) -> str:
-    """What is said of a flag that the script would be given.
-
-    Args:
-        flag: as it was typed.
-        script: what it stands behind.
-    """
+    """What is said of a flag, as it was typed, that stands behind the script and would be given to it."""
     return f"{flag} stands behind the script {script}, to which it would be given; put it before."
 
 

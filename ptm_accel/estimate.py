@@ -79,8 +79,6 @@ def estimate(
         floor = least_budget(model, slots, appetite, masters=master_weights, window_bytes=page_bytes)
         counted = [(slot.value.numel, slot.param.requires_grad) for slot in slots]
     finally:
-        for slot in slots:
-            memory.pool.forget(slot.value)
         memory.close()
     pass_bytes = None if batch is None else forecast(model, batch, autocast_dtype=autocast_dtype)
     return Estimate(

@@ -29,76 +29,47 @@ class MemoryLimit:
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One control group that limits the process: its folder and the file names of its cgroup version."""
-
-    folder: Path
-    origin: str
-    limit_file: str
-    usage_file: str
-    stat_prefix: str
-
-    def limit_bytes(self) -> int | None:
-        """The limit that holds in this group; None without one."""
-        found = [_read_int(self.folder / self.limit_file)]
-        # Version 1 also tells the least limit of all ancestors, those outside of our mount included.
-        found.append(_read_stat(self.folder).get("hierarchical_memory_limit"))
-        limits = [limit for limit in found if limit is not None]
-        return min(limits) if limits else None
-
-    def used_bytes(self) -> int | None:
-        """What the group uses, page cache that can be dropped not counted; None where the kernel does not tell."""
-        usage = _read_int(self.folder / self.usage_file)
-        if usage is None:
-            return None
-        stat = _read_stat(self.folder)
-        cached = sum(stat.get(f"{self.stat_prefix}{name}", 0) for name in ("active_file", "inactive_file"))
-        return max(0, usage - cached)
+_FILES = {
+    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "v2": ("memory.max", "memory.current", ""),
+}
+"""Of each cgroup version: the files of a group's limit and use, and what the names in its statistics begin with."""
 
 
-def host_limit(*, cgroup_root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> MemoryLimit:
-    """The least of physical memory and the limits of all control groups the process is in.
-
-    Args:
-        cgroup_root: where the control groups are mounted.
-        proc_cgroup: the file that names the process's own groups.
-    """
-    least = MemoryLimit(psutil.virtual_memory().total, "physical memory")
-    for group in _groups(cgroup_root, proc_cgroup):
-        limit = group.limit_bytes()
-        if limit is not None and limit < least.bytes:
-            least = MemoryLimit(limit, group.origin)
-    return least
+def host_limit() -> MemoryLimit:
+    """The least of physical memory and the limits of all control groups the process is in."""
+    physical = MemoryLimit(psutil.virtual_memory().total, "physical memory")
+    return min([physical, *(limit for limit, _ in _limits())], key=lambda limit: limit.bytes)
 
 
-def available_bytes(*, cgroup_root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> int:
+def available_bytes() -> int:
     """Bytes of host memory that can still be taken without swapping or being killed; never negative.
 
     The least, over the machine and every limiting control group, of its limit less what is used there. Page cache
     that the kernel can drop counts as free.
-
-    Args:
-        cgroup_root: where the control groups are mounted.
-        proc_cgroup: the file that names the process's own groups.
     """
-    least = int(psutil.virtual_memory().available)
-    for group in _groups(cgroup_root, proc_cgroup):
-        limit, used = group.limit_bytes(), group.used_bytes()
-        if limit is not None and used is not None:
-            least = min(least, limit - used)
-    return max(0, least)
+    free = [int(psutil.virtual_memory().available), *(limit.bytes - used for limit, used in _limits())]
+    return max(0, min(free))
 
 
-def process_rss_bytes() -> int:
-    """Resident memory of this process in bytes."""
-    return int(psutil.Process().memory_info().rss)
+def _limits() -> Iterator[tuple[MemoryLimit, int]]:
+    """The limit of every memory group of the process that has one, and the bytes that are used of it."""
+    for version, folder in _groups():
+        limit_file, usage_file, prefix = _FILES[version]
+        stat = _read_stat(folder)
+        # Version 1 also tells the least limit of all ancestors, those outside of our mount included.
+        found = (_read_int(folder / limit_file), stat.get("hierarchical_memory_limit"))
+        limits = [limit for limit in found if limit is not None]
+        if limits:
+            cached = sum(stat.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
+            used = max(0, (_read_int(folder / usage_file) or 0) - cached)
+            yield MemoryLimit(min(limits), f"cgroup {version} limit"), used
 
 
-def _groups(cgroup_root: Path, proc_cgroup: Path) -> Iterator[_Group]:
+def _groups() -> Iterator[tuple[str, Path]]:
     """The process's memory groups with all their ancestors, from the own one upward, of both cgroup versions."""
     try:
-        lines = proc_cgroup.read_text().splitlines()
+        lines = PROC_CGROUP.read_text().splitlines()
     except OSError:
         # No control groups here (another system, or /proc is hidden): physical memory is the limit.
         return
@@ -106,13 +77,11 @@ def _groups(cgroup_root: Path, proc_cgroup: Path) -> Iterator[_Group]:
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "memory" in controllers.split(","):
-            for folder in _own_and_ancestors(cgroup_root / "memory", path):
-                yield _Group(folder, "cgroup v1 limit", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            yield from (("v1", folder) for folder in _own_and_ancestors(CGROUP_ROOT / "memory", path))
         elif hierarchy == "0" and not controllers:
-            hybrid = cgroup_root / "unified"
-            mount = hybrid if hybrid.is_dir() else cgroup_root
-            for folder in _own_and_ancestors(mount, path):
-                yield _Group(folder, "cgroup v2 limit", "memory.max", "memory.current", "")
+            hybrid = CGROUP_ROOT / "unified"
+            mount = hybrid if hybrid.is_dir() else CGROUP_ROOT
+            yield from (("v2", folder) for folder in _own_and_ancestors(mount, path))
 
 
 def _own_and_ancestors(mount: Path, path: str) -> Iterator[Path]:

@@ -24,7 +24,6 @@ class Reading:
     steps: int
     faults: int
     hits: int
-    evictions: int
     loaded_bytes: int
     stored_bytes: int
     disk_read_bytes: int
@@ -109,10 +108,9 @@ class Metrics:
         pool, disk = self._memory.pool, self._memory.disk
         stats, timeline = pool.stats, pool.timeline
         return Reading(
-            steps=getattr(self, "steps", 0),
+            steps=self.steps,
             faults=stats.faults,
             hits=stats.hits,
-            evictions=stats.evictions,
             loaded_bytes=stats.loaded_bytes,
             stored_bytes=stats.stored_bytes,
             disk_read_bytes=disk.bytes_read if disk is not None else 0,
@@ -165,11 +163,6 @@ class Metrics:
         written = (now.disk_written_bytes - before.disk_written_bytes) / steps
         return max(bound_s, self.disk_rates.seconds(read, written))
 
-    def limit_bytes(self, tier: Tier) -> int:
-        """The limit of a tier, as it was configured."""
-        pool = self._memory.pool
-        return pool.room.limit_bytes if tier is pool.budget.tier else self._memory.budgets[tier].capacity_bytes
-
     def times(self) -> str | None:
         """The time of a step and its lower bound, and of a pass and its prediction; None if not known."""
         if self._warm is None or not self._steps_s:
@@ -195,9 +188,11 @@ class Metrics:
         """One line for the end of training."""
         now = self.read()
         steps = max(now.steps, 1)
+        pool, budgets = self._memory.pool, self._memory.budgets
+        limits = {tier: budget.capacity_bytes for tier, budget in budgets.items()}
+        limits[pool.budget.tier] = pool.room.limit_bytes
         peaks = ", ".join(
-            f"{tier.value} {format_bytes(n)} of {format_bytes(self.limit_bytes(tier))}"
-            for tier, n in self.peaks().items()
+            f"{tier.value} {format_bytes(n)} of {format_bytes(limits[tier])}" for tier, n in self.peaks().items()
         )
         disk = ""
         if self._memory.disk is not None:

@@ -67,9 +67,7 @@ class Needs:
     def expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
         """Before there is an optimizer: reckons with AdamW, or where that is too much, with what any needs.
 
-        Args:
-            model: see `estimate`.
-            slots: see `estimate`.
+        The arguments are those of `estimate`.
 
         Raises:
             BudgetError: no optimizer could do with the budgets; nothing has been changed then.

@@ -61,10 +61,6 @@ class _Opened:
     resolved: ResolvedConfig
     users: list[Memory]
 
-    def suits(self, config: PTMConfig) -> bool:
-        """Whether a configuration asks for the same memory, or for none in particular."""
-        return _of_memory(config) in (_of_memory(self.asked), _of_memory(PTMConfig()))
-
 
 _opened: dict[torch.device, _Opened] = {}
 
@@ -88,14 +84,18 @@ def open_memory(
     elif str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     opened = _living(device) if memory is None else None
-    if opened is not None and opened.suits(config):
+    # The same memory is asked for, or none in particular.
+    if opened is not None and _of_memory(config) in (_of_memory(opened.asked), _of_memory(PTMConfig())):
         resolved = replace(opened.resolved, update=config.update, master_weights=config.master_weights)
         return resolved, opened.users[0].join()
-    resolved = _resolved(config, device)
+    total = free = None
+    if device.type == "cuda":
+        total, free = torch.cuda.get_device_properties(device).total_memory, CudaTier.left(device)
+    resolved = resolve(config, device_total_bytes=total, device_free_bytes=free, processes=local_processes())
     if memory is not None:
         return resolved, memory.join() if memory.pool.need.least_bytes else memory
     if opened is not None:
-        if _tiers(resolved) != _tiers(opened.resolved):
+        if _figures(resolved) != _figures(opened.resolved):
             raise ConfigError(
                 f"models of one process share their memory on {device}: one is on pages already with "
                 f"{_figures(opened.resolved)}, and another was given {_figures(resolved)}. Give all of them the same, "
@@ -126,21 +126,9 @@ def _living(device: torch.device) -> _Opened | None:
     return opened if opened is not None and opened.users and opened.users[0].is_own else None
 
 
-def _resolved(config: PTMConfig, device: torch.device) -> ResolvedConfig:
-    total = free = None
-    if device.type == "cuda":
-        total, free = torch.cuda.get_device_properties(device).total_memory, CudaTier.left(device)
-    return resolve(config, device_total_bytes=total, device_free_bytes=free, processes=local_processes())
-
-
 def _of_memory(config: PTMConfig) -> PTMConfig:
     """The configuration with the defaults for all that is not about memory."""
     return replace(config, update=PTMConfig().update, master_weights=None)
-
-
-def _tiers(resolved: ResolvedConfig) -> ResolvedConfig:
-    """As `_of_memory`, of a resolved configuration."""
-    return replace(resolved, update="", master_weights=None, origins={})
 
 
 def _figures(resolved: ResolvedConfig) -> str:

@@ -42,7 +42,7 @@ def know_way(
     if device is None:
         if isinstance(home := memory.pool.home, DiskTier):
             run_ahead.rates = metrics.rates = side_by_side(disk_rates(disk_paths))
-            run_ahead.link_use = partial(_use_of, home)
+            run_ahead.link_use = lambda: LinkUse(home.bytes_read, home.bytes_written, home.busy_s)
         return
     if disk is not None and whole_bytes <= memory.budgets[Tier.HOST].capacity_bytes:
         disk = None
@@ -50,22 +50,17 @@ def know_way(
     rates = device_rates(device.device)
     if rates is None:
         return
-    # Host frames are pinned wherever a pinned link could be measured.
-    link = rates.pinned or rates.pageable
-    run_ahead.rates = metrics.rates = link
+    run_ahead.rates = metrics.rates = rates
     if disk is not None:
         # Most transfers pass the disk as well; the planner corrects the rate by the use that it sees.
         metrics.disk_rates = side_by_side(disk_rates(disk_paths))
-        run_ahead.rates = in_a_row([link, metrics.disk_rates])
+        run_ahead.rates = in_a_row([rates, metrics.disk_rates])
     params_a_byte = sum(value.numel for value in trained) / max(sum(value.nbytes for value in trained), 1)
     run_ahead.rated_update_s = params_a_byte / rates.update_params_s
     if disk is None:
         # With a disk below, updates on the host would wait for the disk as well.
-        run_ahead.host_s = params_a_byte / cpu_update_rate(torch.get_num_threads())
-
-
-def _use_of(disk: DiskTier) -> LinkUse:
-    return LinkUse(disk.bytes_read, disk.bytes_written, disk.busy_s)
+        rate = cpu_update_rate(torch.get_num_threads())
+        run_ahead.host_s = None if rate is None else params_a_byte / rate
 
 
 def _use_of_way(device: DeviceTier, disk: DiskTier | None) -> LinkUse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -100,18 +99,14 @@ class TestDials:
         ),
         ({"page_size": 2048}, "page_size: 2048 is 2048 B, which is not a power of two and a multiple of 4096 B"),
         ({"page_size": 0}, "page_size: 0 is 0 B, which is not a power of two"),
-        (
-            {"update": "lock_free"},
-            "update: 'lock_free' is not available in this version (available: exact, blocking); set update to 'exact'.",
-        ),
         ({"update": "fast"}, "update: 'fast' is unknown; set it to 'exact' or 'blocking'."),
         ({"master_weights": "bf16"}, "master_weights: 'bf16' is unknown; set it to 'fp32' or 'none'."),
         ({"disk": {"limit": "5GB"}}, "disk: {'limit': '5GB'} has no paths; set disk.paths to at least one folder."),
         ({"disk": {"path": "/a"}}, "disk: unknown key 'path'; did you mean 'paths'? The keys are: paths, limit."),
-        ({"disk": 7}, "disk: 7 is a int; give a path, a list of paths, or paths with a limit."),
+        ({"disk": 7}, "disk.paths: 7 is not a path or a list of paths; name existing folders."),
         ({"disk": []}, "disk.paths: [] names no folder; name at least one, or leave disk out to train without."),
         ({"disk": " "}, "disk.paths: [' '] names no folder; name at least one"),
-        ({"disk": [1]}, "disk.paths: (1,) is not a path or a list of paths; name existing folders."),
+        ({"disk": [1]}, "disk.paths: [1] is not a path or a list of paths; name existing folders."),
         ({"disk": ["/a", "/a"]}, "disk.paths: '/a' is the same folder as '/a'; name each folder once."),
         ({"disk": ["/a", "/b", "/a/../b/"]}, "disk.paths: '/a/../b/' is the same folder as '/b'; name each"),
         ({"disk": {"paths": "/a", "limit": 0}}, "disk.limit: 0 B leaves no room for pages; raise it, or leave disk"),
@@ -386,12 +381,6 @@ class TestCheckDiskPath:
         file.touch()
         with pytest.raises(ConfigError, match=f"^disk: not a directory: {file}; set disk.paths to an existing"):
             check_disk_path(file)
-
-    def test_no_permission(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Root may write anywhere, so the answer of the system is replaced.
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
-        with pytest.raises(ConfigError, match=f"^disk: not writable: {tmp_path}; set disk.paths to an existing"):
-            check_disk_path(tmp_path)
 
     def test_a_file_system_that_takes_no_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(**_: Any) -> None:

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 
-from ptm_accel.machine import MemoryLimit, available_bytes, host_limit, process_rss_bytes
+from ptm_accel.machine import MemoryLimit, available_bytes, host_limit
 from ptm_accel.units import GIB, MIB
 
 UNLIMITED_V1 = 9223372036854771712
@@ -40,17 +39,20 @@ class Machine:
         self.write(f"{mount}{group}/memory.stat", stat)
 
     def limit(self) -> MemoryLimit:
-        return host_limit(cgroup_root=self.root, proc_cgroup=self.proc)
+        return host_limit()
 
     def available(self) -> int:
-        return available_bytes(cgroup_root=self.root, proc_cgroup=self.proc)
+        return available_bytes()
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     memory = SimpleNamespace(total=16 * GIB, available=10 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    return Machine(tmp_path)
+    made = Machine(tmp_path)
+    monkeypatch.setattr("ptm_accel.machine.CGROUP_ROOT", made.root)
+    monkeypatch.setattr("ptm_accel.machine.PROC_CGROUP", made.proc)
+    return made
 
 
 def test_no_control_group(machine: Machine) -> None:
@@ -156,10 +158,3 @@ def test_this_machine() -> None:
     limit = host_limit()
     assert limit.origin in {"physical memory", "cgroup v1 limit", "cgroup v2 limit"}
     assert 0 < available_bytes() <= limit.bytes <= psutil.virtual_memory().total
-
-
-def test_rss_grows_with_memory_that_is_touched() -> None:
-    before = process_rss_bytes()
-    held = torch.ones(64 * MIB, dtype=torch.uint8)
-    assert process_rss_bytes() - before >= 48 * MIB
-    assert held.numel() == 64 * MIB

@@ -180,18 +180,15 @@ def test_updates_that_are_carried_out_beside_an_evaluation_are_those_of_training
         assert engine.metrics.read() == between
 
 
-FAST = LinkRates(3e6, 3e6, 3e6)
+CARD = DeviceRates(3e6, 3e6, 3e6, 5e8)
 
 
-@pytest.mark.parametrize("pinned", [FAST, None])
-def test_on_a_device_the_link_is_the_bound(
-    pinned: LinkRates | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_on_a_device_the_link_is_the_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[torch.device] = []
 
     def rates_of(device: torch.device) -> DeviceRates:
         asked.append(device)
-        return DeviceRates(pinned, SLOW, 5e8)
+        return CARD
 
     floor, need = needs(Net(), tmp_path, "mock+host")
     monkeypatch.setattr("ptm_accel.ways.device_rates", rates_of)
@@ -199,7 +196,7 @@ def test_on_a_device_the_link_is_the_bound(
     model = Net()
     with on_pages(model, "mock+host", floor + (need - floor) // 2, tmp_path) as engine:
         assert asked == [torch.device("cpu")]
-        assert engine.metrics.rates == engine.run_ahead.rates == (pinned or SLOW)
+        assert engine.metrics.rates == engine.run_ahead.rates == CARD
         assert engine.run_ahead.rated_update_s == 1 / (4 * 5e8)
         assert engine.run_ahead.host_s == 1 / (4 * 1e9)
         optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
@@ -230,14 +227,14 @@ def test_below_a_device_the_disk_counts_where_host_memory_overflows(
     # So slow that its time is the bound, however long compute takes on a busy machine.
     disk = LinkRates(1e4, 4e6, 2e4)
     floor, need = needs(Net(), tmp_path, "mock+host+disk")
-    monkeypatch.setattr("ptm_accel.ways.device_rates", lambda device: DeviceRates(FAST, SLOW, 5e8))
+    monkeypatch.setattr("ptm_accel.ways.device_rates", lambda device: CARD)
     monkeypatch.setattr("ptm_accel.ways.disk_rates", lambda paths: [disk])
     with on_pages(Net(), "mock+host+disk", floor, tmp_path, host_bytes=AMPLE) as engine:
-        assert engine.run_ahead.rates == engine.metrics.rates == FAST
+        assert engine.run_ahead.rates == engine.metrics.rates == CARD
         assert engine.metrics.disk_rates is None
     model = Net()
     with on_pages(model, "mock+host+disk", floor + (need - floor) // 4, tmp_path) as engine:
-        assert engine.metrics.rates == FAST
+        assert engine.metrics.rates == CARD
         assert engine.run_ahead.rates == LinkRates(1e4, 3e6, 2e4)
         assert engine.run_ahead.host_s is None
         optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
@@ -250,7 +247,7 @@ def test_below_a_device_the_disk_counts_where_host_memory_overflows(
         engine.pool.room.settle()
         seconds = max(
             disk.seconds(tier.bytes_read / 4, tier.bytes_written / 4),
-            FAST.seconds(engine.pool.stats.loaded_bytes / 4, engine.pool.stats.stored_bytes / 4),
+            CARD.seconds(engine.pool.stats.loaded_bytes / 4, engine.pool.stats.stored_bytes / 4),
         )
         assert engine.metrics.since_last()["ptm_bound_s"] == pytest.approx(seconds, abs=1e-4)
         assert engine.run_ahead.link_use is not None

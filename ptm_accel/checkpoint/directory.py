@@ -25,10 +25,7 @@ from ptm_accel.units import format_bytes
 _STAGING = "_incomplete"
 _ASIDE = "_replaced"
 _LEFTOVER = re.compile(r"^[._](?P<kind>incomplete|replaced)-(?P<name>.+)-(?P<pid>\d+)$")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FULL_TEXT = re.compile(
-    r"no space left on device|disk quota exceeded|os error (28|122)|PytorchStreamWriter failed", re.IGNORECASE
-)
+_REPORTED = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 @contextmanager
@@ -49,12 +46,22 @@ def staged(final: Path, *, outdated: re.Pattern[str] | None = None) -> Iterator[
         DiskError: the file system is full or failed; what was written is removed, an older `final` is intact.
     """
     final = Path(final)
-    with _cleared(final.parent / f"{_STAGING}-{final.name}-{os.getpid()}", final) as staging:
+    staging = final.parent / f"{_STAGING}-{final.name}-{os.getpid()}"
+    try:
+        staging.parent.mkdir(parents=True, exist_ok=True)
+        remove_incomplete(staging.parent, final.name)
+        staging.mkdir()
         yield staging
         if outdated is not None and final.is_dir():
             _take_over(final, staging, outdated)
         _sync_tree(staging)
         _publish(staging, final)
+    except BaseException as error:
+        refusal = _failure(error, staging, final)
+        shutil.rmtree(staging, ignore_errors=True)
+        if refusal is not None:
+            raise refusal from error
+        raise
 
 
 def _take_over(before: Path, staging: Path, outdated: re.Pattern[str]) -> None:
@@ -75,22 +82,6 @@ def _link(source: str | Path, place: str | Path) -> None:
     except OSError:
         # Not every file system has links.
         shutil.copy2(source, place, follow_symlinks=False)
-
-
-@contextmanager
-def _cleared(staging: Path, final: Path) -> Iterator[Path]:
-    """An empty directory that is removed if anything fails; says so where the file system is the reason."""
-    try:
-        staging.parent.mkdir(parents=True, exist_ok=True)
-        remove_incomplete(staging.parent, final.name)
-        staging.mkdir()
-        yield staging
-    except BaseException as error:
-        refusal = _failure(error, staging, final)
-        shutil.rmtree(staging, ignore_errors=True)
-        if refusal is not None:
-            raise refusal from error
-        raise
 
 
 def is_complete(path: Path) -> bool:
@@ -139,7 +130,7 @@ def remove_incomplete(run_dir: Path, name: str | None = None) -> list[Path]:
             ) from error
         gone.append(path)
     if gone:
-        _sync_directory(run_dir)
+        _sync(run_dir)
     return gone
 
 
@@ -172,7 +163,7 @@ def _publish(staging: Path, final: Path) -> None:
         if had:
             aside.rename(final)
         raise
-    _sync_directory(final.parent)
+    _sync(final.parent)
     if had:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -198,16 +189,12 @@ def _sync_tree(top: Path) -> None:
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 # A link is part of its directory; to open anything else of somebody's may block.
                 continue
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        _sync_directory(Path(folder))
+            _sync(path)
+        _sync(folder)
 
 
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -220,14 +207,12 @@ def _sync_directory(folder: Path) -> None:
 
 def _failure(error: BaseException, staging: Path, final: Path) -> DiskError | None:
     """What a failed save is reported as, where the file system is the reason; None for any other error."""
-    if isinstance(error, DiskError):
+    number = _number_of(error)
+    if isinstance(error, DiskError) or number not in _REPORTED:
         return None
-    full = (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
-    if not full and not (isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS)):
-        return None
-    number = error.errno if isinstance(error, OSError) and error.errno else errno.ENOSPC
     kept = "The checkpoint that was there before is intact" if final.exists() else "Earlier checkpoints are intact"
-    written, free = _tree_bytes(staging), _free_bytes(final.parent)
+    written = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+    free = _free_bytes(final.parent)
     return DiskError(
         number,
         f"cannot save {final.name}: {os.strerror(number)} after {format_bytes(written)}, with {format_bytes(free)} "
@@ -237,8 +222,13 @@ def _failure(error: BaseException, staging: Path, final: Path) -> DiskError | No
     )
 
 
-def _tree_bytes(top: Path) -> int:
-    return sum(path.stat().st_size for path in top.rglob("*") if path.is_file())
+def _number_of(error: BaseException) -> int | None:
+    """The system's number of an error, which safetensors and `torch.save` tell in their text."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := re.search(r"os error (\d+)", str(error)):
+        return int(found[1])
+    return errno.ENOSPC if re.search("no space left on device|PytorchStreamWriter failed", str(error), re.I) else None
 
 
 def _free_bytes(folder: Path) -> int:

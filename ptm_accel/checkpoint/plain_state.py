@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state, read_index
+from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.state_dicts import completed
+from ptm_accel.optim.state_dicts import completed, refuse_other_groups
 from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
 
@@ -70,12 +70,7 @@ def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
 
 
 def _check_groups(optimizer: PagedOptimizer, groups: list[dict[str, Any]], file: Path) -> None:
-    there, here = [len(group["params"]) for group in groups], [len(slots) for slots in optimizer.states.groups()]
-    if there != here:
-        raise CheckpointError(
-            f"{file} has parameter groups of {there} parameters, this optimizer has {here}: it is of another model or "
-            "of another grouping."
-        )
+    refuse_other_groups(optimizer.inner, groups, str(file))
     filled, _ = completed(optimizer.inner, groups, {})
     for number, (group, now) in enumerate(zip(filled, optimizer.param_groups, strict=True)):
         lacking = sorted((optimizer.inner.defaults.keys() & now.keys()) - group.keys())
@@ -115,7 +110,7 @@ def write_plain_state(directory: Path, file: Path, *, replace_newer: bool = Fals
         DiskError: writing failed.
     """
     with ExitStack() as files:
-        saved = SavedState(directory, read_index(directory), files)
+        saved = SavedState(directory, files)
         # Of two states in a directory the one that was saved last is loaded, and an exported one is as old as what it
         # was made from.
         saved_ns = (directory / INDEX_NAME).stat().st_mtime_ns
@@ -124,38 +119,18 @@ def write_plain_state(directory: Path, file: Path, *, replace_newer: bool = Fals
                 f"{file} was saved after the state in {directory} that would be written over it, as by a run without "
                 "ptm_accel that went on from there. Give another file (--output), or --force to lose this one."
             )
-        whole = _plain(saved, directory)
+        masters = [name for name, entries in saved.index["state"].items() if MASTER_KEY in entries]
+        if masters:
+            raise CheckpointError(
+                f"the optimizer state in {directory} has fp32 masters (of {masters[0]} first), which a plain run has "
+                "no place for; resume with ptm_accel, or train without master_weights."
+            )
         part = file.with_name(f".{file.name}.incomplete")
         try:
-            torch.save(whole, part)
+            torch.save(saved.state_dict(), part)
             os.utime(part, ns=(saved_ns, saved_ns))
             part.replace(file)
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             raise DiskError(number, f"cannot write {file.name}: {os.strerror(number)} ({error})", str(file)) from error
-
-
-def _plain(saved: SavedState, directory: Path) -> dict[str, Any]:
-    groups: list[dict[str, Any]] = []
-    state: dict[int, dict[str, Any]] = {}
-    number = 0
-    for group in saved.groups:
-        numbers = list(range(number, number + len(group["params"])))
-        number += len(numbers)
-        groups.append({**{key: saved.decode(value) for key, value in group["values"].items()}, "params": numbers})
-        for index, name in zip(numbers, group["params"], strict=True):
-            entries = saved.state.get(name, {})
-            if MASTER_KEY in entries:
-                raise CheckpointError(
-                    f"the optimizer state in {directory} has fp32 masters (of {name} first), which a plain run has no "
-                    "place for; resume with ptm_accel, or train without master_weights."
-                )
-            if entries:
-                state[index] = {key: _value(saved, value) for key, value in entries.items()}
-    return {"state": state, "param_groups": groups}
-
-
-def _value(saved: SavedState, value: Any) -> Any:
-    paged = isinstance(value, dict) and "paged" in value
-    return saved.tensor(value["paged"]) if paged else saved.decode(value)

@@ -11,14 +11,11 @@ onto pages, after everything has been checked.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +23,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ptm_accel.errors import CheckpointError, DiskError
+from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.others import Other
-from ptm_accel.optim.state_dicts import Groups, completed, converted
-from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
 
 INDEX_NAME = "optimizer.json"
@@ -79,14 +74,14 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
 
     Raises:
         CheckpointError: the state holds something that JSON and safetensors cannot.
-        DiskError: writing failed.
+        OSError, SafetensorError: writing failed; `staged` says why.
         LostStepError: an update has failed since the state was loaded last.
     """
     directory = Path(directory)
     optimizer.refuse_lost_step()
     for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
-    writer = _Encoder()
+    tensors: dict[str, Entry] = {}
     index: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -98,7 +93,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
         "state": {},
     }
     for number, (group, slots) in enumerate(zip(optimizer.param_groups, optimizer.states.groups(), strict=True)):
-        values = {k: writer.encode(v, f"{_GROUPS}/{number}/{k}") for k, v in group.items() if k != "params"}
+        values = {k: _encoded(v, f"{_GROUPS}/{number}/{k}", tensors) for k, v in group.items() if k != "params"}
         index[_GROUPS].append({"params": [slot.name for slot in slots], "values": values})
         for slot in slots:
             index["others" if isinstance(slot, Other) else "parameters"][slot.name] = _description(slot)
@@ -108,36 +103,27 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
                 f"the optimizer's state of {name} has the key {key!r}, a {type(key).__name__}, which cannot be saved: "
                 "it would come back as text. Use an optimizer whose state has names for keys."
             )
-        index["state"].setdefault(name, {})[key] = writer.encode(value, f"{name}/{key}")
-    index["weight_map"] = _write_shards(optimizer, writer.tensors, directory, max_shard_bytes)
-    try:
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise _unwritten(directory / INDEX_NAME, 0, error) from error
+        index["state"].setdefault(name, {})[key] = _encoded(value, f"{name}/{key}", tensors)
+    index["weight_map"] = _write_shards(optimizer, tensors, directory, max_shard_bytes)
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-class _Encoder:
-    """Turns values into JSON, putting their tensors aside under a name each."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Entry] = {}
-
-    def encode(self, value: Any, path: str) -> Any:
-        """`value` as JSON; `path` names it, in shards and in errors."""
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, (torch.Tensor, PagedTensor)):
-            self.tensors[path] = value
-            return {"paged" if isinstance(value, PagedTensor) else "tensor": path}
-        if isinstance(value, (list, tuple)):
-            items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-            return items if isinstance(value, list) else {"tuple": items}
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return {"dict": {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}}
-        raise CheckpointError(
-            f"the optimizer's {path} is a {type(value).__name__}, which cannot be saved: only numbers, text, tensors "
-            "and lists, tuples and dictionaries of them can. Use an optimizer whose state is made of these."
-        )
+def _encoded(value: Any, path: str, tensors: dict[str, Entry]) -> Any:
+    """`value` as JSON, with its tensors put aside into `tensors`; `path` names it, in shards and in errors."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.Tensor, PagedTensor)):
+        tensors[path] = value
+        return {"paged" if isinstance(value, PagedTensor) else "tensor": path}
+    if isinstance(value, (list, tuple)):
+        items = [_encoded(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _encoded(item, f"{path}/{key}", tensors) for key, item in value.items()}}
+    raise CheckpointError(
+        f"the optimizer's {path} is a {type(value).__name__}, which cannot be saved: only numbers, text, tensors "
+        "and lists, tuples and dictionaries of them can. Use an optimizer whose state is made of these."
+    )
 
 
 def _write_shards(
@@ -154,37 +140,20 @@ def _write_shards(
         filled += tensor.nbytes
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        path = directory / _SHARD.format(number=number, count=len(shards))
-        weight_map.update(dict.fromkeys(names, path.name))
-        _write_shard(optimizer, {name: tensors[name] for name in names}, path)
+        file = _SHARD.format(number=number, count=len(shards))
+        weight_map.update(dict.fromkeys(names, file))
+        ready = {name: _ready(optimizer, tensors[name]) for name in names}
+        save_file(ready, directory / file, metadata={"format": "pt"})
+        # Before the next shard is made ready.
+        del ready
     return weight_map
 
 
-def _write_shard(optimizer: PagedOptimizer, tensors: dict[str, Entry], path: Path) -> None:
-    ready: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, PagedTensor):
-            # A live alias or a mapping; only pages that were never written are made up here.
-            ready[name] = optimizer.states.pool.snapshot(tensor).contiguous()
-        else:
-            ready[name] = tensor.detach().cpu().contiguous().clone()
-    try:
-        save_file(ready, path, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        raise _unwritten(path, sum(t.nbytes for t in ready.values()), error) from error
-
-
-def _unwritten(path: Path, nbytes: int, error: Exception) -> DiskError:
-    found = re.search(r"os error (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-    number = number or errno.EIO
-    free = shutil.disk_usage(path.parent).free
-    return DiskError(
-        number,
-        f"cannot write {path.name} ({format_bytes(nbytes)}) of the optimizer state: {os.strerror(number)}, with "
-        f"{format_bytes(free)} free. Free space there, lower save_total_limit, or set output_dir elsewhere",
-        str(path),
-    )
+def _ready(optimizer: PagedOptimizer, tensor: Entry) -> torch.Tensor:
+    if isinstance(tensor, PagedTensor):
+        # A live alias or a mapping; only pages that were never written are made up here.
+        return optimizer.states.pool.snapshot(tensor).contiguous()
+    return tensor.detach().cpu().contiguous().clone()
 
 
 def _class_name(optimizer: PagedOptimizer) -> str:
@@ -194,11 +163,7 @@ def _class_name(optimizer: PagedOptimizer) -> str:
 
 
 def _description(slot: ParamSlot | Other) -> dict[str, Any]:
-    return {"shape": list(slot.value.shape), "dtype": _dtype_name(slot.value.dtype)}
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return {"shape": list(slot.value.shape), "dtype": str(slot.value.dtype).removeprefix("torch.")}
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -220,47 +185,16 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         BudgetError: with the hyperparameters in it updates need more than there is, and nothing has been changed; or
             no room for the state, which is then incomplete.
     """
-    directory = Path(directory)
-    index = read_index(directory)
     with ExitStack() as files:
-        saved = SavedState(directory, index, files)
-        saved.check(optimizer)
-        decoded = [{key: saved.decode(value) for key, value in group["values"].items()} for group in saved.groups]
-        # Of an older version of torch they may lack some.
-        groups, _ = completed(optimizer.inner, decoded, {})
-        optimizer.expect(groups)
-        _apply(optimizer, saved, groups)
-    optimizer.restored()
-
-
-def _apply(optimizer: PagedOptimizer, saved: SavedState, groups: Groups) -> None:
-    for group, there, slots in zip(optimizer.param_groups, groups, optimizer.states.groups(), strict=True):
-        for key, made in there.items():
-            now = group.get(key)
-            if isinstance(now, torch.Tensor) and isinstance(made, torch.Tensor):
-                made = made.to(now.device)
-            group[key] = made
-        states = optimizer.states
-        for slot in slots:
-            entries = saved.state.get(slot.name, {})
-            # Of a parameter in another dtype it is cast, as torch does; otherwise it is what it was.
-            cast = None if saved.described(slot) == _description(slot) else states.dtype_of(slot)
-            if isinstance(slot, Other):
-                given = {key: converted(saved.decode(value), slot, cast, group, key) for key, value in entries.items()}
-                states.others.replace(slot, given)
-                continue
-            state = states.of(slot)
-            paged = {k: cast or saved.tensor(v["paged"]).dtype for k, v in entries.items() if _is_paged(v)}
-            states.reset(state, paged)
-            for key, value in entries.items():
-                if _is_paged(value):
-                    states.put(state, key, saved.tensor(value["paged"]), cast)
-                else:
-                    states.put(state, key, converted(saved.decode(value), slot, cast, group, key))
-
-
-def _is_paged(value: Any) -> bool:
-    return isinstance(value, dict) and "paged" in value
+        saved = SavedState(directory, files)
+        try:
+            saved.check(optimizer)
+            slots = chain.from_iterable(optimizer.states.groups())
+            same = {slot.name for slot in slots if saved.described(slot) == _description(slot)}
+            state_dict = saved.state_dict()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _damaged(directory / INDEX_NAME, f"it lacks {error}") from error
+        optimizer.restore(state_dict, same)
 
 
 def read_index(directory: Path) -> dict[str, Any]:
@@ -295,78 +229,87 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {reason}. Resume from another checkpoint.")
 
 
-@dataclass
 class SavedState:
     """A saved state: its index, and its shards opened as they are needed.
 
-    Attributes:
+    Args:
         directory: where it is.
-        index: the contents of its JSON file.
         files: closes the shards.
-        shards: those that are open, with the names of their tensors.
+
+    Attributes:
+        index: the contents of its JSON file.
+
+    Raises:
+        CheckpointError: as `read_index`.
     """
 
-    directory: Path
-    index: dict[str, Any]
-    files: ExitStack
-    shards: dict[str, tuple[Any, set[str]]] = field(default_factory=dict)
+    def __init__(self, directory: Path, files: ExitStack) -> None:
+        self.index = read_index(directory)
+        self._directory = directory
+        self._files = files
+        self._shards: dict[str, tuple[Any, set[str]]] = {}
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups."""
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict` has it; tensors of the size of their parameter are mapped."""
         groups: list[dict[str, Any]] = self.index[_GROUPS]
-        return groups
-
-    @property
-    def state(self) -> dict[str, dict[str, Any]]:
-        """The entries of each parameter's state."""
-        state: dict[str, dict[str, Any]] = self.index["state"]
-        return state
+        names = chain.from_iterable(group["params"] for group in groups)
+        numbers = {name: number for number, name in enumerate(names)}
+        return {
+            "state": {
+                numbers[name]: {key: self.decode(value) for key, value in entries.items()}
+                for name, entries in self.index["state"].items()
+            },
+            "param_groups": [
+                {
+                    **{key: self.decode(value) for key, value in group["values"].items()},
+                    "params": [numbers[name] for name in group["params"]],
+                }
+                for group in groups
+            ],
+        }
 
     def described(self, slot: ParamSlot | Other) -> dict[str, Any]:
         """Shape and dtype of a parameter as it was saved."""
         description: dict[str, Any] = self.index["others" if isinstance(slot, Other) else "parameters"][slot.name]
         return description
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor by its name in the shards, mapped from the file."""
-        tensor: torch.Tensor = self.shard_of(name).get_tensor(name)
-        return tensor
-
     def decode(self, value: Any) -> Any:
-        """What `_Encoder.encode` was given; tensors are copies."""
+        """What `_encoded` was given; what was on pages is mapped from the file, other tensors are copies."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
             return value
+        if "paged" in value:
+            return self._tensor(value["paged"])
         if "tensor" in value:
-            return self.tensor(value["tensor"]).clone()
+            return self._tensor(value["tensor"]).clone()
         if "tuple" in value:
             return tuple(self.decode(item) for item in value["tuple"])
         return {key: self.decode(item) for key, item in value["dict"].items()}
 
-    def shard_of(self, name: str) -> Any:
-        """The opened shard that holds a tensor.
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A tensor by its name in the shards, mapped from the file.
 
         Raises:
-            CheckpointError: the shard is missing, damaged, or does not hold it.
+            CheckpointError: its shard is missing, damaged, or does not hold it.
         """
         file = self.index["weight_map"].get(name)
         if file is None:
-            raise _damaged(self.directory / INDEX_NAME, f"it does not say where {name} is")
-        if file not in self.shards:
-            path = self.directory / file
+            raise _damaged(self._directory / INDEX_NAME, f"it does not say where {name} is")
+        if file not in self._shards:
+            path = self._directory / file
             try:
-                shard = self.files.enter_context(safe_open(path, framework="pt"))
+                shard = self._files.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError:
-                raise _damaged(self.directory, f"{file}, which holds {name}, is missing") from None
+                raise _damaged(self._directory, f"{file}, which holds {name}, is missing") from None
             except (OSError, SafetensorError) as error:
                 raise _damaged(path, f"{error} ({format_bytes(path.stat().st_size)})") from error
-            self.shards[file] = (shard, set(shard.keys()))
-        shard, names = self.shards[file]
+            self._shards[file] = (shard, set(shard.keys()))
+        shard, names = self._shards[file]
         if name not in names:
-            raise _damaged(self.directory / file, f"it does not hold {name}")
-        return shard
+            raise _damaged(self._directory / file, f"it does not hold {name}")
+        tensor: torch.Tensor = shard.get_tensor(name)
+        return tensor
 
     def check(self, optimizer: PagedOptimizer) -> None:
         """Compares all of it with `optimizer`.
@@ -374,16 +317,10 @@ class SavedState:
         Raises:
             CheckpointError: names the first difference.
         """
-        try:
-            self._check_kind(optimizer)
-            self._check_groups(optimizer)
-            for slots in optimizer.states.groups():
-                for slot in slots:
-                    self._check_parameter(slot)
-            for value in self._values():
-                self.decode(value)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _damaged(self.directory / INDEX_NAME, f"it lacks {error}") from error
+        self._check_kind(optimizer)
+        self._check_groups(optimizer)
+        for slot in chain.from_iterable(optimizer.states.groups()):
+            self._check_parameter(slot)
 
     def _check_kind(self, optimizer: PagedOptimizer) -> None:
         there, here = self.index["optimizer"], _class_name(optimizer)
@@ -396,10 +333,10 @@ class SavedState:
             raise self._differs("the state", words[masters], words[optimizer.states.masters], remedy)
 
     def _check_groups(self, optimizer: PagedOptimizer) -> None:
-        groups = optimizer.states.groups()
-        if len(groups) != len(self.groups):
-            raise self._differs("the number of parameter groups", len(self.groups), len(groups))
-        for number, (there, slots) in enumerate(zip(self.groups, groups, strict=True)):
+        saved, groups = self.index[_GROUPS], optimizer.states.groups()
+        if len(groups) != len(saved):
+            raise self._differs("the number of parameter groups", len(saved), len(groups))
+        for number, (there, slots) in enumerate(zip(saved, groups, strict=True)):
             names, here = there["params"], [slot.name for slot in slots]
             if names == here:
                 continue
@@ -413,32 +350,17 @@ class SavedState:
     def _check_parameter(self, slot: ParamSlot | Other) -> None:
         there, here = self.described(slot), _description(slot)
         if there["shape"] != here["shape"]:
-            raise self._differs(f"parameter {slot.name}", _words(there), _words(here))
-        for key, value in self.state.get(slot.name, {}).items():
-            if not _is_paged(value):
-                continue
-            name = value["paged"]
-            shape = self.shard_of(name).get_slice(name).get_shape()
-            if shape != here["shape"]:
-                raise self._differs(f"the state {key} of {slot.name}", tuple(shape), f"shape {tuple(slot.value.shape)}")
-            dtype = self.tensor(name).dtype
-            if key == MASTER_KEY and dtype != torch.float32:
-                raise self._differs(f"the master of {slot.name}", _dtype_name(dtype), "float32")
-
-    def _values(self) -> Iterator[Any]:
-        """Everything that is not on pages."""
-        for group in self.groups:
-            yield from group["values"].values()
-        for entries in self.state.values():
-            yield from (value for value in entries.values() if not _is_paged(value))
+            words = (f"{tuple(each['shape'])} of {each['dtype']}" for each in (there, here))
+            raise self._differs(f"parameter {slot.name}", *words)
+        for key, value in self.index["state"].get(slot.name, {}).items():
+            if isinstance(value, dict) and "paged" in value:
+                shape = tuple(self._tensor(value["paged"]).shape)
+                if shape != slot.value.shape:
+                    raise self._differs(f"the state {key} of {slot.name}", shape, f"shape {tuple(slot.value.shape)}")
 
     def _differs(self, what: str, there: object, here: object, remedy: str = "") -> CheckpointError:
         remedy = remedy or "It is of another model, or its parameters were grouped in another way."
         return CheckpointError(
-            f"cannot load the optimizer state in {self.directory}: {what} differs: the checkpoint has {there}, this "
+            f"cannot load the optimizer state in {self._directory}: {what} differs: the checkpoint has {there}, this "
             f"run has {here}. The optimizer is as it was. {remedy}"
         )
-
-
-def _words(description: dict[str, Any]) -> str:
-    return f"{tuple(description['shape'])} of {description['dtype']}"

@@ -52,22 +52,19 @@ class Replicas:
             UnsupportedError: the processes have different models.
         """
         slots, buffers = list(slots), list(buffers)
-        self._compare([*((slot.name, slot.value.shape) for slot in slots), *(("", b.shape) for b in buffers)])
-        for slot in slots:
-            with self._pool.pin(slot.value, write=True) as values:
-                dist.broadcast(values, 0)
-        for buffer in buffers:
-            dist.broadcast(buffer, 0)
-
-    def _compare(self, described: list[tuple[str, torch.Size]]) -> None:
-        text = repr([(name, tuple(shape)) for name, shape in described])
-        others: list[str | None] = [None] * self.processes
-        dist.all_gather_object(others, text)
+        shapes = [(slot.name, tuple(slot.value.shape)) for slot in slots]
+        others: list[object] = [None] * self.processes
+        dist.all_gather_object(others, [*shapes, *(("", tuple(buffer.shape)) for buffer in buffers)])
         if any(other != others[0] for other in others):
             raise UnsupportedError(
                 f"the {self.processes} processes have different models (the shapes or the order of their parameters "
                 "and buffers differ). Build the same one in each."
             )
+        for slot in slots:
+            with self._pool.pin(slot.value, write=True) as values:
+                dist.broadcast(values, 0)
+        for buffer in buffers:
+            dist.broadcast(buffer, 0)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

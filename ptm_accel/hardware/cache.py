@@ -13,10 +13,8 @@ import json
 import logging
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from ptm_accel.units import GIB
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the file; raised whenever what it holds, or how that is measured, changes."""
 
 Fingerprint = dict[str, str | int]
@@ -87,16 +85,12 @@ def _field(file: Path, name: str) -> str:
     return ""
 
 
-def cache_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """`$PTM_ACCEL_CACHE`, else `$XDG_CACHE_HOME/ptm_accel`, else `~/.cache/ptm_accel`; None for a user without a home.
-
-    Args:
-        environ: the environment.
-    """
-    if own := environ.get("PTM_ACCEL_CACHE"):
+def cache_directory() -> Path | None:
+    """`$PTM_ACCEL_CACHE`, or `ptm_accel` in `$XDG_CACHE_HOME` or `~/.cache`; None for a user without a home."""
+    if own := os.environ.get("PTM_ACCEL_CACHE"):
         return Path(own).absolute()
     # Relative paths are to be ignored, by the XDG specification.
-    if os.path.isabs(shared := environ.get("XDG_CACHE_HOME", "")):
+    if os.path.isabs(shared := os.environ.get("XDG_CACHE_HOME", "")):
         return Path(shared) / "ptm_accel"
     try:
         return Path.home() / ".cache" / "ptm_accel"
@@ -154,19 +148,18 @@ class RateCache:
                     _lock(fd)
             yield
 
-    def add(self, key: str, rates: Any) -> None:
-        """Puts an entry into the file, within `alone`, by replacing the file as a whole.
-
-        Args:
-            key: its name.
-            rates: a number, or a dataclass of numbers.
-        """
+    def add(self, key: str, rates: Sequence[float]) -> None:
+        """Puts an entry into the file, within `alone`, by replacing the file as a whole."""
         if self.path is None:
             return
         whole = {"machine": self._fingerprint, "rates": {**self.read(), key: rates}}
+        part = self.path.with_suffix(".tmp")
         try:
-            _replace(self.path, json.dumps(whole, indent=1, sort_keys=True, default=asdict))
+            part.write_text(json.dumps(whole, indent=1, sort_keys=True), encoding="utf-8")
+            part.replace(self.path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
             self._give_up(self.path.parent, error)
 
     def _give_up(self, folder: Path, error: OSError) -> None:
@@ -190,15 +183,3 @@ def _lock(fd: int) -> None:
         except OSError:
             # A file system without locks: there is nothing to wait for.
             return
-
-
-def _replace(path: Path, text: str) -> None:
-    fd, name = tempfile.mkstemp(prefix=".hardware-", suffix=".tmp", dir=path.parent)
-    try:
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

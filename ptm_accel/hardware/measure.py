@@ -11,8 +11,11 @@ import os
 import shutil
 import statistics
 import time
+import timeit
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -47,8 +50,7 @@ _LEAST_UPDATE_BYTES = 4 * MIB
 _DEVICE_UPDATE_BYTES = 256 * MIB
 _UPDATE_PASSES = 9
 _RATES: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-_LINK_ROUNDS = 5
-_PINNED_COPIES, _PAGEABLE_COPIES = 64, 16
+_LINK_ROUNDS, _LINK_COPIES = 5, 64
 
 
 # ---- disk ----------------------------------------------------------------------------------------------------------
@@ -69,20 +71,14 @@ def measure_disk(folder: Path) -> LinkRates | None:
         OSError: there is no such folder.
     """
     room, memory = shutil.disk_usage(folder).free, available_bytes()
-    lacking = ""
-    if room < _LEAST_ROOM_BYTES:
-        lacking = (
-            f"{format_bytes(room)} are free and {format_bytes(_LEAST_ROOM_BYTES)} are needed; free space there, or set "
-            "disk.paths to a folder with more room"
-        )
-    elif memory < 4 * _LEAST_BUFFER_BYTES:
-        lacking = (
-            f"{format_bytes(memory)} of memory are available and {format_bytes(4 * _LEAST_BUFFER_BYTES)} are needed; "
-            "give the process more memory"
-        )
-    if lacking:
-        logger.info("the speed of the disk path %s is not measured: %s.", folder, lacking)
-        return None
+    for there, least, words, remedy in (
+        (room, _LEAST_ROOM_BYTES, "are free", "free space there, or set disk.paths to a folder with more room"),
+        (memory, 4 * _LEAST_BUFFER_BYTES, "of memory are available", "give the process more memory"),
+    ):
+        if there < least:
+            shown = f"{format_bytes(there)} {words} and {format_bytes(least)} are needed; {remedy}"
+            logger.info("the speed of the disk path %s is not measured: %s.", folder, shown)
+            return None
     buffer_bytes = min(_BUFFER_BYTES, memory // 4 // _LEAST_BUFFER_BYTES * _LEAST_BUFFER_BYTES)
     blocks = min(_AREA_BYTES, room // 2) // _BLOCK_BYTES
     with warnings.catch_warnings():
@@ -161,9 +157,6 @@ def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRat
 def measure_cpu_update(threads: int) -> float:
     """Parameters per second of torch's fused fp32 AdamW with so many threads; torch's own number is as before.
 
-    Args:
-        threads: positive.
-
     Raises:
         BudgetError: the machine gives no memory.
     """
@@ -177,7 +170,7 @@ def measure_cpu_update(threads: int) -> float:
         if threads != before:
             torch.set_num_threads(threads)
         update = _updater(parts)
-        return parts[0].numel() / statistics.median(_timed(update) for _ in range(_UPDATE_PASSES))
+        return parts[0].numel() / statistics.median(timeit.repeat(update, number=1, repeat=_UPDATE_PASSES))
     finally:
         if threads != before:
             torch.set_num_threads(before)
@@ -199,17 +192,11 @@ def _updater(parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
     return update
 
 
-def _timed(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 # ---- device --------------------------------------------------------------------------------------------------------
 
 
 def measure_device(device: torch.device) -> DeviceRates:
-    """The rates of a CUDA device: its link, pinned and pageable, and updates on it.
+    """The rates of a CUDA device: its link, pinned if that is possible, and updates on it.
 
     Raises:
         BudgetError: the machine gives no memory.
@@ -218,18 +205,13 @@ def measure_device(device: torch.device) -> DeviceRates:
     # Never closed: that would lift the limit on the card which the tier that trains has set.
     tier = CudaTier(device)
     run = anonymous_run(2 * _BUFFER_BYTES, "the measurement of a device link")
-    pageable = _device_link(tier, run, _PAGEABLE_COPIES)
-    pinned: LinkRates | None = None
-    try:
-        unpin = register_pinned(run.address, run.nbytes)
-    except OSError as error:
-        logger.info("the pinned link of %s is not measured: %s.", tier.device, error)
-    else:
+    with ExitStack() as cleanup:
         try:
-            pinned = _device_link(tier, run, _PINNED_COPIES)
-        finally:
-            unpin()
-    rates = DeviceRates(pinned, pageable, _device_update_rate(tier.device))
+            cleanup.callback(register_pinned(run.address, run.nbytes))
+        except OSError as error:
+            logger.info("the link of %s is measured with pageable memory: %s.", tier.device, error)
+        link = _device_link(tier, run, _LINK_COPIES)
+    rates = DeviceRates(**asdict(link), update_params_s=_device_update_rate(tier.device))
     # The memory that this took must not count as memory beside the pages.
     tier.memory.trim()
     return rates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 _GREATEST_RATE = 1e18
@@ -25,8 +25,7 @@ class LinkRates:
     both_bytes_s: float
 
     def __post_init__(self) -> None:
-        rates = (self.read_bytes_s, self.write_bytes_s, self.both_bytes_s)
-        assert all(0 < rate < _GREATEST_RATE for rate in rates), f"rates of a link: {rates}"
+        assert all(0 < rate < _GREATEST_RATE for rate in astuple(self)), f"rates of a link: {self}"
 
     @property
     def shared(self) -> float:
@@ -43,10 +42,6 @@ class LinkRates:
 
         Each direction alone takes its bytes over its rate; together they take the longer of these times and the
         `shared` part of the shorter. This is exact for one direction alone and for equal amounts, which were measured.
-
-        Args:
-            read_bytes: zero or more.
-            written_bytes: zero or more.
         """
         reading, writing = read_bytes / self.read_bytes_s, written_bytes / self.write_bytes_s
         return max(reading, writing) + self.shared * min(reading, writing)
@@ -62,60 +57,27 @@ def in_a_row(links: Sequence[LinkRates | None]) -> LinkRates | None:
     return _combined(links, min)
 
 
-def _combined(links: Sequence[LinkRates | None], combine: Callable[[list[float]], float]) -> LinkRates | None:
+def _combined(links: Sequence[LinkRates | None], combine: Callable[[tuple[float, ...]], float]) -> LinkRates | None:
     known = [link for link in links if link is not None]
     if not known or len(known) < len(links):
         return None
-    return LinkRates(
-        combine([link.read_bytes_s for link in known]),
-        combine([link.write_bytes_s for link in known]),
-        combine([link.both_bytes_s for link in known]),
-    )
+    rates = [(link.read_bytes_s, link.write_bytes_s, link.both_bytes_s) for link in known]
+    return LinkRates(*map(combine, zip(*rates, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRates:
-    """What was measured of a device.
+class DeviceRates(LinkRates):
+    """The link to a device, of pinned host memory unless pinning was refused, and updates on it.
 
     Attributes:
-        pinned: its link, from and to pinned host memory; None where pinning was refused.
-        pageable: its link, from and to ordinary host memory.
         update_params_s: parameters per second of torch's fused fp32 AdamW on the device.
     """
 
-    pinned: LinkRates | None
-    pageable: LinkRates
     update_params_s: float
 
 
-# ---- reading rates back from JSON ------------------------------------------------------------------------------------
-
-
-def read_rate(found: Any) -> float:
-    """One rate.
-
-    Raises:
-        ValueError: `found` is no rate.
-    """
-    if not isinstance(found, float) or not 0 < found < _GREATEST_RATE:
-        raise ValueError(f"{found!r} is no rate")
-    return found
-
-
-def read_link(found: Any) -> LinkRates:
-    """The rates of a link, from the fields of `LinkRates`.
-
-    Raises:
-        ValueError, TypeError, KeyError: they are not.
-    """
-    return LinkRates(*(read_rate(found[name]) for name in ("read_bytes_s", "write_bytes_s", "both_bytes_s")))
-
-
-def read_device(found: Any) -> DeviceRates:
-    """The rates of a device, from the fields of `DeviceRates`.
-
-    Raises:
-        ValueError, TypeError, KeyError: they are not.
-    """
-    pinned = None if found["pinned"] is None else read_link(found["pinned"])
-    return DeviceRates(pinned, read_link(found["pageable"]), read_rate(found["update_params_s"]))
+def are_rates(found: Any, count: int) -> bool:
+    """Whether what was read from a file is so many rates."""
+    if not isinstance(found, list) or len(found) != count:
+        return False
+    return all(isinstance(rate, float) and 0 < rate < _GREATEST_RATE for rate in found)

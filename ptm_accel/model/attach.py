@@ -20,7 +20,6 @@ _WRAPPERS = {
     "DistributedDataParallel": "DDP",
     "DataParallel": "DataParallel",
 }
-_DEEPSPEED_MARK = "ds_id"
 
 _SMALL_SHARE = 64
 """Tensors of less than a page divided by this stay in the compute tier: norms and biases, not worth a transfer."""
@@ -51,8 +50,8 @@ def check_model(model: nn.Module, paged: Container[nn.Parameter] = ()) -> None:
                 "place; pass the unwrapped model and leave the other plugin out."
             )
     # Those that are on pages of another model are refused by its name, later.
-    there = {name: param for name, param in model.named_parameters() if param not in paged}
-    checked = {name: param for name, param in there.items() if not isinstance(param, AwayParameter)}
+    known = model.named_parameters()
+    checked = {name: param for name, param in known if param not in paged and not isinstance(param, AwayParameter)}
     for name, param in checked.items():
         _check_parameter(name, param)
     _check_apart({n: p for n, p in checked.items() if p.device.type != "meta" and p.numel()})
@@ -60,22 +59,21 @@ def check_model(model: nn.Module, paged: Container[nn.Parameter] = ()) -> None:
 
 def _check_apart(params: Mapping[str, nn.Parameter]) -> None:
     """No two lie in the same memory, or in parts of it."""
-    last: tuple[torch.device | None, int, int, str] = (None, 0, 0, "")
+    last: tuple[torch.device | None, int, str] = (None, 0, "")
     for name, param in sorted(params.items(), key=lambda known: (str(known[1].device), known[1].data_ptr())):
         begin = param.data_ptr()
-        device, first, end, other = last
+        device, end, other = last
         if device == param.device and begin < end:
             raise UnsupportedError(
-                f"parameters {other} and {name} are two Parameter objects over the same memory"
-                + (". " if first == begin else " in part. ")
-                + "Tie them by using one Parameter in both places (as tie_weights() does)"
-                + ("." if first == begin else ", or give each memory of its own (`param.data = param.data.clone()`).")
+                f"parameters {other} and {name} are two Parameter objects over the same memory, or parts of it. Tie "
+                "them by using one Parameter in both places (as tie_weights() does), or give each memory of its own "
+                "(`param.data = param.data.clone()`)."
             )
-        last = param.device, begin, begin + param.numel() * param.element_size(), name
+        last = param.device, begin + param.numel() * param.element_size(), name
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if hasattr(param, _DEEPSPEED_MARK):
+    if hasattr(param, "ds_id"):
         raise UnsupportedError(
             f"parameter {name} is managed by DeepSpeed ZeRO-3. ptm_accel takes its place; leave DeepSpeed out."
         )
@@ -99,7 +97,8 @@ def take_parameters(
     *,
     small: int,
     paged: Mapping[nn.Parameter, PagedTensor],
-) -> None:
+    known: SlotTable | None = None,
+) -> list[ParamSlot]:
     """Gives every parameter a slot, in the order of the model's parameters.
 
     Args:
@@ -109,19 +108,23 @@ def take_parameters(
         table: for the slots.
         small: parameters below this many bytes never leave the compute tier.
         paged: the values of parameters that are on pages already; all others get blank pages.
+        known: slots that there are already, which their parameters keep.
+
+    Returns:
+        the new slots.
     """
+    new = []
     for name, param in model.named_parameters(remove_duplicate=False):
         if not param.numel():
             continue
-        known = slots.of(param)
-        if known is not None:
-            slots.by_name[name] = known
-            continue
-        value = paged.get(param)
-        if value is None:
-            value = create_value(name, param, pool, small=small)
-        value.name = name
-        slots.put(name, ParamSlot(name, param, value, pool, table))
+        slot = slots.of(param) or (None if known is None else known.of(param))
+        if slot is None:
+            value = paged[param] if param in paged else create_value(name, param, pool, small=small)
+            value.name = name
+            slot = ParamSlot(name, param, value, pool, table)
+            new.append(slot)
+        slots.put(name, slot)
+    return new
 
 
 def create_value(name: str, like: torch.Tensor, pool: Pool, *, small: int) -> PagedTensor:

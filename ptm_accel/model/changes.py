@@ -9,7 +9,7 @@ from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.pool import Pool
-from ptm_accel.model.attach import create_value
+from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
 Outline = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
@@ -47,15 +47,8 @@ def changes_of(model: nn.Module, known: SlotTable, pool: Pool, table: ExtentTabl
         table: for new slots.
         small: parameters below this many bytes never leave the compute tier.
     """
-    slots, new = SlotTable(), []
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if not param.numel():
-            continue
-        slot = slots.of(param) or known.of(param)
-        if slot is None:
-            slot = ParamSlot(name, param, create_value(name, param, pool, small=small), pool, table)
-            new.append(slot)
-        slots.put(name, slot)
+    slots = SlotTable()
+    new = take_parameters(model, pool, slots, table, small=small, paged={}, known=known)
     return Changes(slots, new, [slot for slot in known if slots.of(slot.param) is None])
 
 

@@ -9,10 +9,8 @@ A region is one autograd node: all of its parameters are in memory at once, in f
 of its gradients. The budget is checked for that when a region is found. Under autocast, casts of weights are part of
 the graph; those that the partitioner saves stay in memory until backward and are not counted.
 
-Refused by name: CUDA graphs, which replay fixed addresses; inductor's `freezing`, which copies weights into the graph;
-compiled autograd, which would trace the unpacking; and a compiled function that calls modules of the model, where there
-is no module boundary to bring parameters in at. A region that reads a parameter of a module outside itself has one
-graph break at that read.
+CUDA graphs, inductor's `freezing`, compiled autograd and compiled functions that call modules of the model are refused
+by name. A region that reads a parameter of a module outside itself has one graph break at that read.
 """
 
 from __future__ import annotations

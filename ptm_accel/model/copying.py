@@ -12,17 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from ptm_accel.model.hooks import RootHook, no_hook
 from ptm_accel.model.slots import SlotTable
 
-_HOOK_TABLES = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
 
 def copy_off_pages(model: nn.Module, slots: SlotTable, hooks: Iterable[RemovableHandle]) -> nn.Module:
     """A deep copy of a paged model whose parameters are in ordinary memory, beside the budgets.
@@ -47,8 +36,8 @@ def copy_off_pages(model: nn.Module, slots: SlotTable, hooks: Iterable[Removable
     duplicate = copy.deepcopy(model, memo)
     ours = {handle.id for handle in hooks}
     for module in duplicate.modules():
-        for table in _HOOK_TABLES:
-            entries: dict[int, Any] = module.__dict__[table]
-            for number in ours.intersection(entries):
-                del entries[number]
+        for name, table in vars(module).items():
+            if "_hooks" in name and isinstance(table, dict):
+                for number in ours.intersection(table):
+                    del table[number]
     return duplicate

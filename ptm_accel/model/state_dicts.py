@@ -51,7 +51,7 @@ class StateDictHooks:
         for module in model.modules():
             if module._parameters:
                 self.modules.add(module)
-                self._handles.append(module.register_state_dict_post_hook(self._fill()))
+                self._handles.append(module.register_state_dict_post_hook(Hook(self._fill)))
 
     def remove(self) -> None:
         """Takes the hooks off."""
@@ -74,22 +74,19 @@ class StateDictHooks:
         """The hooks that are on the model's modules."""
         return tuple(self._handles)
 
-    def _fill(self) -> Callable[..., None]:
-        def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-            for name, param in module._parameters.items():
-                key = prefix + name
-                slot = self._slots.of(param)
-                if slot is None or key not in state_dict:
-                    continue
-                if self._filling:
-                    state_dict[key] = self._snapshot(slot, state_dict)
-                else:
-                    state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")
+    def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name, param in module._parameters.items():
+            key = prefix + name
+            slot = self._slots.of(param)
+            if slot is None or key not in state_dict:
+                continue
             if self._filling:
-                # Last: a pending update that the snapshot waits for may fail.
-                self.given()
-
-        return Hook(fill)
+                state_dict[key] = self._snapshot(slot, state_dict)
+            else:
+                state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")
+        if self._filling:
+            # Last: a pending update that the snapshot waits for may fail.
+            self.given()
 
     def _snapshot(self, slot: ParamSlot, state_dict: dict[str, Any]) -> torch.Tensor:
         """The values of one parameter; a tied parameter has the same tensor under all names, as savers expect."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -90,6 +90,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self._appetite_of = partial(appetite_of, inner, state_tensors=state_tensors)
         self.appetite = self._appetite_of()
+        self._slots = slots
         self._gradients = gradients
         self._pool = pool
         self._run_ahead = run_ahead
@@ -168,7 +169,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _work(self) -> Work:
         work: Work = []
         for index, group in enumerate(self.param_groups):
-            for slot in map(self._states.slot, group["params"]):
+            for slot in map(self._slots.of, group["params"]):
                 grad = None if slot is None else self._gradients.known(slot)
                 if slot is not None and grad is not None and grad.value is not None:
                     work.append((index, self._states.of(slot), grad))
@@ -289,10 +290,6 @@ class PagedOptimizer(torch.optim.Optimizer):
     def lost(self) -> str | None:
         """What of an update that has failed since the state was loaded last, or None."""
         return self._overlap.lost
-
-    def restored(self) -> None:
-        """All of its state was loaded: what was lost before is no more."""
-        self._overlap.restored()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -454,11 +451,21 @@ class PagedOptimizer(torch.optim.Optimizer):
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, given)
             given = given if changed is None else changed
-        with torch.no_grad():
-            load_into(self.states, self.inner, given, self.expect)
-        self.restored()
+        self.restore(given)
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
+
+    @torch.no_grad()
+    def restore(self, state_dict: dict[str, Any], same: Container[str] = ()) -> None:
+        """As `load_state_dict`, without hooks.
+
+        Args:
+            state_dict: what is loaded.
+            same: names of parameters whose state keeps the dtypes that it has there.
+        """
+        load_into(self.states, self.inner, state_dict, self.expect, same)
+        # What was lost before is no more.
+        self._overlap.restored()
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.

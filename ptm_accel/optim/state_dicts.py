@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -28,12 +28,11 @@ def state_dict_of(kept: States, param_groups: Groups) -> dict[str, Any]:
         param_groups: its groups.
     """
     states: dict[int, dict[str, Any]] = {}
-    groups = []
-    index = 0
-    for group in param_groups:
-        numbers = list(range(index, index + len(group["params"])))
-        index += len(numbers)
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+    numbers = count()
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": list(islice(numbers, len(group["params"])))}
+        for group in param_groups
+    ]
     for number, slot in enumerate(chain.from_iterable(kept.groups())):
         entry = dict(kept.others.entries(slot)) if isinstance(slot, Other) else kept.values(kept.of(slot))
         if entry:
@@ -42,7 +41,11 @@ def state_dict_of(kept: States, param_groups: Groups) -> dict[str, Any]:
 
 
 def load_into(
-    kept: States, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any], expect: Callable[[Groups], None]
+    kept: States,
+    inner: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    expect: Callable[[Groups], None],
+    same: Container[str],
 ) -> None:
     """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
 
@@ -51,29 +54,29 @@ def load_into(
         inner: the user's optimizer.
         state_dict: what is loaded.
         expect: is told the groups before anything changes, and refuses those for which there is no room.
+        same: names of parameters whose state keeps the dtypes that it has there; others' is cast, as torch does.
 
     Raises:
         CheckpointError: other parameter groups than this optimizer's.
     """
-    there = [len(group["params"]) for group in state_dict["param_groups"]]
-    here = [len(group["params"]) for group in inner.param_groups]
-    if there != here:
-        raise CheckpointError(
-            f"the optimizer state has parameter groups of {there} parameters, this optimizer has {here}: it is of "
-            "another model or of another grouping."
-        )
+    refuse_other_groups(inner, state_dict["param_groups"], "the optimizer state")
     entries: Entries = {}
     masters: dict[torch.Tensor, torch.Tensor] = {}
+    dtypes: dict[torch.Tensor, torch.dtype | None] = {}
     for slots, saved in zip(kept.groups(), state_dict["param_groups"], strict=True):
         for slot, number in zip(slots, saved["params"], strict=True):
             given = dict(state_dict["state"].get(number, {}))
+            dtypes[slot.param] = None if slot.name in same else kept.dtype_of(slot)
             if MASTER_KEY in given:
                 masters[slot.param] = given.pop(MASTER_KEY)
             if given:
-                entries[slot.param] = converted(given, slot, kept.dtype_of(slot), saved)
+                entries[slot.param] = converted(given, slot, dtypes[slot.param], saved)
     groups, entries = completed(inner, state_dict["param_groups"], entries)
     expect(groups)
     for group, values in zip(inner.param_groups, groups, strict=True):
+        for key, now in group.items():
+            if isinstance(now, torch.Tensor) and isinstance(values.get(key), torch.Tensor):
+                values[key] = values[key].to(now.device)
         group.clear()
         group.update(values)
     for slot in chain.from_iterable(kept.groups()):
@@ -83,7 +86,17 @@ def load_into(
             continue
         # What is full-size goes onto pages from wherever it is.
         master = {MASTER_KEY: masters[slot.param]} if slot.param in masters else {}
-        kept.replace(kept.of(slot), {**given, **master})
+        kept.replace(kept.of(slot), {**given, **master}, dtypes[slot.param])
+
+
+def refuse_other_groups(inner: torch.optim.Optimizer, groups: Groups, where: str) -> None:
+    """Refuses groups from `where` that have other numbers of parameters than those of the optimizer."""
+    there, here = ([len(group["params"]) for group in each] for each in (groups, inner.param_groups))
+    if there != here:
+        raise CheckpointError(
+            f"{where} has parameter groups of {there} parameters, this optimizer has {here}: it is of another model or "
+            "of another grouping."
+        )
 
 
 def completed(

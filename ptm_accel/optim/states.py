@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.budget import Tag
@@ -66,10 +65,6 @@ class States:
             for group in self._inner.param_groups
         ]
 
-    def slot(self, param: nn.Parameter) -> ParamSlot | None:
-        """Where a parameter of the optimizer lives; None if it is not the model's."""
-        return self._slots.of(param)
-
     def met(self, slot: ParamSlot) -> ParamState | None:
         """The state of a parameter that the optimizer has met."""
         return self._met.get(id(slot))
@@ -83,21 +78,10 @@ class States:
                 state.master = self.pool.create(
                     f"{slot.name}.master", Tag.MASTER, slot.value.shape, torch.float32, movable=slot.value.movable
                 )
-            self._adopt(state)
+            # What the optimizer has already: made in its constructor, or by earlier steps.
+            for key, value in self._inner.state.pop(slot.param, {}).items():
+                self.put(state, key, value)
         return state
-
-    def named(self, name: str) -> ParamState:
-        """The state of the parameter called `name`.
-
-        Raises:
-            CheckpointError: the model has no such parameter, or the optimizer does not hold it.
-        """
-        slot = self._slots.by_name.get(name)
-        # The dictionary first: a search of all parameters for each would take quadratic time.
-        held = slot is not None and (id(slot) in self._met or any(slot is other for other in self.held()))
-        if slot is None or not held:
-            raise CheckpointError(f"the checkpoint has optimizer state for {name}, which this optimizer does not hold")
-        return self.of(slot)
 
     def are_of(self, slots: SlotTable) -> bool:
         """Whether what the optimizer holds of the model is still there, and of the shapes that its state is of."""
@@ -106,11 +90,6 @@ class States:
         return here and all(kept == shape for kept, shape in shapes)
 
     # ---- what is kept ------------------------------------------------------------------------------------------
-
-    def _adopt(self, state: ParamState) -> None:
-        """Takes over state that the optimizer already has: made in its constructor, or by earlier steps."""
-        for key, value in self._inner.state.pop(state.slot.param, {}).items():
-            self.put(state, key, value)
 
     def put(self, state: ParamState, key: str, value: Any, dtype: torch.dtype | None = None) -> None:
         """Sets one entry of a parameter's state.
@@ -157,16 +136,22 @@ class States:
             raise
         return tensor
 
-    def replace(self, state: ParamState, values: Mapping[str, Any]) -> None:
+    def replace(self, state: ParamState, values: Mapping[str, Any], dtype: torch.dtype | None) -> None:
         """Sets all of a parameter's state, keyed as `torch.optim.Optimizer.state_dict` has it.
 
-        What is full-size is cast to the dtype that the parameter is updated in.
+        Args:
+            state: what the optimizer keeps for the parameter.
+            values: it.
+            dtype: of what is full-size; None for the values' own.
         """
-        dtype = self.dtype_of(state.slot)
-        self._forget_all_but(state, values.keys())
+        for key in [key for key in state.paged if not is_full(state.slot, values.get(key))]:
+            self.pool.forget(state.paged.pop(key))
+        state.small.clear()
+        if MASTER_KEY not in values:
+            state.mastered = 0
         for key, value in values.items():
             before = state.paged.get(key)
-            if before is not None and dtype not in (None, before.dtype) and is_full(state.slot, value):
+            if before is not None and before.dtype != (dtype or value.dtype):
                 # Before the old pages go: the value may be a view of them.
                 state.paged[key] = self._page(state.slot, key, value, dtype)
                 self.pool.forget(before)
@@ -178,27 +163,6 @@ class States:
         """The dtype that torch gives what it loads for a parameter: of what is updated. None for the value's own."""
         param = (slot.value if isinstance(slot, Other) else self.of(slot).wide).dtype
         return param if param.is_floating_point else None
-
-    def _forget_all_but(self, state: ParamState, keys: Collection[str]) -> None:
-        for key in state.paged.keys() - keys:
-            self.pool.forget(state.paged.pop(key))
-        for key in state.small.keys() - keys:
-            del state.small[key]
-        if MASTER_KEY not in keys:
-            state.mastered = 0
-
-    def reset(self, state: ParamState, keep: Mapping[str, torch.dtype]) -> None:
-        """Forgets a parameter's state, so that another can be put in its place.
-
-        Args:
-            state: what the optimizer keeps for the parameter.
-            keep: full-size entries that will be put, with their dtypes; such pages are kept, to be written over.
-        """
-        for key, tensor in list(state.paged.items()):
-            if keep.get(key) != tensor.dtype:
-                self.pool.forget(state.paged.pop(key))
-        state.small.clear()
-        state.mastered = 0
 
     def close(self) -> None:
         """Ends the life of all state on pages."""

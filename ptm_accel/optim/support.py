@@ -9,9 +9,7 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +75,6 @@ def _refusal(optimizer: torch.optim.Optimizer) -> str | None:
     for base in cls.__mro__:
         if base.__name__ in _REFUSED:
             return f"{_REFUSED[base.__name__]}. {_HELP}"
-    for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root in _WITH_STATE_OF_THEIR_OWN:
             return f"{base.__name__} of {root} keeps state or parameters of its own outside torch.optim's. {_HELP}"
@@ -99,8 +96,18 @@ def _refusal(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-_STATE_TENSORS = {"Adafactor": 0, "Muon": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1}
-"""Full-size state tensors of optimizers that keep another number than two, where that was not measured."""
+_STATE_TENSORS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "Adam": (2, ("amsgrad",)),
+    "AdamW": (2, ("amsgrad",)),
+    "SGD": (0, ("momentum",)),
+    "Adagrad": (1, ()),
+    "RMSprop": (1, ("momentum", "centered")),
+    "Adafactor": (0, ("beta1",)),
+    "Muon": (1, ()),
+    "Lion": (1, ()),
+    "ASGD": (1, ()),
+}
+"""Full-size state tensors of optimizers, where that was not measured, and options that add one; two of all others."""
 
 
 def appetite_of(
@@ -116,24 +123,13 @@ def appetite_of(
     Raises:
         UnsupportedError: the optimizer cannot run on pages; says why.
     """
-    cls, groups = type(optimizer), optimizer.param_groups if groups is None else groups
-    if grain_of(optimizer) is Grain.TENSOR:
-        if state_tensors is not None:
-            return Appetite(state_tensors, scratch_tensors=3, whole=True)
-        state = _STATE_TENSORS.get(cls.__name__, 2)
-        state += cls.__name__ == "RMSprop" and any(g["momentum"] for g in groups)
-        state += cls.__name__ == "RMSprop" and any(g["centered"] for g in groups)
-        state += cls.__name__ == "Adafactor" and any(g.get("beta1") is not None for g in groups)
-        return Appetite(state_tensors=state, scratch_tensors=3, whole=True)
-    state = 2
-    if isinstance(optimizer, torch.optim.SGD):
-        state = int(any(g["momentum"] for g in groups))
-    elif isinstance(optimizer, torch.optim.Adagrad):
-        state = 1
-    elif any(g["amsgrad"] for g in groups):
-        state = 3
-    fused = all(g.get("fused") for g in groups)
-    return Appetite(state_tensors=state, scratch_tensors=0 if fused else 3)
+    groups = optimizer.param_groups if groups is None else groups
+    whole = grain_of(optimizer) is Grain.TENSOR
+    if state_tensors is None:
+        always, options = _STATE_TENSORS.get(type(optimizer).__name__, (2, ()))
+        state_tensors = always + sum(any(group.get(option) for group in groups) for option in options)
+    fused = not whole and all(group.get("fused") for group in groups)
+    return Appetite(state_tensors, scratch_tensors=0 if fused else 3, whole=whole)
 
 
 _KNOWN = ("torch.optim", "transformers.optimization")
@@ -209,8 +205,6 @@ def _full_size(param: nn.Parameter, state: dict[str, Any]) -> int:
 class _BlankState(TorchFunctionMode):
     """Gives optimizer constructors constant state without memory: `full_like(param)` becomes an expanded scalar."""
 
-    _FILLS: ClassVar[dict[Any, float]] = {torch.zeros_like: 0.0, torch.ones_like: 1.0}
-
     def __init__(self, slots: SlotTable) -> None:
         super().__init__()
         self._slots = slots
@@ -218,17 +212,15 @@ class _BlankState(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.zeros_like, torch.ones_like, torch.full_like) and self._slots.of(args[0]) is not None:
-            fill = self._FILLS.get(func)
-            if fill is None:
-                fill = args[1] if len(args) > 1 else kwargs["fill_value"]
             param = args[0]
+            fill = float(func is torch.ones_like)
+            if func is torch.full_like:
+                fill = args[1] if len(args) > 1 else kwargs["fill_value"]
             dtype = kwargs.get("dtype") or param.dtype
             return torch.full((1,) * param.dim(), fill, dtype=dtype, device=param.device).expand(param.shape)
         return func(*args, **kwargs)
 
 
-@contextmanager
-def blank_state(slots: SlotTable) -> Iterator[None]:
+def blank_state(slots: SlotTable) -> TorchFunctionMode:
     """Within it, optimizers may be constructed over paged parameters without allocating full-size state (Adagrad)."""
-    with _BlankState(slots):
-        yield
+    return _BlankState(slots)

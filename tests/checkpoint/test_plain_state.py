@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ptm_accel.checkpoint.plain_state import load_plain_state, write_plain_state
-from ptm_accel.checkpoint.training_state import save_optimizer_state
+from ptm_accel.checkpoint.plain_state import load_either_state, load_plain_state, write_plain_state
+from ptm_accel.checkpoint.training_state import INDEX_NAME, save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
@@ -158,6 +158,19 @@ def test_state_is_as_wide_as_torch_makes_it(kind: str, begun: bool, saved: torch
     ours.load_state_dict(ours.state_dict())
     assert described(ours.state_dict()) == described(theirs.state_dict())
     engine.check_integrity()
+    engine.close()
+
+
+def test_state_of_ours_comes_back_as_wide_as_it_was(tmp_path: Path) -> None:
+    model = net().to(torch.bfloat16)
+    engine, ours = paged(model, tmp_path, WIDTHS["wide"])
+    train(model, ours, range(2))
+    before = described(ours.state_dict())
+    save_optimizer_state(ours, tmp_path)
+    train(model, ours, range(2, 4))
+    load_either_state(ours, tmp_path / INDEX_NAME)
+    assert described(ours.state_dict()) == before
+    assert before[0]["sum"][0] == torch.float32
     engine.close()
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ptm_accel.checkpoint import training_state
+from ptm_accel.checkpoint.directory import staged
 from ptm_accel.checkpoint.training_state import INDEX_NAME, load_optimizer_state, save_optimizer_state, saved_last
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
@@ -255,7 +256,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         save_optimizer_state(run.optimizer, tmp_path)
 
 
-def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_by_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     run.train(0, 1)
 
@@ -263,23 +264,22 @@ def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.Mo
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(training_state, "save_file", fail)
-    message = (
-        r"cannot write optimizer-00001-of-00001.safetensors \(.* KiB\) of the optimizer state: No space left on device"
-    )
-    with pytest.raises(DiskError, match=message) as caught:
-        save_optimizer_state(run.optimizer, tmp_path)
+    message = r"cannot save checkpoint-1: No space left on device after 0 B, with .* free then"
+    with pytest.raises(DiskError, match=message) as caught, staged(tmp_path / "checkpoint-1") as staging:
+        save_optimizer_state(run.optimizer, staging)
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_an_index_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_cannot_be_written_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
 
     def fail(self: Path, *args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises(DiskError, match=r"cannot write optimizer.json \(0 B\) of the optimizer state: Disk quota exce"):
-        save_optimizer_state(run.optimizer, tmp_path)
+    message = "cannot save checkpoint-1: Disk quota exceeded after 0 B"
+    with pytest.raises(DiskError, match=message), staged(tmp_path / "checkpoint-1") as staging:
+        save_optimizer_state(run.optimizer, staging)
 
 
 # ---- what does not fit together is refused before anything is changed ------------------------------------------------
@@ -420,18 +420,6 @@ def test_a_damaged_state_is_refused(tmp_path: Path, damage: Callable[[Path], obj
     run.close()
 
 
-def test_a_master_of_another_dtype_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path, dtype=torch.bfloat16, masters="fp32")
-    run.train(0, 1)
-    run.optimizer.states.named("embed.weight").paged["exp_avg"] = run.engine.slots.by_name["embed.weight"].value
-    save_optimizer_state(run.optimizer, tmp_path)
-    edit(tmp_path, lambda i: i["state"]["embed.weight"].update(master={"paged": "embed.weight/exp_avg"}))
-    with pytest.raises(
-        CheckpointError, match="the master of embed.weight differs: the checkpoint has bfloat16, this run"
-    ):
-        load_optimizer_state(run.optimizer, tmp_path)
-
-
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = """
 import json, sys
@@ -454,7 +442,7 @@ def build():
 engine, optimizer = build()
 start = anonymous_bytes()
 for number, slot in enumerate(engine.slots):
-    state = optimizer.states.named(slot.name)
+    state = optimizer.states.of(slot)
     for key in ("exp_avg", "exp_avg_sq"):
         optimizer.states.put(state, key, torch.full((512, 512), float(number)))
     optimizer.states.put(state, "step", torch.tensor(3.0))
@@ -467,7 +455,7 @@ del engine, optimizer, state, slot
 engine, optimizer = build()
 with Peak() as loading:
     load_optimizer_state(optimizer, out)
-values = [float(engine.pool.snapshot(optimizer.states.named(s.name).paged["exp_avg"])[0, 0]) for s in engine.slots]
+values = [float(engine.pool.snapshot(optimizer.states.of(s).paged["exp_avg"])[0, 0]) for s in engine.slots]
 assert values == [float(i) for i in range(96)], values
 print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loading": loading.grown}))
 """
@@ -499,7 +487,7 @@ def test_saving_and_loading_take_calls_by_the_number_of_parameters(tmp_path: Pat
         with on_pages(model, "host+disk", number * 3 * 4096, tmp_path) as engine:
             optimizer = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
             for slot in engine.slots:
-                optimizer.states.put(optimizer.states.named(slot.name), "momentum_buffer", torch.ones(32, 32))
+                optimizer.states.put(optimizer.states.of(slot), "momentum_buffer", torch.ones(32, 32))
             folder = tmp_path / str(number)
             folder.mkdir()
             calls = 0

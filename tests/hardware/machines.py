@@ -8,4 +8,4 @@ from ptm_accel.hardware.profile import DeviceRates, LinkRates
 HERE: Fingerprint = {"cpu": "Abacus 9", "cores": 4, "memory_gib": 16, "torch": "2.13.0", "gpus": "Card X"}
 DISK = LinkRates(4e9, 8e9, 6e9)
 LINK = LinkRates(50e9, 48e9, 80e9)
-CARD = DeviceRates(LINK, LinkRates(5e9, 4e9, 4.5e9), 9e10)
+CARD = DeviceRates(50e9, 48e9, 80e9, 9e10)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptm_accel.errors import DiskError
+from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.hardware import measure, rates
 from ptm_accel.hardware.cache import RateCache
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
@@ -31,7 +31,8 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: Counter[str] = Counter()
         self.disks: dict[str, LinkRates | Exception | None] = {"one": DISK, "two": LINK}
-        self.card: DeviceRates | Exception | None = CARD
+        self.card: DeviceRates | Exception = CARD
+        self.update: Exception | None = None
         self._monkeypatch = monkeypatch
         for name in ("disk_key", "measure_disk", "measure_cpu_update", "measure_device"):
             monkeypatch.setattr(rates, name, getattr(self, name))
@@ -57,11 +58,12 @@ class Machine:
         return self._answer(path.parts[1], self.disks[path.parts[1]])
 
     def measure_cpu_update(self, threads: int) -> float:
-        self.asked[f"{threads} threads"] += 1
-        return 2e9 * threads
+        rate: float = self._answer(f"{threads} threads", self.update or 2e9 * threads)
+        return rate
 
-    def measure_device(self, device: torch.device) -> DeviceRates | None:
-        return self._answer("card", self.card)
+    def measure_device(self, device: torch.device) -> DeviceRates:
+        rates: DeviceRates = self._answer("card", self.card)
+        return rates
 
     def _answer(self, name: str, answer: Any) -> Any:
         self.asked[name] += 1
@@ -111,8 +113,8 @@ def test_what_another_measured_meanwhile_is_not_measured_again(machine: Machine,
 def test_a_damaged_entry_is_measured_again(machine: Machine, tmp_path: Path) -> None:
     cache = RateCache(HERE, tmp_path)
     with cache.alone():
-        cache.add("disk one", {"read_bytes_s": 1e9})
-        cache.add("cpu 1 threads", -1.0)
+        cache.add("disk one", [1e9])
+        cache.add("cpu 1 threads", [-1.0])
     machine.start(tmp_path)
     assert (disk_rates([ONE]), cpu_update_rate(1)) == ([DISK], 2e9)
     machine.start(tmp_path)
@@ -168,16 +170,20 @@ def test_a_device_that_is_the_cpu_is_none(machine: Machine) -> None:
     assert not machine.asked
 
 
-@pytest.mark.parametrize("answer", [torch.OutOfMemoryError("CUDA out of memory."), None])
-def test_a_device_that_cannot_be_measured_is_none(
-    machine: Machine, answer: Exception | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine.card = answer
+def test_a_device_that_cannot_be_measured_is_none(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.card = torch.OutOfMemoryError("CUDA out of memory.")
     machine.start(None)
     assert device_rates(torch.device("cuda", 1)) is None
     assert device_rates(torch.device("cuda", 1)) is None
     assert machine.asked == {"card": 1}
-    assert ("the speed of Card X (cuda:1) cannot be measured: CUDA out of memory." in caplog.text) == bool(answer)
+    assert "the speed of Card X (cuda:1) cannot be measured: CUDA out of memory." in caplog.text
+
+
+def test_updates_that_cannot_be_measured_are_none(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.update = BudgetError("the machine gives no memory")
+    machine.start(None)
+    assert cpu_update_rate(2) is None
+    assert "the speed of updates with 2 threads cannot be measured: the machine gives no memory" in caplog.text
 
 
 def test_what_was_measured_is_said(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:

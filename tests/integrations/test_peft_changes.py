@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import psutil
 import pytest
 import torch
 import transformers
@@ -20,7 +21,6 @@ from transformers.utils.peft_utils import check_peft_version
 
 import ptm_accel
 from ptm_accel.engine import Engine, engine_of
-from ptm_accel.machine import process_rss_bytes
 from tests.integrations.adapters import METHODS, Bench, lora, on
 
 
@@ -237,12 +237,12 @@ def test_a_merge_never_has_the_model_in_memory(tmp_path: Path, monkeypatch: pyte
         layer.base_layer.state_dict()["weight"].double().sum() + layer.get_delta_weight("default").double().sum()
         for layer in model.base_model.model
     ]
-    before, grown = process_rss_bytes(), []
+    before, grown = psutil.Process().memory_info().rss, []
     merge = peft.tuners.lora.layer.Linear.merge
 
     def merge_and_look(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         merge(layer, *args, **kwargs)
-        grown.append(process_rss_bytes() - before)
+        grown.append(psutil.Process().memory_info().rss - before)
 
     monkeypatch.setattr(peft.tuners.lora.layer.Linear, "merge", merge_and_look)
     merged = model.merge_and_unload(safe_merge=True)

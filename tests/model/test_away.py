@@ -237,8 +237,9 @@ def test_two_parameters_over_one_memory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
         needs(model, tmp_path)
     assert str(caught.value) == (
-        "parameters 0.weight and 1.weight are two Parameter objects over the same memory. Tie them by using one "
-        "Parameter in both places (as tie_weights() does)."
+        "parameters 0.weight and 1.weight are two Parameter objects over the same memory, or parts of it. Tie "
+        "them by using one Parameter in both places (as tie_weights() does), or give each memory of its own "
+        "(`param.data = param.data.clone()`)."
     )
 
 
@@ -251,8 +252,8 @@ def test_two_parameters_over_parts_of_one_memory(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
         needs(model, tmp_path)
     assert str(caught.value) == (
-        "parameters 1.weight and 0.weight are two Parameter objects over the same memory in part. Tie them by using "
-        "one Parameter in both places (as tie_weights() does), or give each memory of its own "
+        "parameters 1.weight and 0.weight are two Parameter objects over the same memory, or parts of it. Tie "
+        "them by using one Parameter in both places (as tie_weights() does), or give each memory of its own "
         "(`param.data = param.data.clone()`)."
     )
     model[0].weight = nn.Parameter(flat[WIDTH * WIDTH : 2 * WIDTH * WIDTH].view(WIDTH, WIDTH))
