@@ -368,7 +368,7 @@ class Training:
         assert self.gradients is not None
         given = {id(param) for param in parameters}
         if self.plain.active:
-            return all(slot.param.grad is None or id(slot.param) in given for slot in self._slots)
+            return not [slot for slot in self._slots if slot.param.grad is not None and id(slot.param) not in given]
         return all(id(grad.slot.param) in given for grad in self.gradients.arrived())
 
     def scale_gradients(self, coefficient: torch.Tensor, given: Sequence[GradSlot]) -> None:

@@ -9,6 +9,7 @@ from itertools import compress
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ptm_accel.errors import UnsupportedError
@@ -111,6 +112,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.in_backward = self._overlap.in_backward
         self._closed = False
         self._leave_plain: Callable[[], object] | None = None
+        self._plain: list[nn.Parameter] = []
         self.ended: Callable[[], object] = lambda: None
         self._take_from(gradients)
 
@@ -256,11 +258,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             kept = {key: self._pool.fault(tensor, write=True) for key, tensor in state.paged.items()}
             if state.small or kept:
                 self.inner.state[state.slot.param] = {**state.small, **kept}
+        self._plain = [slot.param for slot in self._states.held()]
         self._leave_plain = leave
 
     def end_plain(self) -> None:
         """Takes the state back."""
-        self._leave_plain = None
+        self._leave_plain, self._plain = None, []
         for state in self._states:
             for key, value in self.inner.state.pop(state.slot.param, {}).items():
                 page = state.paged.get(key)
@@ -327,14 +330,17 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
                 the gradients.
         """
+        if self._leave_plain is not None:
+            self.inner.zero_grad(set_to_none)
+            return
         self.drop_gradients(set_to_none)
         self.others.zero_grad(set_to_none)
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """As `zero_grad`, of the model's parameters alone."""
         if self._leave_plain is not None:
-            for slot in self._states.held():
-                slot.param.grad = None if set_to_none or slot.param.grad is None else slot.param.grad.detach().zero_()
+            for param in self._plain:
+                param.grad = None if set_to_none or param.grad is None else param.grad.detach().zero_()
             return
         self.in_backward.refuse("gradients were dropped")
         gradients = [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
@@ -378,11 +384,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet.
         """
         if self._leave_plain is not None:
-            for gradient in self.others.gradients():
+            for gradient in [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]:
                 change(gradient)
-            for slot in self._states.held():
-                if slot.param.grad is not None:
-                    change(slot.param.grad)
             return
         self.in_backward.refuse("gradients were changed")
         self._synchronise()
