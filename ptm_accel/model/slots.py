@@ -258,8 +258,12 @@ class ParamSlot:
             given = self.param.data
         extent = self.value.extent
         assert extent is not None
-        if _storage(given) != _storage(extent.tensor) or given.shape != extent.tensor.shape:
+        there = extent.tensor
+        if (given.data_ptr(), given.shape, given.stride()) != (there.data_ptr(), there.shape, there.stride()):
             self.assign(given)
+            if self.value.place.resident and self.value.extent is not None:
+                # The parameter still has what it was given, and not the copy on its pages.
+                self._give(self.value.extent.tensor)
         else:
             self.changed()
 

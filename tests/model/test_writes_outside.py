@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import ptm_accel
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, PagedModelError, StaleGraphError
 from tests.plain_loop import same_bits
-from tests.tiers import at_floor, needs, on_pages
+from tests.tiers import AMPLE, at_floor, needs, on_pages
 
 WIDTH = 64
 
@@ -86,6 +87,31 @@ def test_what_is_written_to_a_parameter_that_was_read_is_kept(
         for name, value in model.state_dict().items():
             assert same_bits(value, plain.state_dict()[name]), name
         assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_while_gathered_is_trained_on(
+    write: Callable[[nn.Linear], None], kind: str, tmp_path: Path
+) -> None:
+    """Everything stays in memory: nothing is brought in anew that would hide values of before."""
+    model, plain = net(), net()
+
+    def train(layers: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        for number in range(4):
+            layers(inputs()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                with ptm_accel.gathered(layers, write=True) if layers is model else contextlib.nullcontext():
+                    write(layers[2])  # type: ignore[arg-type]
+
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    with on_pages(model, kind, AMPLE, tmp_path) as engine:
+        train(model, engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+        for name, value in model.state_dict().items():
+            assert same_bits(value, plain.state_dict()[name]), name
         engine.check_integrity()
 
 
