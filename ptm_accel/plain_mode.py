@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor, Pin
+from ptm_accel.memory.pool import Pool
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
 from ptm_accel.model.residency import shapes_of
@@ -45,8 +46,7 @@ class PlainMode:
         self._pool = pages.pool
         self._optimizer: PagedOptimizer | None = None
         self._gradients: Gradients | None = None
-        self._pins: list[Pin] = []
-        self._held: list[Reservation] = []
+        self._kept = _Kept(pages.pool)
         self._hook: RemovableHandle | None = None
         self._places: list[tuple[nn.Parameter, int]] = []
         self._too_large = 0
@@ -87,13 +87,12 @@ class PlainMode:
         made = optimizer.unmade_bytes()
         try:
             gradients.leave_alone()
-            self._hold(arriving, Tag.GRAD, "gradients in p.grad")
-            self._hold(made, Tag.STATE, "optimizer state to come")
-            for tensor in [*(slot.value for slot in pages.slots), *optimizer.kept()]:
-                self._pins.append(pool.pin(tensor))
+            self._kept.hold(arriving, Tag.GRAD, "gradients in p.grad")
+            self._kept.hold(made, Tag.STATE, "optimizer state to come")
+            self._kept.pin([*(slot.value for slot in pages.slots), *optimizer.kept()])
         except BudgetError:
             self._too_large += 1
-            self._let_go()
+            self._kept.release()
             gradients.take_again(pages.slots)
             return
         pages.remove_hooks()
@@ -104,18 +103,7 @@ class PlainMode:
         self._optimizer, self._gradients = optimizer, gradients
         self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
         self.active = True
-        pool.owed = _EndsPlainMode(self)
-
-    def _hold(self, nbytes: int, tag: Tag, name: str) -> None:
-        if nbytes:
-            self._held.append(self._pool.hold(nbytes, tag, name))
-
-    def _let_go(self) -> None:
-        for pin in self._pins:
-            pin.release()
-        for reservation in self._held:
-            reservation.release()
-        self._pins, self._held = [], []
+        pool.owed = _EndsPlainMode(self, self._kept)
 
     def end(self) -> None:
         """Puts the hooks on again: parameters, gradients and state are what they have become.
@@ -125,22 +113,19 @@ class PlainMode:
         """
         if not self.active:
             return
-        pages, given = self._pages, []
+        pages = self._pages
         for (param, place), slot in zip(self._places, pages.slots, strict=True):
-            if param.data_ptr() != place or param.shape != slot.value.shape:
+            if param.data_ptr() != place:
                 slot.check_data(param.data)
-                given.append((slot, param.data))
         assert self._optimizer is not None and self._gradients is not None and self._hook is not None
         self.active = False
         self._pool.owed = None
         self._hook.remove()
-        self._let_go()
+        self._kept.release()
         for slot in pages.slots:
             slot.hide()
-            slot.changed()
+            slot.take_in()
             slot.generation += 1
-        for slot, data in given:
-            slot.assign(data)
         self._optimizer.end_plain()
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
@@ -182,11 +167,37 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-class _EndsPlainMode:
-    """Whoever uses a tensor through the pool ends the mode first. Keeps nothing alive: the pool outlives the model."""
+class _Kept:
+    """Room for what comes, and tensors that stay where they are."""
 
-    def __init__(self, mode: PlainMode) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._pins: list[Pin] = []
+        self._reservations: list[Reservation] = []
+
+    def hold(self, nbytes: int, tag: Tag, name: str) -> None:
+        """Keeps room free."""
+        if nbytes:
+            self._reservations.append(self._pool.hold(nbytes, tag, name))
+
+    def pin(self, tensors: list[PagedTensor]) -> None:
+        """Keeps tensors in the compute tier."""
+        for tensor in tensors:
+            self._pins.append(self._pool.pin(tensor))
+
+    def release(self) -> None:
+        """Ends all that."""
+        for each in [*self._pins, *self._reservations]:
+            each.release()
+        self._pins, self._reservations = [], []
+
+
+class _EndsPlainMode:
+    """Whoever uses a tensor through the pool ends the mode first. Keeps no model alive: the pool outlives it."""
+
+    def __init__(self, mode: PlainMode, kept: _Kept) -> None:
         self._mode = weakref.ref(mode)
+        self._kept = kept
 
     def before_use(self, tensor: PagedTensor) -> None:
         """Puts the hooks on again."""
@@ -211,4 +222,5 @@ class _EndsPlainMode:
         return True
 
     def give_up(self) -> None:
-        """Nothing is owed."""
+        """The pool is closed: lets go of what is on it."""
+        self._kept.release()
