@@ -65,7 +65,7 @@ def check_trainer(entry: Entry, job: Job, budget: str, tmp_path: Path, memory: s
     assert_same(paged, plain)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "checkpointing"), IN_TURN)
 def test_autocast(name: str, checkpointing: str, tmp_path: Path) -> None:
     """`bf16=True` on fp32 parameters."""
@@ -119,7 +119,7 @@ def check_masters(entry: Entry, recipe: Recipe, budget: str, tmp_path: Path, mem
     assert_same(paged, oracle)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", NARROW)
 def test_masters(name: str, accumulation: int, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_masters(name: str, accumulation: int, tmp_path: Path) -> None:
     check_masters(narrowed(ENTRIES[name]), recipe, budget, tmp_path)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("memory", ["mock+host", "mock+host+disk"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_masters_in_all_memories(budget: str, memory: str, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_only_runs_with_equal_options_are_compared(capsys: pytest.CaptureFixture
     assert "first at step 2: 2.0 on pages, 2.0000000000000004 plain" in text
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_work_is_refused(tmp_path: Path) -> None:
     text = _run("pretrain_clm.py", "--small", "--host_memory", "1MiB", cwd=tmp_path, fails=True)
     assert "cannot train under less than" in text
@@ -160,6 +161,7 @@ def test_the_loop_of_accelerate_gives_the_same_by_the_flag(tmp_path: Path) -> No
     assert plain.read_bytes() == paged.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -179,6 +181,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "bit-identical: [" in done.stdout
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("extra", [[], ["--lora"]])
 def test_sft_with_trl(extra: list[str], model_folder: Path, tmp_path: Path) -> None:
     text_file = tmp_path / "notes.txt"

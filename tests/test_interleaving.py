@@ -283,13 +283,13 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
     return twins.begun
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("seed", range(16))
 def test_any_order(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("seed", range(1000, 1006))
 def test_any_order_with_updates_on_the_cpu(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path, on_host=True)

@@ -91,7 +91,7 @@ def at_floor(kind: str, directory: Path) -> Iterator[tuple[nn.Module, Any]]:
     ids=str,
 )
 @pytest.mark.parametrize("begin", [0, 8, 40])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 def test_a_transfer_that_fails_once_changes_no_number(
     call: str,
     code: int,

@@ -83,6 +83,7 @@ def tide_of(engine: Engine) -> Tide:
     return tide
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("layers", "lengths"),
     [(8, [256] * 6), (6, [64, 128, 256, 192, 96, 320, 320, 64, 512, 448, 512])],
@@ -105,6 +106,7 @@ def test_a_card_that_is_too_small_trains_and_gives_the_same_numbers(layers: int,
     assert held > states * 3 // 10, "pages use what there is"
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "one tensor at a time"])
 def test_where_all_fits_a_card_parameters_are_updated_together(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def optimizer_of(model: LlamaForCausalLM) -> torch.optim.Optimizer:
@@ -133,6 +135,7 @@ def test_where_all_fits_a_card_parameters_are_updated_together(fused: bool, monk
     assert (calls[-1] == count) == fused
 
 
+@pytest.mark.slow
 def test_what_a_larger_evaluation_takes_is_taken_from_pages_and_given_back() -> None:
     plain, lengths = llama(6), [256] * 3
     optimizer = adamw(plain)
@@ -179,6 +182,7 @@ def test_a_model_that_is_only_evaluated_keeps_what_fits_on_the_card() -> None:
     assert moved[3] == moved[2], "then all stays"
 
 
+@pytest.mark.slow
 def test_a_model_is_taken_off_a_card_that_its_pages_have_filled() -> None:
     plain, lengths = llama(6), [256] * 3
     train(plain, adamw(plain), lengths)
@@ -215,6 +219,7 @@ def test_where_all_fits_nothing_moves_and_nothing_is_planned_once_a_step_was_see
     assert moved[2] == moved[3]
 
 
+@pytest.mark.slow
 def test_a_batch_that_leaves_pages_too_little_is_refused_with_the_numbers() -> None:
     with on_card(model := llama(2), 256 * MIB) as (engine, _):
         train(model, engine.bind_optimizer(adamw(model)), [4096])

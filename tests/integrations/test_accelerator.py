@@ -51,7 +51,7 @@ def _loop(accelerator: Accelerator, tiny: ModuleType, *, by_value: float | None 
     return seen, tiny.weights(accelerator.unwrap_model(model)), accelerator.get_state_dict(model)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}])
 @pytest.mark.parametrize("by_value", [None, 1e-3])
 def test_a_loop_gives_the_same_numbers(
@@ -75,6 +75,7 @@ accelerator.prepare(model)
 """
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("setup", "prefix"),
     [
@@ -131,6 +132,7 @@ def _scaled(scaler: Any, accelerator: Accelerator, tiny: ModuleType, fused: bool
     return seen, tiny.weights(model)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaling_skips_the_same_steps(
     fused: bool, tiny: ModuleType, dials: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ def clip_in_two(parameters: list[nn.Parameter]) -> torch.Tensor:
     return norm
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("room", ["roomy", "tight"])
 @pytest.mark.parametrize(
     "clip",

@@ -49,6 +49,7 @@ def build(tiny: ModuleType, cls: Any, folder: Path, **extra: Any) -> Any:
     return cls(model=tiny.model(), args=arguments, train_dataset=tiny.data(), **extra)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("call", "code"), [("preadv", errno.EIO), ("pwritev", errno.EIO), ("pwritev", errno.ENOSPC)], ids=str
 )
@@ -87,6 +88,7 @@ def test_a_disk_that_fails_ends_training_with_a_name_and_the_last_checkpoint_res
     later.check_integrity()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("only_model", [True, False])
 def test_a_checkpoint_after_a_lost_update_is_refused(only_model: bool, tiny: ModuleType, tmp_path: Path) -> None:
     """As by whoever catches what `train` raises, and saves what there is."""

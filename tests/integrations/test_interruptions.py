@@ -95,6 +95,7 @@ def _assert_last_checkpoint_resumes(tiny: ModuleType, plain: dict[str, Any], dia
 # ---- slow, and hanging for a while -----------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("hangs", "delay_s"), [(False, 0.003), (True, 0.0)], ids=["slow", "hangs"])
 def test_a_disk_that_is_slow_or_hangs_for_a_while_changes_no_number(
     hangs: bool,
@@ -118,6 +119,7 @@ def test_a_disk_that_is_slow_or_hangs_for_a_while_changes_no_number(
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("place", "call"), PLACES)
 def test_ctrl_c_ends_training_after_the_step(
     place: str,
@@ -151,6 +153,7 @@ def test_ctrl_c_ends_training_after_the_step(
     _engine(trainer).check_integrity()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("place", "call"), PLACES)
 def test_a_second_ctrl_c_does_not_wait(
     place: str,
@@ -261,6 +264,7 @@ def test_an_update_that_raises_is_told_to_the_user(
 # ---- processes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("sent", "times"), [("SIGTERM", 1), ("SIGINT", 2)])
 def test_a_process_ends_and_its_last_checkpoint_resumes(
     sent: str, times: int, tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path
@@ -271,6 +275,7 @@ def test_a_process_ends_and_its_last_checkpoint_resumes(
     _assert_last_checkpoint_resumes(tiny, plain, dials, run)
 
 
+@pytest.mark.slow
 def test_sigterm_with_a_checkpoint_on_request(
     tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path
 ) -> None:

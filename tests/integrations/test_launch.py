@@ -99,6 +99,7 @@ def assert_same(ours: Path, plain: Path) -> None:
     assert not different
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("script", "processes"),
     [
@@ -123,6 +124,7 @@ def test_an_unchanged_script_gives_the_same(
     assert not list(tmp_path.glob("ptm_accel-*")), "nothing is left on the disk"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", ["module", "launch as a module", "torchrun", "own command"])
 def test_other_ways_to_say_it(way: str, folder: Path, plain_runs: PlainRuns, tmp_path: Path) -> None:
     plain, saved = plain_runs("with_trainer.py", 1)
@@ -158,6 +160,7 @@ def test_a_section_of_the_configuration_file_switches_it_on_and_flags_win(folder
     assert "page_size: 4096 B (given)" in found.err
 
 
+@pytest.mark.slow
 def test_values_that_are_cast_as_they_are_read_are_the_same(folder: Path, tmp_path: Path) -> None:
     command = [str(SCRIPTS / "with_trainer.py"), str(folder)]
     plain = run(*command, str(tmp_path / "plain"), "bfloat16", cwd=tmp_path)
@@ -192,6 +195,7 @@ def test_a_script_that_puts_nothing_on_pages_is_told_so(tmp_path: Path) -> None:
     assert "no model was put on them" in found.err
 
 
+@pytest.mark.slow
 def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_path: Path) -> None:
     text = (SCRIPTS / "with_trainer.py").read_text()
     other = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import torch'], check=True)\n"
@@ -303,6 +307,7 @@ def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
     assert found.code == 0, found.err
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("first", ["accelerate", "transformers", "peft"])
 def test_any_order_of_imports(first: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "order.py").write_text(

@@ -233,6 +233,7 @@ def _twice(
     return found
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_train_end"])
 def test_a_backward_of_a_callback_is_not_the_one_that_the_step_follows(
@@ -267,6 +268,7 @@ AFTERWARDS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("what", AFTERWARDS)
 def test_a_backward_after_training_is_not_the_one_that_a_step_follows(
     what: str, tiny: ModuleType, tmp_path: Path

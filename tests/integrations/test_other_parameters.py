@@ -74,6 +74,7 @@ def test_the_numbers_are_the_plain_ones(changes: dict[str, Any], tiny: ModuleTyp
     assert outcome(tiny, paged) == outcome(tiny, plain)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("first", "second"), [("paged", "paged"), ("plain", "paged"), ("paged", "plain")])
 def test_runs_are_resumed(first: str, second: str, tiny: ModuleType, tmp_path: Path) -> None:
     """With pages and without. As in the plain Trainer, what the loss has is for its owner to save."""

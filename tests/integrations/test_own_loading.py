@@ -104,6 +104,7 @@ def _story(tiny: ModuleType, cls: Any, run: Path, dials: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("way", ["ptm_trainer", "enable", "mixin"])
 def test_what_a_trainer_adds_to_saving_and_loading_is_done(
     way: str, tiny: ModuleType, tight: dict[str, Any], tmp_path: Path
@@ -319,6 +320,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("make", "lacks", "more"),
     [

@@ -23,7 +23,7 @@ from ptm_accel.errors import PagedModelError, UnsupportedError
 from tests.integrations.adapters import METHODS, Bases, Bench, lora
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("compare", [False, True], ids=["untied", "tied"], indirect=True)
 def test_adapters_train_as_in_the_plain_trainer(method: str, compare: Callable[..., None]) -> None:

@@ -75,7 +75,7 @@ def dials(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> d
     return tiny.budget(request.param, tmp_path / "scratch")
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers_as_the_plain_trainer(
     name: str, tiny: ModuleType, plain: Any, dials: dict[str, Any], tmp_path: Path
@@ -232,7 +232,7 @@ class _Stops(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("where", ["callback", "forward", "checkpointed forward"])
 def test_save_and_train_on_after_ctrl_c(where: str, tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"callbacks": [_Stops()]} if where == "callback" else {}

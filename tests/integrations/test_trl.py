@@ -224,7 +224,7 @@ def engines(trainer: Any) -> list[Engine]:
     return [engine for engine in found if engine is not None]
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("name", "way"), ROWS, ids=lambda value: value.replace(" ", "_"))
 def test_same_numbers_as_the_plain_trainer(
     name: str, way: str, bench: Bench, plain: Callable[[str], tuple[Any, ...]], tmp_path: Path

@@ -816,6 +816,7 @@ def _rows() -> Iterator[Any]:
                 yield pytest.param(case, clip, column, id=f"{name}{clips}-{at}", marks=marks)
 
 
+@pytest.mark.thinned(70)
 @pytest.mark.parametrize(("case", "clip", "column"), list(_rows()))
 def test_same_numbers(case: Case, clip: float | None, column: Column, tmp_path: Path) -> None:
     theirs = _plain(case, column.optimizer, clip)

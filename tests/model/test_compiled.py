@@ -171,7 +171,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("name", "way", "checkpointing", "autocast", "tight"), CASES)
 def test_compiled_equals_compiled_without_pages(
     name: str, way: str, checkpointing: str, autocast: bool, tight: bool, tmp_path: Path
@@ -215,6 +215,7 @@ def test_a_checkpoint_around_a_region_recomputes_it_on_pages(reentrant: bool, tm
     assert ours.evictions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(tmp_path: Path) -> None:
     plain = _train(Net(), compile_layers, inputs, tmp_path)

@@ -188,7 +188,7 @@ def test_a_byte_less_is_refused_with_the_figure_and_the_name(name: str, kind: st
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "mamba"])
 def test_what_is_used_comes_close_to_the_floor(name: str, tmp_path: Path) -> None:
     """With all that can be asked for at once (checkpointing, autocast, accumulation) or without."""
@@ -346,6 +346,7 @@ def test_an_optimizer_with_a_larger_appetite_is_refused_when_it_comes(kind: str,
         engine.bind_optimizer(adamw(model))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host", "mock+host+disk"])
 def test_what_is_enough_for_one_optimizer_is_refused_to_another_when_it_comes(kind: str, tmp_path: Path) -> None:
     entry = ENTRIES["t5"]

@@ -115,6 +115,7 @@ def test_kinds_of_passes_have_routes_of_their_own(tmp_path: Path, monkeypatch: p
         assert engine.run_ahead.departures == 0
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_what_a_pass_of_another_kind_has_not_left_there_is_sent_for(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

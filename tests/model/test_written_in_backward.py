@@ -103,6 +103,7 @@ def expect_same(model: nn.Module, losses: list[torch.Tensor], plain: nn.Module, 
         assert same_bits(value, values[name]), name
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("budget", ["floor", "fits"])
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host+disk"])
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)

@@ -463,7 +463,7 @@ class Uneven(nn.Module):
         return self.last(x.tanh()) if self.twice else x
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("seed", range(14))
 def test_windows_that_are_open_give_way_to_backward(kind: str, seed: int, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_masters(accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert taken
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("name", "clip"),
     [("llama-tied", 0.1), ("llama-tied", 0.0), ("gpt2", 0.0), ("t5", 0.1), ("lora", 0.0), ("vit", 0.1)],

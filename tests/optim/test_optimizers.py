@@ -159,13 +159,13 @@ def check(name: str, recipe: Recipe, budget: str, tmp_path: Path, kind: str = "h
     assert_same(paged, plain)
 
 
-@pytest.mark.thinned(14)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers_under_the_least_budget(name: str, tmp_path: Path) -> None:
     check("qwen2-moe", Recipe(optimizer=OPTIMIZERS[name], clip=0.3), "floor", tmp_path)
 
 
-@pytest.mark.thinned(14)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers_where_all_fits(name: str, tmp_path: Path) -> None:
     check("gpt2", Recipe(optimizer=OPTIMIZERS[name], accumulation=2, clip=None), "fits", tmp_path, "mock+host")
@@ -212,6 +212,7 @@ def test_schedulers(scheduler: Any, tmp_path: Path) -> None:
     check("llama", Recipe(scheduler=scheduler), "floor", tmp_path)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("pages", [4096, 16384, 65536])
 def test_all_sizes_of_windows_give_the_same_numbers(pages: int, tmp_path: Path) -> None:
     """Tensors that are cut into few windows and into many, with a short last one."""

@@ -117,6 +117,7 @@ def on_budget(make: Make, directory: Path, budget: str, **dials: Any) -> Iterato
         yield model, Head(), engine
 
 
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("clip", ["both", "model", "none"])
 @pytest.mark.parametrize("budget", ["fits", "third", "floor"])
 @pytest.mark.parametrize("name", list(MAKES))
