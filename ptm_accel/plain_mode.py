@@ -48,7 +48,7 @@ class PlainMode:
         self._gradients: Gradients | None = None
         self._kept = _Kept(pages.pool)
         self._hook: RemovableHandle | None = None
-        self._places: list[tuple[nn.Parameter, int]] = []
+        self._seen: list[tuple[nn.Parameter, int, bool]] = []
         self._too_large = 0
 
     def step_ended(self, optimizer: PagedOptimizer, gradients: Gradients) -> None:
@@ -98,7 +98,7 @@ class PlainMode:
         pages.remove_hooks()
         for slot in pages.slots:
             slot.show()
-        self._places = [(slot.param, slot.param.data_ptr()) for slot in pages.slots]
+        self._seen = [(slot.param, slot.param.data_ptr(), slot.param.requires_grad) for slot in pages.slots]
         optimizer.begin_plain(_weakly(self.end))
         self._optimizer, self._gradients = optimizer, gradients
         self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
@@ -114,7 +114,7 @@ class PlainMode:
         if not self.active:
             return
         pages = self._pages
-        for (param, place), slot in zip(self._places, pages.slots, strict=True):
+        for (param, place, _), slot in zip(self._seen, pages.slots, strict=True):
             if param.data_ptr() != place:
                 slot.check_data(param.data)
         assert self._optimizer is not None and self._gradients is not None and self._hook is not None
@@ -130,7 +130,7 @@ class PlainMode:
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
         self._gradients.take_again(pages.slots)
-        self._optimizer, self._gradients, self._places = None, None, []
+        self._optimizer, self._gradients, self._seen = None, None, []
 
     def _root_hook(self) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -144,8 +144,8 @@ class PlainMode:
                     self._too_large += grad
                     self._end_before(module, args, kwargs)
                     return
-            if [param for param, place in self._places if param.data_ptr() != place]:
-                # Somebody has given a parameter other data, which is to be on pages.
+            if [p for p, place, trains in self._seen if p.data_ptr() != place or p.requires_grad is not trains]:
+                # A parameter has been given other data, which is to be on pages, or gets a gradient from now on.
                 self._end_before(module, args, kwargs)
 
         return RootHook(enter)

@@ -138,7 +138,7 @@ def look_at_pages(model: nn.Module, optimizer: Optimizer) -> None:
 
 ACTIONS = [
     nothing, assign_data, decay_data, drop_gradient, change_gradient, zero_gradients, evaluate, load_weights,
-    reload_state, freeze, slower, other_kernel, look_at_pages,
+    reload_state, freeze, unfreeze, slower, other_kernel, look_at_pages,
 ]  # fmt: skip
 
 
