@@ -59,7 +59,8 @@ class PlainMode:
             gradients: it has used.
         """
         if self.active:
-            if not self._pages.needs.all_fits:
+            # Without a device, only another model changes what there is room for, and its coming ends this.
+            if self._pool.room.tide is not None and not self._pages.needs.all_fits:
                 self._too_large += 1
                 self.end()
         elif self._may_begin(optimizer):
@@ -187,8 +188,10 @@ class _Kept:
 
     def release(self) -> None:
         """Ends all that."""
-        for each in [*self._pins, *self._reservations]:
-            each.release()
+        for pin in self._pins:
+            pin.release()
+        for reservation in self._reservations:
+            reservation.release()
         self._pins, self._reservations = [], []
 
 

@@ -306,8 +306,8 @@ class Training:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
-        possible = not self._forbidden and self.replicas is None and self._may_overlap()
-        if self.optimizer is not None and possible and self.updates_in_backward():
+        possible = not self._forbidden and self.replicas is None and not self.plain.active
+        if self.optimizer is not None and possible and self._may_overlap() and self.updates_in_backward():
             self.optimizer.look_at_groups()
             with self.optimizer.in_backward.permitted():
                 yield
@@ -364,11 +364,11 @@ class Training:
         return norm, present
 
     def holds_gradients_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether all gradients that there are on pages belong to `parameters`."""
+        """Whether there are gradients on pages, and all of them belong to `parameters`."""
         assert self.gradients is not None
-        given = {id(param) for param in parameters}
         if self.plain.active:
-            return not [slot for slot in self._slots if slot.param.grad is not None and id(slot.param) not in given]
+            return False
+        given = {id(param) for param in parameters}
         return all(id(grad.slot.param) in given for grad in self.gradients.arrived())
 
     def scale_gradients(self, coefficient: torch.Tensor, given: Sequence[GradSlot]) -> None:

@@ -178,9 +178,7 @@ def test_same_numbers(
     model = Net()
     with on_pages(model, kind, AMPLE, tmp_path) as engine:
         optimizer = engine.bind_optimizer(make(model))
-        active = []
-        for _ in run(model, optimizer, given["between"], given["after"]):
-            active.append(engine.training.plain.active)
+        active = [engine.training.plain.active for _ in run(model, optimizer, given["between"], given["after"])]
         assert active[:4] == [False, True, True, True]
         assert_same(model, optimizer, expected, oracle)
 

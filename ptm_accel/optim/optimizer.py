@@ -27,7 +27,7 @@ from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.overlap import Overlap
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
-from ptm_accel.optim.support import Grain, appetite_of, grain_of
+from ptm_accel.optim.support import Grain, appetite_of, grain_of, switches_of
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Work
 
@@ -113,6 +113,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._closed = False
         self._leave_plain: Callable[[], object] | None = None
         self._plain: list[nn.Parameter] = []
+        self._switches: list[tuple[bool, ...]] = []
         self.ended: Callable[[], object] = lambda: None
         self._take_from(gradients)
 
@@ -136,13 +137,13 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "the same model, or the model was taken off its pages. A model on pages has one optimizer at a time; "
                 "where you need several, give one optimizer a parameter group for each."
             )
-        self._run_ahead.end_step()
-        if self._leave_plain is not None and self._appetite_of() != self.appetite:
+        if self._leave_plain is not None and switches_of(self.inner) != self._switches:
             self._leave_plain()
         if self._leave_plain is not None:
             self.inner._opt_called = True  # type: ignore[attr-defined]
             bare_step(self.inner)
         else:
+            self._run_ahead.end_step()
             self._paged_step()
         self._overlap.steps += 1
         self._stepped()
@@ -154,7 +155,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                     self.ended()
                 self._pool.room.shrink()
         finally:
-            self.in_backward.end()
+            if self._leave_plain is None:
+                self.in_backward.end()
         self.ended()
 
     def _paged_step(self) -> None:
@@ -259,6 +261,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             if state.small or kept:
                 self.inner.state[state.slot.param] = {**state.small, **kept}
         self._plain = [slot.param for slot in self._states.held()]
+        self._switches = switches_of(self.inner)
         self._leave_plain = leave
 
     def end_plain(self) -> None:
