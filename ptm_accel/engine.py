@@ -222,6 +222,7 @@ class Engine:
             UnsupportedError: what is new cannot be paged, or `model` is only a part of what is on pages.
             BudgetError: less than the least budget that it can train under now.
         """
+        self.training.plain.end()
         model = self.model if model is None else model
         if model is self.model and outline(model) == self._outline and self.residency.covers(model):
             self.training.meet_trainable()
@@ -342,6 +343,7 @@ class Engine:
             UnsupportedError: a compile mode that cannot work on pages, by name.
             BudgetError: a compiled region whose parameters and gradients do not fit at once.
         """
+        self.training.plain.end()
         self.residency.regions.refresh(self.model if model is None else model)
 
     def check_integrity(self) -> None:
@@ -363,6 +365,7 @@ class Engine:
         Raises:
             BudgetError: it does not fit; nothing has been changed then.
         """
+        self.training.plain.end()
         if check:
             self.settle()
             refuse_oversized_model(self.memory, [*(s.value for s in self.slots), *self._sums_to_show()])
@@ -410,6 +413,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters have no values afterwards, unless it was detached."""
+        self.training.plain.end()
         _engines.pop(self.model, None)
         for slot in self.slots:
             slot.lose()
@@ -430,6 +434,7 @@ class Engine:
 
     def adapt(self) -> None:
         """Another model has come to the tiers or has left them, or needs something else: plans are made anew."""
+        self.training.plain.end()
         self.run_ahead.resized()
         self.pages.set_malloc()
         self.pages.decide_to_plan()
@@ -437,6 +442,7 @@ class Engine:
 
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
+        self.training.plain.end()
         self.residency.abort()
         with bare():
             for slot in self.slots:

@@ -65,5 +65,6 @@ def plain_copy(model: nn.Module) -> nn.Module:
     engine = engine_of(model) or engine_holding(model.parameters())
     if engine is None:
         return copy.deepcopy(model)
+    engine.settle()
     hooks = [*engine.residency.hooks, *engine.state_dicts.hooks]
     return copy_off_pages(model, engine.slots, hooks)

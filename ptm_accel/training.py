@@ -25,6 +25,7 @@ from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import appetite_of, grain_of, measured_state
 from ptm_accel.pages import Pages
+from ptm_accel.plain_mode import PlainMode
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Training:
         pages: the model.
 
     Attributes:
+        plain: takes the hooks off while everything fits.
         gradients: of its trainable parameters; None before it is on pages and after it has left them.
         optimizer: the optimizer bound to it, if any.
         replicas: keeps it and those of other processes alike, where there are some.
@@ -58,6 +60,7 @@ class Training:
         self.optimizer: PagedOptimizer | None = None
         self.replicas: Replicas | None = None
         self.updates_in_backward: Callable[[], bool] = _no
+        self.plain = PlainMode(pages)
         self._pages = pages
         self._pool = pages.pool
         self._slots = pages.slots
@@ -89,6 +92,7 @@ class Training:
 
     def end(self) -> None:
         """Ends it, and gives the state of the optimizer up."""
+        self.plain.end()
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None
@@ -139,6 +143,7 @@ class Training:
     def meet_trainable(self) -> None:
         """Follows changes of `requires_grad` since the model was put on pages (layers frozen or unfrozen)."""
         assert self.gradients is not None
+        self.plain.end()
         with bare():
             trainable = [s for s in self._slots if s.param.requires_grad]
         if self.gradients.covers(trainable):
@@ -197,6 +202,7 @@ class Training:
         """
         if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
             return self.optimizer
+        self.plain.end()
         grain_of(optimizer)
         state_tensors = measured_state(optimizer, masters=self._masters, device=self._pool.compute.device)
         self.meet_trainable()
@@ -230,7 +236,12 @@ class Training:
             stepped=_weakly(self._pages.metrics.step_ended, None),
             state_tensors=state_tensors,
         )
+        self.optimizer.ended = _weakly(self._step_ended, None)
         return self.optimizer
+
+    def _step_ended(self) -> None:
+        if self.replicas is None and self.optimizer is not None and self.gradients is not None:
+            self.plain.step_ended(self.optimizer, self.gradients)
 
     def _meet_appetite(self, appetite: Appetite) -> None:
         """Updates need something else than before.
@@ -295,8 +306,8 @@ class Training:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
-        possible = not self._forbidden and self.replicas is None and self._may_overlap()
-        if self.optimizer is not None and possible and self.updates_in_backward():
+        possible = not self._forbidden and self.replicas is None and not self.plain.active
+        if self.optimizer is not None and possible and self._may_overlap() and self.updates_in_backward():
             self.optimizer.look_at_groups()
             with self.optimizer.in_backward.permitted():
                 yield
@@ -313,6 +324,9 @@ class Training:
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""
+        if self.plain.active:
+            clipped = [slot.param for slot in self._slots] if parameters is None else parameters
+            return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         others = [] if parameters is None else self.other_gradients(parameters)
         norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
         coefficient = clip_coefficient(norm, float(max_norm))
@@ -350,8 +364,10 @@ class Training:
         return norm, present
 
     def holds_gradients_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether all gradients that there are on pages belong to `parameters`."""
+        """Whether there are gradients on pages, and all of them belong to `parameters`."""
         assert self.gradients is not None
+        if self.plain.active:
+            return False
         given = {id(param) for param in parameters}
         return all(id(grad.slot.param) in given for grad in self.gradients.arrived())
 
@@ -381,6 +397,7 @@ class Training:
         Raises:
             UnsupportedError: the processes have different models.
         """
+        self.plain.end()
         if self.replicas is None:
             self.replicas = Replicas(self._pool, self._pages.model)
             self.replicas.share_values(self._slots, self._pages.model.buffers())
@@ -393,6 +410,8 @@ class Training:
 
     def synchronise(self) -> None:
         """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
+        if self.plain.active:
+            return
         self._meet_newcomers()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
@@ -404,7 +423,10 @@ class Training:
         """Forgets all gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        if self.gradients is not None:
+        if self.plain.active:
+            for slot in self._slots:
+                slot.param.grad = None
+        elif self.gradients is not None:
             self.gradients.drop()
 
     def _warn_of_lost_step(self) -> None:

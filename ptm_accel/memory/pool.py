@@ -412,7 +412,7 @@ class Pool:
             self.closed = True
             steps: list[Callable[[], object]] = [] if self.owed is None else [self.owed.give_up]
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
-            steps += [held.release for held in self._held if held.live]
+            steps += [partial(_release, held) for held in self._held]
             self.tenants.pools.remove(self)
             close_all([*steps, self._tensors.clear, self.room.settle])
 
@@ -442,3 +442,8 @@ class Pool:
             self.compute.check_integrity()
             if self.home is not None:
                 self.home.check_integrity()
+
+
+def _release(held: Reservation) -> None:
+    if held.live:
+        held.release()

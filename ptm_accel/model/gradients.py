@@ -277,6 +277,32 @@ class Gradients:
         self.norms.release()
         self.release_arrival()
 
+    def leave_alone(self) -> None:
+        """Leaves gradients in `p.grad` from now on; the caller holds room for all of them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.release_arrival()
+        for grad in self._by_param.values():
+            grad.used = False
+
+    def take_again(self, slots: Iterable[ParamSlot]) -> None:
+        """Ends `leave_alone`: takes the gradients that there are.
+
+        Args:
+            slots: all parameters of the model, in its order.
+        """
+        known, self._by_param = self._by_param, {}
+        every = list(slots)
+        with bare():
+            trained = [s for s in every if id(s.param) in known or s.param.requires_grad or s.param.grad is not None]
+        if trained:
+            self._admit(trained, every)
+        self._by_param |= known
+        self.hold_arrival()
+        for slot in trained:
+            self.take(slot.param)
+
     def _watch(self, slots: list[ParamSlot]) -> None:
         for slot in slots:
             with bare():

@@ -191,20 +191,29 @@ class Residency:
 
         return Hook(enter)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward is running in this thread."""
+        return bool(self._frames.stack)
+
+    def enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model's own forward begins."""
+        if self._frames.stack:
+            self._end_torn_down(module)
+        if not self._frames.stack and torch._C._current_graph_task_id() == -1:
+            grad = torch.is_grad_enabled()
+            kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
+            self.pool.room.begin_pass(kind[-1], evaluates=not grad)
+            self.run_ahead.begin(kind, evaluates=evaluates)
+        self.enter(module)
+
     def _enter_root_hook(self) -> Any:
         refuse = self._refuse
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():
                 refuse(module)
-            if self._frames.stack:
-                self._end_torn_down(module)
-            if not self._frames.stack and torch._C._current_graph_task_id() == -1:
-                grad = torch.is_grad_enabled()
-                kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
-                self.pool.room.begin_pass(kind[-1], evaluates=not grad)
-                self.run_ahead.begin(kind, evaluates=evaluates)
-            self.enter(module)
+            self.enter_root(module, args, kwargs)
 
         return RootHook(enter)
 

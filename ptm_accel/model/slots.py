@@ -275,13 +275,8 @@ class ParamSlot:
                 another shape, or a view of the values is kept.
             BudgetError: no room for it.
         """
-        value, device = self.value, self._pool.compute.device
-        if data.dtype != value.dtype or not same_place(data.device, device):
-            raise PagedModelError(
-                f"parameter {self.name} ({value.dtype} on {device}) cannot be given data of {data.dtype} on "
-                f"{data.device}: it is on pages. Load or build the model in the wanted dtype, or call "
-                "`ptm_accel.engine_of(model).detach()` first."
-            )
+        value = self.value
+        self.check_data(data)
         if value.pins and data.shape != value.shape:
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
@@ -308,6 +303,20 @@ class ParamSlot:
         self._pool.renew(value, data)
         self.generation += 1
         self._writes += 1
+
+    def check_data(self, data: torch.Tensor) -> None:
+        """Refuses data that the parameter cannot have.
+
+        Raises:
+            PagedModelError: it is of another dtype or on another device.
+        """
+        value, device = self.value, self._pool.compute.device
+        if data.dtype != value.dtype or not same_place(data.device, device):
+            raise PagedModelError(
+                f"parameter {self.name} ({value.dtype} on {device}) cannot be given data of {data.dtype} on "
+                f"{data.device}: it is on pages. Load or build the model in the wanted dtype, or call "
+                "`ptm_accel.engine_of(model).detach()` first."
+            )
 
     def copied(self) -> torch.Tensor:
         """A copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""

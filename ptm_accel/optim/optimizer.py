@@ -9,22 +9,25 @@ from itertools import compress
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
+from ptm_accel.optim.arithmetic import bare_step
 from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import hyperparameters
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.overlap import Overlap
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
-from ptm_accel.optim.support import Grain, appetite_of, grain_of
+from ptm_accel.optim.support import Grain, appetite_of, grain_of, switches_of
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Work
 
@@ -50,6 +53,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         synchronise: makes gradients the mean over several processes, where there are some.
         stepped: is told when a step has ended.
         overlap: tells whether there is room for an update to run beside the next forward (`ptm_accel.optim.chase`).
+
+    Attributes:
+        ended: called at the end of each step.
 
     Raises:
         UnsupportedError: the optimizer cannot run on pages.
@@ -105,6 +111,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._overlap = Overlap(self._sweep, self.on_host, self._states, run_ahead)
         self.in_backward = self._overlap.in_backward
         self._closed = False
+        self._leave_plain: Callable[[], object] | None = None
+        self._plain: list[nn.Parameter] = []
+        self._switches: list[tuple[bool, ...]] = []
+        self.ended: Callable[[], object] = lambda: None
         self._take_from(gradients)
 
     # ---- the step --------------------------------------------------------------------------------------------
@@ -127,7 +137,29 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "the same model, or the model was taken off its pages. A model on pages has one optimizer at a time; "
                 "where you need several, give one optimizer a parameter group for each."
             )
-        self._run_ahead.end_step()
+        if self._leave_plain is not None and switches_of(self.inner) != self._switches:
+            self._leave_plain()
+        if self._leave_plain is not None:
+            self.inner._opt_called = True  # type: ignore[attr-defined]
+            bare_step(self.inner)
+        else:
+            self._run_ahead.end_step()
+            self._paged_step()
+        self._overlap.steps += 1
+        self._stepped()
+        try:
+            # Nothing of the step is left to be done here, and nothing is lost by what fails.
+            if self._pool.room.tide is not None:
+                self._pool.room.tide.end_step()
+                if self._leave_plain is not None:
+                    self.ended()
+                self._pool.room.shrink()
+        finally:
+            if self._leave_plain is None:
+                self.in_backward.end()
+        self.ended()
+
+    def _paged_step(self) -> None:
         if self.in_backward.chase is None:
             self.settle()
             self.expect(self.param_groups)
@@ -137,15 +169,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.in_backward.abandon()
             raise
-        self._overlap.steps += 1
-        self._stepped()
-        try:
-            # Nothing of the step is left to be done here, and nothing is lost by what fails.
-            if self._pool.room.tide is not None:
-                self._pool.room.tide.end_step()
-                self._pool.room.shrink()
-        finally:
-            self.in_backward.end()
 
     def _work(self) -> Work:
         work: Work = []
@@ -211,12 +234,53 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Before a backward in which updates may begin: takes note of who is in which group."""
         self._overlap.look_at_groups(self.param_groups)
 
+    # ---- while the hooks are off (`ptm_accel.plain_mode`) ----------------------------------------------------------
+
+    def can_be_plain(self) -> bool:
+        """Whether its step can be the wrapped optimizer's own: nothing is pending, and state is changed in place."""
+        idle = self._scale is None and self._overlap.chase is None and not self._closed
+        return idle and self._elementwise and not self._states.masters
+
+    def kept(self) -> list[PagedTensor]:
+        """What it keeps full-size for parameters."""
+        return [tensor for state in self._states for tensor in state.paged.values()]
+
+    def unmade_bytes(self) -> int:
+        """What it will keep for parameters that have had no gradient yet."""
+        fresh = [state.wide.slot_bytes for state in self._states if state.fresh and state.slot.param.requires_grad]
+        return sum(fresh) * self.appetite.state_tensors
+
+    def begin_plain(self, leave: Callable[[], object]) -> None:
+        """Gives the wrapped optimizer its state, whose pages are pinned: a step is its own from now on.
+
+        Args:
+            leave: ends it, by `end_plain`.
+        """
+        for state in self._states:
+            kept = {key: self._pool.fault(tensor, write=True) for key, tensor in state.paged.items()}
+            if state.small or kept:
+                self.inner.state[state.slot.param] = {**state.small, **kept}
+        self._plain = [slot.param for slot in self._states.held()]
+        self._switches = switches_of(self.inner)
+        self._leave_plain = leave
+
+    def end_plain(self) -> None:
+        """Takes the state back."""
+        self._leave_plain, self._plain = None, []
+        for state in self._states:
+            for key, value in self.inner.state.pop(state.slot.param, {}).items():
+                page = state.paged.get(key)
+                if page is None or value.data_ptr() != self._pool.fault(page, write=True).data_ptr():
+                    self._states.put(state, key, value)
+
     def settle(self) -> None:
         """Carries out what is left of the last step.
 
         Raises:
             DiskError: a transfer failed; the last complete checkpoint is intact, this step is not.
         """
+        if self._leave_plain is not None:
+            self._leave_plain()
         self._overlap.settle()
 
     def refuse_lost_step(self) -> None:
@@ -269,11 +333,18 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
                 the gradients.
         """
+        if self._leave_plain is not None:
+            self.inner.zero_grad(set_to_none)
+            return
         self.drop_gradients(set_to_none)
         self.others.zero_grad(set_to_none)
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """As `zero_grad`, of the model's parameters alone."""
+        if self._leave_plain is not None:
+            for param in self._plain:
+                param.grad = None if set_to_none or param.grad is None else param.grad.detach().zero_()
+            return
         self.in_backward.refuse("gradients were dropped")
         gradients = [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
         self._scale = None
@@ -282,6 +353,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def scale_gradients(self, coefficient: torch.Tensor) -> None:
         """Multiplies every gradient by `coefficient`; those of its own parameters at the latest when they are used."""
+        if self._leave_plain is not None:
+            self._leave_plain()
         if self.in_backward.chase is not None and not self.in_backward.meet(coefficient):
             return
         if self._scale is not None:
@@ -313,6 +386,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: updates have begun during backward, and their step has not come yet.
         """
+        if self._leave_plain is not None:
+            for gradient in [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]:
+                change(gradient)
+            return
         self.in_backward.refuse("gradients were changed")
         self._synchronise()
         self.apply_scale()
@@ -327,6 +404,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def follow(self, gradients: Gradients) -> None:
         """Takes its gradients from `gradients` from now on: other parameters than before are trainable."""
+        self.settle()
         self._gradients = gradients
         self._scale = None
         self._take_from(gradients)

@@ -132,6 +132,16 @@ def appetite_of(
     return Appetite(state_tensors, scratch_tensors=0 if fused else 3, whole=whole)
 
 
+def switches_of(optimizer: torch.optim.Optimizer) -> list[tuple[bool, ...]]:
+    """Of each group, which of the options are on that `appetite_of` goes by."""
+    switches = []
+    # A loop, not a comprehension: a step in plain mode makes no call more than it must.
+    for g in optimizer.param_groups:
+        found = g.get("fused"), g.get("amsgrad"), g.get("momentum"), g.get("centered"), g.get("beta1")
+        switches.append(tuple(map(bool, found)))
+    return switches
+
+
 _KNOWN = ("torch.optim", "transformers.optimization")
 """Modules whose optimizers update each tensor by itself, but for those that are refused by name."""
 

@@ -374,7 +374,7 @@ def test_nothing_is_planned_where_all_fits(tmp_path: Path) -> None:
         step(model, optimizer, 1)
         assert not engine.run_ahead.routes
         assert engine.pool.adviser is None
-        assert engine.pool.owed is None
+        assert engine.training.plain.active
 
 
 def test_another_budget_is_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

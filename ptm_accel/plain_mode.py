@@ -1,0 +1,229 @@
+"""Where everything fits the hooks come off: parameters, gradients and optimizer state are ordinary tensors meanwhile.
+
+Nothing of ours is called in such a step but a hook before the model's forward and the optimizer's `step`. Values and
+state stay on their pages, pinned; gradients stay in `p.grad`, with room held for them. The first use of a tensor
+through the pool ends it (a checkpoint, `gathered`, another model that comes to the tiers), and so does a batch that
+leaves pages too little; it begins again after the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Reservation, Tag
+from ptm_accel.memory.paged import PagedTensor, Pin
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.gradients import Gradients
+from ptm_accel.model.hooks import RootHook
+from ptm_accel.model.residency import shapes_of
+from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.pages import Pages
+
+_MOST_ENDS = 2
+"""How often a batch may be too large for it; the run keeps its hooks after that."""
+
+
+class PlainMode:
+    """Takes the hooks of one model off while everything fits, and puts them on again.
+
+    Args:
+        pages: the model.
+
+    Attributes:
+        active: whether the hooks are off.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self.active = False
+        self._pages = pages
+        self._pool = pages.pool
+        self._optimizer: PagedOptimizer | None = None
+        self._gradients: Gradients | None = None
+        self._kept = _Kept(pages.pool)
+        self._hook: RemovableHandle | None = None
+        self._seen: list[tuple[nn.Parameter, int, bool]] = []
+        self._too_large = 0
+
+    def step_ended(self, optimizer: PagedOptimizer, gradients: Gradients) -> None:
+        """After a step: takes the hooks off if everything fits, and puts them on if it no longer does.
+
+        Args:
+            optimizer: has made the step.
+            gradients: it has used.
+        """
+        if self.active:
+            # Without a device, only another model changes what there is room for, and its coming ends this.
+            if self._pool.room.tide is not None and not self._pages.needs.all_fits:
+                self._too_large += 1
+                self.end()
+        elif self._may_begin(optimizer):
+            self._begin(optimizer, gradients)
+
+    def _may_begin(self, optimizer: PagedOptimizer) -> bool:
+        pages, pool = self._pages, self._pool
+        tide = pool.room.tide
+        return (
+            pages.needs.all_fits
+            and self._too_large < _MOST_ENDS
+            and not pages.memory.others
+            and pool.owed is None
+            and (tide is None or not tide.warming)
+            and not pages.residency.regions.running()
+            and not pages.residency.under_way
+            and optimizer.can_be_plain()
+        )
+
+    # ---- off and on ------------------------------------------------------------------------------------------------
+
+    def _begin(self, optimizer: PagedOptimizer, gradients: Gradients) -> None:
+        pages, pool = self._pages, self._pool
+        arriving = sum(grad.slot.value.nbytes for grad in gradients.slots())
+        made = optimizer.unmade_bytes()
+        try:
+            gradients.leave_alone()
+            self._kept.hold(arriving, Tag.GRAD, "gradients in p.grad")
+            self._kept.hold(made, Tag.STATE, "optimizer state to come")
+            self._kept.pin([*(slot.value for slot in pages.slots), *optimizer.kept()])
+        except BudgetError:
+            self._too_large += 1
+            self._kept.release()
+            gradients.take_again(pages.slots)
+            return
+        pages.remove_hooks()
+        for slot in pages.slots:
+            slot.show()
+        self._seen = [(slot.param, slot.param.data_ptr(), slot.param.requires_grad) for slot in pages.slots]
+        optimizer.begin_plain(_weakly(self.end))
+        self._optimizer, self._gradients = optimizer, gradients
+        self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
+        self.active = True
+        pool.owed = _EndsPlainMode(self, self._kept)
+
+    def end(self) -> None:
+        """Puts the hooks on again: parameters, gradients and state are what they have become.
+
+        Raises:
+            PagedModelError: a parameter has been given data of another dtype, or on another device.
+        """
+        if not self.active:
+            return
+        pages = self._pages
+        for (param, place, _), slot in zip(self._seen, pages.slots, strict=True):
+            if param.data_ptr() != place:
+                slot.check_data(param.data)
+        assert self._optimizer is not None and self._gradients is not None and self._hook is not None
+        self.active = False
+        self._pool.owed = None
+        self._hook.remove()
+        self._kept.release()
+        for slot in pages.slots:
+            slot.hide()
+            slot.take_in()
+            slot.generation += 1
+        self._optimizer.end_plain()
+        pages.residency.install(pages.model)
+        pages.state_dicts.install(pages.model)
+        self._gradients.take_again(pages.slots)
+        self._optimizer, self._gradients, self._seen = None, None, []
+
+    def _root_hook(self) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                # Recomputation within a backward.
+                return
+            grad = torch.is_grad_enabled()
+            if self._pool.room.tide is not None:
+                self._pool.room.begin_pass(shapes_of(args, kwargs), evaluates=not grad)
+                if not self._pages.needs.all_fits:
+                    self._too_large += grad
+                    self._end_before(module, args, kwargs)
+                    return
+            if [p for p, place, trains in self._seen if p.data_ptr() != place or p.requires_grad is not trains]:
+                # A parameter has been given other data, which is to be on pages, or gets a gradient from now on.
+                self._end_before(module, args, kwargs)
+
+        return RootHook(enter)
+
+    def _end_before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Ends it at the beginning of a forward, which is then as any other."""
+        self.end()
+        self._pages.residency.enter_root(module, args, kwargs)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    known = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = known()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+class _Kept:
+    """Room for what comes, and tensors that stay where they are."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._pins: list[Pin] = []
+        self._reservations: list[Reservation] = []
+
+    def hold(self, nbytes: int, tag: Tag, name: str) -> None:
+        """Keeps room free."""
+        if nbytes:
+            self._reservations.append(self._pool.hold(nbytes, tag, name))
+
+    def pin(self, tensors: list[PagedTensor]) -> None:
+        """Keeps tensors in the compute tier."""
+        for tensor in tensors:
+            self._pins.append(self._pool.pin(tensor))
+
+    def release(self) -> None:
+        """Ends all that."""
+        for pin in self._pins:
+            pin.release()
+        for reservation in self._reservations:
+            reservation.release()
+        self._pins, self._reservations = [], []
+
+
+class _EndsPlainMode:
+    """Whoever uses a tensor through the pool ends the mode first. Keeps no model alive: the pool outlives it."""
+
+    def __init__(self, mode: PlainMode, kept: _Kept) -> None:
+        self._mode = weakref.ref(mode)
+        self._kept = kept
+
+    def before_use(self, tensor: PagedTensor) -> None:
+        """Puts the hooks on again."""
+        self.finish()
+
+    def elsewhere(self, tensor: PagedTensor) -> bool:
+        """Nothing is changed in a home."""
+        return False
+
+    def finish(self) -> None:
+        """Puts the hooks on again."""
+        mode = self._mode()
+        if mode is not None:
+            mode.end()
+
+    def give_way(self) -> bool:
+        """Puts the hooks on again, so that pages can leave."""
+        mode = self._mode()
+        if mode is None or not mode.active:
+            return False
+        mode.end()
+        return True
+
+    def give_up(self) -> None:
+        """The pool is closed: lets go of what is on it."""
+        self._kept.release()
