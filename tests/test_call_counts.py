@@ -3,11 +3,11 @@
 What these calls cost is what a step on pages costs beside its arithmetic and its transfers. Counted by `sys.setprofile`
 in the training thread; of some steps, the one with the fewest counts, since planning anew is no part of a step.
 
-Figures when the bounds were set: where all fits 32 calls a step, of any number of parameters, the same in each step and
-run (30 from Python 3.12 on, where a comprehension is no call); where hooks stay on, as with masters, 333 for each
-parameter and step; where it streams 1000 to 1033, since how often transfers are asked for depends on the machine. Before
-away parameters and one I/O engine they were 370.4 (fits) and 1638 to 1722. A bound is 5% above its figure; lower that
-when calls are saved.
+Figures when the bounds were set: where all fits 32 calls a step, of any number of parameters, the same in each step
+and run (30 from Python 3.12 on, where a comprehension is no call); where hooks stay on, as with masters, 333 for each
+parameter and step; where it streams 1000 to 1033, since how often transfers are asked for depends on the machine.
+Before away parameters and one I/O engine they were 370.4 (fits) and 1638 to 1722. A bound is 5% above its figure;
+lower that when calls are saved.
 """
 
 from __future__ import annotations
