@@ -30,6 +30,7 @@ from ptm_accel.model.slots import ParamSlot, same_place
 from ptm_accel.opening import open_memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pages import Pages
+from ptm_accel.plain_mode import LiveGraphs
 from ptm_accel.sizing import hint_about_masters, refuse_oversized_model
 from ptm_accel.training import Training
 
@@ -69,7 +70,7 @@ class Engine:
         self.state_dicts = self.pages.state_dicts
         self.metrics = self.pages.metrics
         self._outline: Outline = ()
-        self._finaliser = weakref.finalize(model, _close_unasked, memory)
+        self._finaliser = weakref.finalize(model, _close_unasked, memory, self.training.plain.graphs)
 
     @property
     def model(self) -> nn.Module:
@@ -261,7 +262,7 @@ class Engine:
             _engines.pop(self.model, None)
             _engines[model] = weakref.ref(self)
             self._finaliser.detach()
-            self._finaliser = weakref.finalize(model, _close_unasked, self.memory)
+            self._finaliser = weakref.finalize(model, _close_unasked, self.memory, self.training.plain.graphs)
             self.pages.become(model)
             if self.replicas is not None:
                 self.replicas.follow(model)
@@ -375,6 +376,7 @@ class Engine:
         if check:
             self.pages.leave_card()
         sums = self._sums_off_pages() if check else []
+        self.training.plain.close()
         self.abort()
         self.training.end()
         self.pages.remove_hooks()
@@ -413,7 +415,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters have no values afterwards, unless it was detached."""
-        self.training.plain.end()
+        self.training.plain.close()
         _engines.pop(self.model, None)
         for slot in self.slots:
             slot.lose()
@@ -468,12 +470,13 @@ class Engine:
             )
 
 
-def _close_unasked(memory: Memory) -> None:
+def _close_unasked(memory: Memory, graphs: LiveGraphs) -> None:
     """Closes the memory of a model that was collected, which may be while something is traced on fake tensors."""
 
     def close() -> None:
         # Python loses what is raised while something is collected.
         with _disable_current_modes():
+            graphs.close()
             memory.close()
 
     do_elsewhere_if_own(close)

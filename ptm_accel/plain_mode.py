@@ -20,6 +20,7 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.away import bare
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
 from ptm_accel.model.residency import shapes_of
@@ -38,10 +39,12 @@ class PlainMode:
 
     Attributes:
         active: whether the hooks are off.
+        graphs: of autograd, made while they were off: what these have saved stays where it is.
     """
 
     def __init__(self, pages: Pages) -> None:
         self.active = False
+        self.graphs = LiveGraphs()
         self._pages = pages
         self._pool = pages.pool
         self._optimizer: PagedOptimizer | None = None
@@ -63,7 +66,9 @@ class PlainMode:
             if self._pool.room.tide is not None and not self._pages.needs.all_fits:
                 self._too_large += 1
                 self.end()
-        elif self._may_begin(optimizer):
+            return
+        self.graphs.let_go()
+        if self._may_begin(optimizer):
             self._begin(optimizer, gradients)
 
     def _may_begin(self, optimizer: PagedOptimizer) -> bool:
@@ -122,6 +127,9 @@ class PlainMode:
         self.active = False
         self._pool.owed = None
         self._hook.remove()
+        for slot in pages.slots:
+            if self.graphs.hold(slot.param):
+                self.graphs.keep(slot.param, self._pool.pin(slot.value))
         self._kept.release()
         for slot in pages.slots:
             slot.hide()
@@ -132,6 +140,11 @@ class PlainMode:
         pages.state_dicts.install(pages.model)
         self._gradients.take_again(pages.slots)
         self._optimizer, self._gradients, self._seen = None, None, []
+
+    def close(self) -> None:
+        """Ends it for good; graphs keep what they have saved no longer on pages."""
+        self.end()
+        self.graphs.close()
 
     def _root_hook(self) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -166,6 +179,41 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
+
+
+class LiveGraphs:
+    """Pins the values of parameters that a graph has saved as they are, without hooks on saved tensors.
+
+    Autograd saves a parameter by reference: once its values have left, backward would read a placeholder.
+    """
+
+    def __init__(self) -> None:
+        self._pins: list[tuple[nn.Parameter, Pin]] = []
+
+    @staticmethod
+    def hold(param: nn.Parameter) -> bool:
+        """Whether somebody beside Python, and the node that adds up its gradient, refers to a parameter."""
+        with bare():
+            return param._use_count() > 1 + param.requires_grad
+
+    def keep(self, param: nn.Parameter, pin: Pin) -> None:
+        """Holds `pin` as long as a graph refers to `param`."""
+        self._pins.append((param, pin))
+
+    def let_go(self) -> None:
+        """Releases the pins of those that no graph refers to any more."""
+        held, self._pins = self._pins, []
+        for param, pin in held:
+            if self.hold(param):
+                self._pins.append((param, pin))
+            else:
+                pin.release()
+
+    def close(self) -> None:
+        """Releases all pins."""
+        for _, pin in self._pins:
+            pin.release()
+        self._pins = []
 
 
 class _Kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,63 @@ def test_same_numbers(
         active = [engine.training.plain.active for _ in run(model, optimizer, given["between"], given["after"])]
         assert active[:4] == [False, True, True, True]
         assert_same(model, optimizer, expected, oracle)
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_it_may_end_between_a_forward_and_its_backward(kind: str, tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: Optimizer, end: Callable[[], object]) -> None:
+        for number in range(STEPS):
+            loss = model(batch(number)).square().mean()
+            if number == 3:
+                end()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected, model = Net(), Net()
+    oracle = make_adamw(expected)
+    train(expected, oracle, lambda: None)
+    with on_pages(model, kind, AMPLE, tmp_path) as engine:
+        ended = []
+
+        def end() -> None:
+            ended.append(engine.training.plain.active)
+            engine.settle()
+            for slot in engine.slots:
+                if slot.value in engine.pool.shelf:
+                    engine.pool.evict(slot.value)
+            assert engine.pool.pinned()
+            ended.append(engine.training.plain.active)
+
+        optimizer = engine.bind_optimizer(make_adamw(model))
+        train(model, optimizer, end)
+        assert ended == [True, False]
+        assert_same(model, optimizer, expected, oracle)
+        assert not engine.pool.pinned()
+
+
+@pytest.mark.parametrize("end", ["close", "detach", "collect"])
+def test_a_graph_may_outlive_it(end: str, tmp_path: Path) -> None:
+    model = Net()
+    engine = Engine.attach(model, ptm_accel.PTMConfig(host_memory=AMPLE, page_size=4096, disk=str(tmp_path)))
+    optimizer = engine.bind_optimizer(make_adamw(model))
+    for _ in run(model, optimizer, nothing, nothing):
+        pass
+    pool, weight = engine.pool, model.first.weight
+    loss = model(batch(50)).sum()
+    engine.settle()
+    assert pool.pinned()
+    if end == "close":
+        engine.close()
+    elif end == "detach":
+        engine.detach()
+        loss.backward()
+        assert weight.grad is not None
+        assert weight.grad.isfinite().all()
+    del model, engine, optimizer, weight
+    gc.collect()
+    assert pool.closed
+    del loss
 
 
 def test_nothing_is_on_the_modules_meanwhile(tmp_path: Path) -> None:
