@@ -194,7 +194,8 @@ class LiveGraphs:
     def hold(param: nn.Parameter) -> bool:
         """Whether somebody beside Python, and the node that adds up its gradient, refers to a parameter."""
         with bare():
-            return param._use_count() > 1 + param.requires_grad
+            uses: int = param._use_count()  # type: ignore[attr-defined]
+            return uses > 1 + param.requires_grad
 
     def keep(self, param: nn.Parameter, pin: Pin) -> None:
         """Holds `pin` as long as a graph refers to `param`."""
