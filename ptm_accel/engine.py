@@ -223,7 +223,7 @@ class Engine:
             UnsupportedError: what is new cannot be paged, or `model` is only a part of what is on pages.
             BudgetError: less than the least budget that it can train under now.
         """
-        self.training.plain.end()
+        self.training.plain.make_way()
         model = self.model if model is None else model
         if model is self.model and outline(model) == self._outline and self.residency.covers(model):
             self.training.meet_trainable()
@@ -350,6 +350,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""
         self.settle()
+        self.training.plain.make_way()
         self.memory.check_integrity()
         pinned = self.pool.pinned()
         assert not pinned, f"pinned while idle: {pinned}"
@@ -366,7 +367,7 @@ class Engine:
         Raises:
             BudgetError: it does not fit; nothing has been changed then.
         """
-        self.training.plain.end()
+        self.training.plain.end(refuses=False)
         if check:
             self.settle()
             refuse_oversized_model(self.memory, [*(s.value for s in self.slots), *self._sums_to_show()])
@@ -436,7 +437,7 @@ class Engine:
 
     def adapt(self) -> None:
         """Another model has come to the tiers or has left them, or needs something else: plans are made anew."""
-        self.training.plain.end()
+        self.training.plain.make_way()
         self.run_ahead.resized()
         self.pages.set_malloc()
         self.pages.decide_to_plan()
@@ -444,7 +445,7 @@ class Engine:
 
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
-        self.training.plain.end()
+        self.training.plain.make_way()
         self.residency.abort()
         with bare():
             for slot in self.slots:

@@ -24,6 +24,7 @@ from ptm_accel.model.away import bare
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
 from ptm_accel.model.residency import shapes_of
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pages import Pages
 
@@ -62,16 +63,19 @@ class PlainMode:
             gradients: it has used.
         """
         if self.active:
+            if gradients.used_up:
+                gradients.forget_used()
             # Without a device, only another model changes what there is room for, and its coming ends this.
             if self._pool.room.tide is not None and not self._pages.needs.all_fits:
                 self._too_large += 1
-                self.end()
+                self.make_way()
             return
-        self.graphs.let_go()
-        if self._may_begin(optimizer):
+        self.graphs.outdate()
+        self._let_values_go()
+        if self._may_begin(optimizer, gradients):
             self._begin(optimizer, gradients)
 
-    def _may_begin(self, optimizer: PagedOptimizer) -> bool:
+    def _may_begin(self, optimizer: PagedOptimizer, gradients: Gradients) -> bool:
         pages, pool = self._pages, self._pool
         tide = pool.room.tide
         return (
@@ -83,6 +87,8 @@ class PlainMode:
             and not pages.residency.regions.running()
             and not pages.residency.under_way
             and optimizer.can_be_plain()
+            # Sums that no step has used, such as those of parameters that another optimizer has.
+            and not gradients.arrived()
         )
 
     # ---- off and on ------------------------------------------------------------------------------------------------
@@ -111,8 +117,13 @@ class PlainMode:
         self.active = True
         pool.owed = _EndsPlainMode(self, self._kept)
 
-    def end(self) -> None:
+    def end(self, *, refuses: bool = True) -> None:
         """Puts the hooks on again: parameters, gradients and state are what they have become.
+
+        A backward of what was computed meanwhile may come, so values stay until the next forward or step.
+
+        Args:
+            refuses: otherwise a parameter that has been given data that it cannot have is as it was before.
 
         Raises:
             PagedModelError: a parameter has been given data of another dtype, or on another device.
@@ -121,30 +132,44 @@ class PlainMode:
             return
         pages = self._pages
         for (param, place, _), slot in zip(self._seen, pages.slots, strict=True):
-            if param.data_ptr() != place:
-                slot.check_data(param.data)
+            if param.data_ptr() != place and not slot.can_have(param.data):
+                if refuses:
+                    slot.check_data(param.data)
+                slot.bring_back()
         assert self._optimizer is not None and self._gradients is not None and self._hook is not None
         self.active = False
         self._pool.owed = None
         self._hook.remove()
-        for slot in pages.slots:
-            if self.graphs.hold(slot.param):
-                self.graphs.keep(slot.param, self._pool.pin(slot.value))
         self._kept.release()
-        for slot in pages.slots:
+        for (_, _, trained), slot in zip(self._seen, pages.slots, strict=True):
             slot.hide()
             slot.take_in()
             slot.generation += 1
+            self.graphs.meet(slot, trained, self._pool)
+            self.graphs.values.append(self._pool.pin(slot.value))
         self._optimizer.end_plain()
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
+        pages.residency.saved.off_in_backward = True
+        pages.residency.between = _weakly(self._let_values_go)
         self._gradients.take_again(pages.slots)
         self._optimizer, self._gradients, self._seen = None, None, []
 
-    def close(self) -> None:
-        """Ends it for good; graphs keep what they have saved no longer on pages."""
+    def make_way(self) -> None:
+        """Ends it where no backward is to come, or somebody else needs the room: values may leave from now on."""
         self.end()
+        self._let_values_go()
+
+    def close(self) -> None:
+        """Ends it for good, whatever parameters have been given."""
+        self.end(refuses=False)
+        self._let_values_go()
         self.graphs.close()
+
+    def _let_values_go(self) -> None:
+        self.graphs.let_go()
+        self._pages.residency.between = None
+        self._pages.residency.saved.off_in_backward = False
 
     def _root_hook(self) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -185,36 +210,57 @@ class LiveGraphs:
     """Pins the values of parameters that a graph has saved as they are, without hooks on saved tensors.
 
     Autograd saves a parameter by reference: once its values have left, backward would read a placeholder.
+
+    Attributes:
+        values: pins of all values, until `let_go`.
     """
 
     def __init__(self) -> None:
-        self._pins: list[tuple[nn.Parameter, Pin]] = []
+        self.values: list[Pin] = []
+        self._held: list[tuple[ParamSlot, bool, int, Pin]] = []
 
     @staticmethod
-    def hold(param: nn.Parameter) -> bool:
-        """Whether somebody beside Python, and the node that adds up its gradient, refers to a parameter."""
+    def _hold(param: nn.Parameter, trained: bool) -> bool:
+        # Python's reference, and the node that adds up the gradient.
         with bare():
             uses: int = param._use_count()  # type: ignore[attr-defined]
-            return uses > 1 + param.requires_grad
+            return uses > 1 + (trained and param.requires_grad)
 
-    def keep(self, param: nn.Parameter, pin: Pin) -> None:
-        """Holds `pin` as long as a graph refers to `param`."""
-        self._pins.append((param, pin))
+    def meet(self, slot: ParamSlot, trained: bool, pool: Pool) -> None:
+        """Pins a parameter's values if a graph refers to it.
+
+        Args:
+            slot: the parameter.
+            trained: whether it was one that is trained when it could first be saved.
+            pool: has the values.
+        """
+        if self._hold(slot.param, trained):
+            self._held.append((slot, trained, slot.generation, pool.pin(slot.value)))
+
+    def outdate(self) -> None:
+        """After a step on pages: a graph that has saved what was updated is out of date, as in torch."""
+        for slot, _, generation, _ in self._held:
+            if slot.generation != generation:
+                slot.outdate()
 
     def let_go(self) -> None:
-        """Releases the pins of those that no graph refers to any more."""
-        held, self._pins = self._pins, []
-        for param, pin in held:
-            if self.hold(param):
-                self._pins.append((param, pin))
+        """Releases the pins of all but those that a graph refers to."""
+        for pin in self.values:
+            pin.release()
+        self.values = []
+        held, self._held = self._held, []
+        for each in held:
+            slot, trained, _, pin = each
+            if self._hold(slot.param, trained):
+                self._held.append(each)
             else:
                 pin.release()
 
     def close(self) -> None:
         """Releases all pins."""
-        for _, pin in self._pins:
+        for pin in [*self.values, *(pin for *_, pin in self._held)]:
             pin.release()
-        self._pins = []
+        self.values, self._held = [], []
 
 
 class _Kept:
@@ -223,6 +269,7 @@ class _Kept:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._pins: list[Pin] = []
+        self._tensors: list[PagedTensor] = []
         self._reservations: list[Reservation] = []
 
     def hold(self, nbytes: int, tag: Tag, name: str) -> None:
@@ -234,14 +281,16 @@ class _Kept:
         """Keeps tensors in the compute tier."""
         for tensor in tensors:
             self._pins.append(self._pool.pin(tensor))
+            self._tensors.append(tensor)
 
-    def release(self) -> None:
-        """Ends all that."""
+    def release(self) -> list[PagedTensor]:
+        """Ends all that; returns what was pinned."""
         for pin in self._pins:
             pin.release()
         for reservation in self._reservations:
             reservation.release()
-        self._pins, self._reservations = [], []
+        pinned, self._tensors, self._pins, self._reservations = self._tensors, [], [], []
+        return pinned
 
 
 class _EndsPlainMode:
@@ -270,9 +319,11 @@ class _EndsPlainMode:
         mode = self._mode()
         if mode is None or not mode.active:
             return False
-        mode.end()
+        mode.make_way()
         return True
 
     def give_up(self) -> None:
-        """The pool is closed: lets go of what is on it."""
-        self._kept.release()
+        """The pool is closed: lets go of what is on it. Whoever has kept a parameter finds it away."""
+        for tensor in self._kept.release():
+            if isinstance(tensor.occupant, ParamSlot):
+                tensor.occupant.hide()

@@ -423,7 +423,8 @@ class Training:
         """Forgets all gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        if self.plain.active:
+        if self.plain.active and self.gradients is not None:
+            self.gradients.forget_used()
             for slot in self._slots:
                 slot.param.grad = None
         elif self.gradients is not None:

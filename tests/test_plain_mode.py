@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ptm_accel
 from ptm_accel.engine import Engine, engine_of
@@ -214,7 +215,7 @@ def test_it_may_end_between_a_forward_and_its_backward(kind: str, tmp_path: Path
         train(model, optimizer, end)
         assert ended == [True, False]
         assert_same(model, optimizer, expected, oracle)
-        assert not engine.pool.pinned()
+        engine.check_integrity()
 
 
 @pytest.mark.parametrize("end", ["close", "detach", "collect"])
@@ -239,6 +240,129 @@ def test_a_graph_may_outlive_it(end: str, tmp_path: Path) -> None:
     gc.collect()
     assert pool.closed
     del loss
+
+
+class Checkpointed(Net):
+    """Each layer is recomputed in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second, self.tied):
+            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=False)
+        return x
+
+
+def test_layers_may_be_recomputed_after_its_end(tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: Optimizer, end: Callable[[], object]) -> None:
+        for number in range(STEPS):
+            loss = model(batch(number)).square().mean()
+            if number in (2, 4):
+                end()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected, model = Checkpointed(), Checkpointed()
+    oracle = make_adamw(expected)
+    train(expected, oracle, lambda: None)
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(make_adamw(model))
+        train(model, optimizer, optimizer.state_dict)
+        assert_same(model, optimizer, expected, oracle)
+
+
+@pytest.mark.parametrize("make", [make_adamw, make_sgd], ids=["adamw", "sgd"])
+def test_zeros_are_left_of_what_the_step_before_has_used(
+    make: Callable[[nn.Module], Optimizer], tmp_path: Path
+) -> None:
+    def train(model: nn.Module, optimizer: Optimizer) -> None:
+        for number in range(STEPS):
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    expected, model = Net(), Net()
+    oracle = make(expected)
+    train(expected, oracle)
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(make(model))
+        train(model, optimizer)
+        assert engine.training.plain.active
+        assert_same(model, optimizer, expected, oracle)
+
+
+def test_gradients_that_no_step_has_used_are_kept(tmp_path: Path) -> None:
+    def train(model: Net, optimizer: Optimizer, other: Optimizer) -> None:
+        for number in range(STEPS):
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2:
+                other.step()
+                other.zero_grad()
+
+    def make_both(model: Net) -> tuple[Optimizer, Optimizer]:
+        last = list(model.tied.parameters())[1:]
+        mine = [param for param in model.parameters() if param is not last[0]]
+        return torch.optim.AdamW(mine, lr=1e-2), torch.optim.SGD(last, lr=0.1)
+
+    expected, model = Net(), Net()
+    oracle, other = make_both(expected)
+    train(expected, oracle, other)
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        ours, theirs = make_both(model)
+        train(model, engine.bind_optimizer(ours), theirs)
+        for (name, value), there in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+            assert torch.equal(value, there), name
+
+
+def test_a_graph_from_before_a_step_is_out_of_date(tmp_path: Path) -> None:
+    model = Net()
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(make_adamw(model))
+        for _ in run(model, optimizer, nothing, nothing):
+            pass
+        loss, older = model(batch(0)).square().mean(), model(batch(1)).square().mean()
+        loss.backward()
+        engine.settle()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            older.backward()
+        del older
+        engine.check_integrity()
+
+
+def test_a_parameter_that_is_kept_longer_than_its_model_is_no_longer_there(tmp_path: Path) -> None:
+    model = Net()
+    engine = Engine.attach(model, ptm_accel.PTMConfig(host_memory=AMPLE, page_size=4096, disk=str(tmp_path)))
+    optimizer = engine.bind_optimizer(make_adamw(model))
+    for _ in run(model, optimizer, nothing, nothing):
+        pass
+    weight = model.first.weight
+    del model, engine, optimizer
+    gc.collect()
+    with pytest.raises(PagedModelError, match=r"first\.weight are gone: its model is no longer in use"):
+        weight.detach()
+
+
+@pytest.mark.parametrize("end", ["close", "detach"])
+def test_a_model_with_data_that_it_cannot_have_is_taken_off_its_pages(end: str, tmp_path: Path) -> None:
+    model = Net()
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(make_adamw(model))
+        for _ in run(model, optimizer, nothing, nothing):
+            pass
+        before = model.first.weight.detach().clone()
+        model.half()
+        with pytest.raises(PagedModelError, match=r"cannot be given data of torch\.float16"):
+            model(batch(0).half())
+        if end == "detach":
+            engine.detach()
+            assert torch.equal(model.first.weight, before)
+            assert model.half()(batch(0).half()).isfinite().all()
+        else:
+            engine.close()
+        assert engine.pool.closed
 
 
 def test_nothing_is_on_the_modules_meanwhile(tmp_path: Path) -> None:

@@ -410,7 +410,8 @@ class Pool:
             if self.closed:
                 return
             self.closed = True
-            steps: list[Callable[[], object]] = [] if self.owed is None else [self.owed.give_up]
+            owed, self.owed = self.owed, None
+            steps: list[Callable[[], object]] = [] if owed is None else [owed.give_up]
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
             steps += [partial(_release, held) for held in self._held]
             self.tenants.pools.remove(self)

@@ -65,6 +65,7 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
         self._watch(slots)
         self._told_of_used = False
+        self.used_up: list[GradSlot] = []
         self.arrivals = 0
         self.arriving: Callable[[], object] | None = None
         self.taken: Callable[[GradSlot], None] | None = None
@@ -283,8 +284,19 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
         self.release_arrival()
-        for grad in self._by_param.values():
+        self.used_up = [grad for grad in self._by_param.values() if grad.used]
+
+    def forget_used(self, *, zeros: bool = False) -> None:
+        """While they are left alone: ends what `zero_grad` needs to know of the step before.
+
+        Args:
+            zeros: whether those that the step has used up become zeros.
+        """
+        for grad in self.used_up:
             grad.used = False
+            if zeros and grad.slot.param.grad is None:
+                grad.slot.param.grad = torch.zeros_like(grad.slot.param)
+        self.used_up = []
 
     def take_again(self, slots: Iterable[ParamSlot]) -> None:
         """Ends `leave_alone`: takes the gradients that there are.
@@ -292,6 +304,9 @@ class Gradients:
         Args:
             slots: all parameters of the model, in its order.
         """
+        # Whether `zero_grad` has been called in between is not known of a module's own.
+        self._told_of_used |= bool(self.used_up)
+        self.used_up = []
         known, self._by_param = self._by_param, {}
         every = list(slots)
         with bare():

@@ -104,6 +104,7 @@ class Residency:
     Attributes:
         root: the model.
         owner: an object that the model keeps alive, through its hooks.
+        between: called before the model's own forward, outside of backward, if it is set.
         beginning: called before an outermost forward with gradients.
         ended: called after an outermost forward with gradients.
         outside: called before a parameter is used outside of its module's forward.
@@ -119,6 +120,7 @@ class Residency:
         self.saved = SavedTensors(table)
         self.regions = CompiledRegions(self)
         self.run_ahead = RunAhead(pool)
+        self.between: Callable[[], object] | None = None
         self.beginning: Callable[[], object] | None = None
         self.ended: Callable[[], object] | None = None
         self.outside: Callable[[], object] | None = None
@@ -201,6 +203,8 @@ class Residency:
         if self._frames.stack:
             self._end_torn_down(module)
         if not self._frames.stack and torch._C._current_graph_task_id() == -1:
+            if self.between is not None:
+                self.between()
             grad = torch.is_grad_enabled()
             kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
             self.pool.room.begin_pass(kind[-1], evaluates=not grad)

@@ -178,14 +178,19 @@ class SavedTensors:
 
     Args:
         table: finds the source of a storage.
+
+    Attributes:
+        off_in_backward: a forward without these hooks may be recomputed, which must save as many tensors as it did;
+            the caller keeps all parameters where they are meanwhile.
     """
 
     def __init__(self, table: ExtentTable) -> None:
         self._table = table
+        self.off_in_backward = False
 
     def cover(self) -> AbstractContextManager[Any] | None:
         """The hooks as a context; None where they are active already, or hooks are disabled."""
-        if not _AUTOGRAD._saved_tensors_hooks_is_enabled():
+        if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or self._are_off():
             return None
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:
@@ -202,10 +207,13 @@ class SavedTensors:
         and need no replacement.
         """
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if others is None:
+        if others is None or self._are_off():
             return
         pack, unpack = others
         if (isinstance(pack, _Pack) and pack.covers(self._table)) or _is_checkpointing(pack):
             return
         _AUTOGRAD._pop_saved_tensors_default_hooks()
         _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
+
+    def _are_off(self) -> bool:
+        return self.off_in_backward and torch._C._current_graph_task_id() != -1

@@ -161,7 +161,11 @@ class ParamSlot:
     def accesses(self) -> Residency:
         """Serves uses of the parameter while it is an `AwayParameter`."""
         accesses = None if self._accesses is None else self._accesses()
-        assert accesses is not None, f"{self.name} is on no pages"
+        if accesses is None:
+            raise PagedModelError(
+                f"the values of parameter {self.name} are gone: its model is no longer in use, or was closed. Keep the "
+                "model as long as the parameter, or take a copy (`param.detach().clone()`)."
+            )
         return accesses
 
     @property
@@ -239,6 +243,12 @@ class ParamSlot:
         self._writes += 1
         return True
 
+    def outdate(self) -> None:
+        """Has torch count a change of the values that it has not seen: an older graph is an error then."""
+        with away.bare():
+            torch.autograd.graph.increment_version(self.param)
+            self._version = self.param._version
+
     @property
     def writes(self) -> int:
         """Number of times that user code may have written to the values."""
@@ -304,6 +314,15 @@ class ParamSlot:
         self.generation += 1
         self._writes += 1
 
+    def can_have(self, data: torch.Tensor) -> bool:
+        """Whether the parameter can be given `data`."""
+        return data.dtype == self.value.dtype and same_place(data.device, self._pool.compute.device)
+
+    def bring_back(self) -> None:
+        """Gives the parameter the data on its pages again, which must be in the compute tier."""
+        assert self.value.extent is not None
+        self._give(self.value.extent.tensor)
+
     def check_data(self, data: torch.Tensor) -> None:
         """Refuses data that the parameter cannot have.
 
@@ -311,7 +330,7 @@ class ParamSlot:
             PagedModelError: it is of another dtype or on another device.
         """
         value, device = self.value, self._pool.compute.device
-        if data.dtype != value.dtype or not same_place(data.device, device):
+        if not self.can_have(data):
             raise PagedModelError(
                 f"parameter {self.name} ({value.dtype} on {device}) cannot be given data of {data.dtype} on "
                 f"{data.device}: it is on pages. Load or build the model in the wanted dtype, or call "

@@ -334,6 +334,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 the gradients.
         """
         if self._leave_plain is not None:
+            if self._gradients.used_up:
+                self._gradients.forget_used(zeros=not set_to_none)
             self.inner.zero_grad(set_to_none)
             return
         self.drop_gradients(set_to_none)
@@ -342,6 +344,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """As `zero_grad`, of the model's parameters alone."""
         if self._leave_plain is not None:
+            if self._gradients.used_up:
+                self._gradients.forget_used(zeros=not set_to_none)
             for param in self._plain:
                 param.grad = None if set_to_none or param.grad is None else param.grad.detach().zero_()
             return
