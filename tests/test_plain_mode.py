@@ -315,6 +315,17 @@ def test_gradients_that_no_step_has_used_are_kept(tmp_path: Path) -> None:
             assert torch.equal(value, there), name
 
 
+def test_data_of_another_shape_is_taken_after_its_end(tmp_path: Path) -> None:
+    model = Net()
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(make_adamw(model))
+        for _ in run(model, optimizer, nothing, nothing):
+            pass
+        engine.settle()
+        model.first.weight.data = torch.ones(WIDTH, 2 * WIDTH)
+        assert torch.equal(model.state_dict()["first.weight"], torch.ones(WIDTH, 2 * WIDTH))
+
+
 def test_a_graph_from_before_a_step_is_out_of_date(tmp_path: Path) -> None:
     model = Net()
     with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:

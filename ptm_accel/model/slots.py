@@ -287,6 +287,9 @@ class ParamSlot:
         """
         value = self.value
         self.check_data(data)
+        accesses = None if self._accesses is None else self._accesses()
+        if data.shape != value.shape and accesses is not None and accesses.between is not None:
+            accesses.between()
         if value.pins and data.shape != value.shape:
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
