@@ -19,9 +19,9 @@ from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.paged import Part, Place
 from ptm_accel.memory.setup import Memory
-from ptm_accel.model.attach import check_model, small_bytes
+from ptm_accel.model.attach import Paged, check_model, small_bytes
 from ptm_accel.model.away import bare
 from ptm_accel.model.changes import Changes, Outline, changes_of, outline, refuse_changes
 from ptm_accel.model.floor import Floor
@@ -156,7 +156,7 @@ class Engine:
         config: PTMConfig,
         resolved: ResolvedConfig,
         memory: Memory,
-        values: Mapping[nn.Parameter, PagedTensor],
+        values: Mapping[nn.Parameter, Paged],
     ) -> Engine:
         """As `attach`, for a model that was read or built on pages.
 
@@ -193,7 +193,7 @@ class Engine:
             for slot in engine.slots:
                 memory.pool.forget(slot.value)
 
-    def _install(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+    def _install(self, values: Mapping[nn.Parameter, Paged]) -> None:
         self.pages.size_up(values)
         self._adapt_others()
         # What stays for long among activations leaves holes there.
@@ -204,7 +204,7 @@ class Engine:
         hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
         Engine.count += 1
 
-    def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, PagedTensor]) -> None:
+    def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         self.pages.bring_in(slots, values)
         self.training.begin()
         self.refresh_compiled()
@@ -386,7 +386,7 @@ class Engine:
         for slot in self.slots:
             if slot.value.place is Place.BLANK and not (check and slot.on_pages):
                 # Never put on pages (it still has its own data), or without values in a model that is given up.
-                slot.value.occupant = None
+                slot.give_up_part()
                 slot.leave_pages()
                 continue
             self.pages.take_off(slot)
@@ -395,7 +395,7 @@ class Engine:
         self.close()
         return self.model
 
-    def _sums_to_show(self) -> list[PagedTensor]:
+    def _sums_to_show(self) -> list[Part]:
         """The gradients that there are, as a step would use them."""
         if self.gradients is None:
             return []

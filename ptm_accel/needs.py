@@ -11,7 +11,7 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tenants import Need
-from ptm_accel.model.floor import ANY_ADAMW, FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
+from ptm_accel.model.floor import ANY_ADAMW, ANY_OPTIMIZER, FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.sizing import refuse_short
 
@@ -63,6 +63,10 @@ class Needs:
             window_bytes=self._config.page_bytes,
             held_bytes=self._pool.budget.used_by_tag().get(Tag.STAGING, 0),
         )
+
+    def fits_amply(self, slots: SlotTable) -> bool:
+        """Whether groups as in `slots` leave as much room again beside what any optimizer needs with them."""
+        return 2 * self.estimate(ANY_OPTIMIZER, None, slots).total_bytes <= self._pool.share_bytes
 
     def expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
         """Before there is an optimizer: reckons with AdamW, or where that is too much, with what any needs.

@@ -41,7 +41,7 @@ def _gather(engine: Engine, stack: ExitStack, part: nn.Module, *, grads: bool, w
     if grads:
         engine.training.look_at_gradients()
     slots = [slot for slot in map(engine.slots.of, part.parameters()) if slot is not None]
-    refuse_gathering(engine.memory, [slot.value for slot in slots])
+    refuse_gathering(engine.memory, dict.fromkeys(slot.value.block for slot in slots))
     saved = engine.residency.saved.cover()
     if saved is not None:
         # What is computed with parameters meanwhile may have its backward after it.

@@ -12,11 +12,11 @@ from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
-from ptm_accel.model.attach import leave_meta, small_bytes, take_parameters
+from ptm_accel.model.attach import Paged, leave_meta, small_bytes, take_parameters
+from ptm_accel.model.grouping import group_sizes
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
@@ -46,8 +46,12 @@ class Pages:
         state_dicts: the hooks that fill state dictionaries.
         metrics: what was used and moved.
         needs: what it needs of the tiers.
+        group_bytes: the most that the values of a group of several parameters take.
     """
 
+    group_bytes: int
+    grouped = True
+    """Whether parameters of one repeated block are moved together. Otherwise each is moved alone: same numbers."""
     planned = True
     """Whether passes are planned from their traces. Without plans the pool pages on demand: slower, same numbers."""
 
@@ -77,7 +81,7 @@ class Pages:
         if self.pool.owed is not None:
             self.pool.owed.finish()
 
-    def size_up(self, values: Mapping[nn.Parameter, PagedTensor]) -> None:
+    def size_up(self, values: Mapping[nn.Parameter, Paged]) -> None:
         """Gives every parameter a slot, and refuses a model that the tiers cannot train.
 
         Args:
@@ -86,11 +90,20 @@ class Pages:
         Raises:
             BudgetError: less than the least budget the model can train under with any optimizer.
         """
-        small = small_bytes(self.config.page_bytes)
-        take_parameters(self.model, self.pool, self.slots, self.table, small=small, paged=values)
+        for self.group_bytes in group_sizes(self.pool.share_bytes) if self.grouped else (0,):
+            slots = SlotTable()
+            self._take_parameters(slots, values)
+            if not self.group_bytes or self.needs.fits_amply(slots):
+                break
+        self.slots.become(slots)
         self.needs.expect_optimizer()
 
-    def bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, PagedTensor]) -> None:
+    def _take_parameters(self, slots: SlotTable, values: Mapping[nn.Parameter, Paged]) -> None:
+        small = small_bytes(self.config.page_bytes)
+        sizes = {"small": small, "group_bytes": self.group_bytes}
+        take_parameters(self.model, self.pool, slots, self.table, paged=values, **sizes)
+
+    def bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         """Puts the values of `slots` on pages, but for those of `values`, which are there, and hooks on the modules."""
         pool = self.pool
         blank = leave_meta(self.model, self.slots, pool.compute.device)
@@ -103,14 +116,13 @@ class Pages:
         left = 0
         for slot in slots:
             if slot.param not in blank and slot.param not in values:
-                # No name here may hold the data: what moves away at once must also be freed at once.
-                pool.adopt(slot.value, slot.param.data)
+                slot.adopt()
                 left += slot.value.nbytes
             slot.come_onto_pages(self.residency, pool.compute.device)
             if left > _RETURN_EVERY_BYTES:
                 left = 0
                 give_back_freed()
-            if not slot.value.movable:
+            if not slot.group.movable:
                 pool.fault(slot.value)
         self.residency.install(self.model)
         self.state_dicts.install(self.model)

@@ -24,7 +24,7 @@ from ptm_accel.model.away import bare
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
 from ptm_accel.model.residency import shapes_of
-from ptm_accel.model.slots import ParamSlot
+from ptm_accel.model.slots import Members, ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pages import Pages
 
@@ -101,7 +101,7 @@ class PlainMode:
             gradients.leave_alone()
             self._kept.hold(arriving, Tag.GRAD, "gradients in p.grad")
             self._kept.hold(made, Tag.STATE, "optimizer state to come")
-            self._kept.pin([*(slot.value for slot in pages.slots), *optimizer.kept()])
+            self._kept.pin([*pages.slots.blocks(), *optimizer.kept()])
         except BudgetError:
             self._too_large += 1
             self._kept.release()
@@ -325,5 +325,6 @@ class _EndsPlainMode:
     def give_up(self) -> None:
         """The pool is closed: lets go of what is on it. Whoever has kept a parameter finds it away."""
         for tensor in self._kept.release():
-            if isinstance(tensor.occupant, ParamSlot):
-                tensor.occupant.hide()
+            if isinstance(tensor.occupant, Members):
+                for slot in tensor.occupant.slots:
+                    slot.hide()

@@ -13,7 +13,7 @@ from ptm_accel.machine import available_bytes
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Part
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import Floor
@@ -122,13 +122,13 @@ def _with_adamw(expected_bytes: int, known_bytes: int) -> str:
     return f" (with AdamW; an optimizer without state needs {max(known_bytes, 0)})"
 
 
-def refuse_gathering(memory: Memory, values: Iterable[PagedTensor]) -> None:
+def refuse_gathering(memory: Memory, blocks: Iterable[PagedTensor]) -> None:
     """Refuses to have tensors in the compute tier all at once that it cannot hold, before the first of them comes.
 
     Raises:
         BudgetError: with the figures and what to do.
     """
-    sizes = [value.slot_bytes for value in values]
+    sizes = [block.slot_bytes for block in blocks]
     capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
     if sum(sizes) > capacity:
         raise BudgetError(
@@ -138,7 +138,7 @@ def refuse_gathering(memory: Memory, values: Iterable[PagedTensor]) -> None:
         )
 
 
-def refuse_oversized_model(memory: Memory, values: Iterable[PagedTensor]) -> None:
+def refuse_oversized_model(memory: Memory, values: Iterable[Part]) -> None:
     """Refuses to take a model off its pages that the memory of the compute device cannot hold.
 
     Args:

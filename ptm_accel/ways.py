@@ -13,7 +13,7 @@ from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.device import DeviceTier
 from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import Part
 from ptm_accel.memory.setup import Memory
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.run_ahead import RunAhead
@@ -25,7 +25,7 @@ def know_way(
     metrics: Metrics,
     memory: Memory,
     disk_paths: Sequence[Path],
-    trained: Sequence[PagedTensor],
+    trained: Sequence[Part],
     whole_bytes: int,
 ) -> None:
     """Sets the rates of transfers, and on a device those of updates.

@@ -125,8 +125,8 @@ def evaluate(engine: Engine, passes: int) -> None:
         for number in range(passes):
             engine.model(batch(number))
             for slot in engine.slots:
-                if slot.value in engine.pool.shelf:
-                    engine.pool.evict(slot.value)
+                if slot.value.block in engine.pool.shelf:
+                    engine.pool.evict(slot.value.block)
     engine.model.train()
 
 

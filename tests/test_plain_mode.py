@@ -206,8 +206,8 @@ def test_it_may_end_between_a_forward_and_its_backward(kind: str, tmp_path: Path
             ended.append(engine.training.plain.active)
             engine.settle()
             for slot in engine.slots:
-                if slot.value in engine.pool.shelf:
-                    engine.pool.evict(slot.value)
+                if slot.value.block in engine.pool.shelf:
+                    engine.pool.evict(slot.value.block)
             assert engine.pool.pinned()
             ended.append(engine.training.plain.active)
 

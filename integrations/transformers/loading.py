@@ -25,9 +25,10 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.malloc import set_kept_blocks
-from ptm_accel.memory.paged import PagedTensor, Place, placeholder
+from ptm_accel.memory.paged import Place, placeholder
 from ptm_accel.memory.setup import Memory
-from ptm_accel.model.attach import create_value, small_bytes
+from ptm_accel.model.attach import Paged, small_bytes
+from ptm_accel.model.grouping import group_of
 from ptm_accel.opening import open_memory
 
 from . import saving
@@ -159,7 +160,7 @@ class _Reader:
         self._opened = opened
         self._host_bytes = host_bytes
         self._begun = False
-        self._values: dict[nn.Parameter, PagedTensor] = {}
+        self._values: dict[nn.Parameter, Paged] = {}
         self._engine: Engine | None = None
 
     @contextmanager
@@ -209,7 +210,9 @@ class _Reader:
                 stand_in = nn.Parameter(data, requires_grad=value.is_floating_point())
                 original(model, full_name, stand_in, info, quantizer)
                 if module._parameters.get(name) is stand_in:
-                    pages = self._values[stand_in] = create_value(full_name, value, pool, small=small)
+                    group = group_of(full_name, value, small=small)
+                    pages = group.part(0, "", Tag.PARAM, value.dtype, pool)
+                    self._values[stand_in] = group, pages
                     pool.fault(pages, write=True).copy_(value.detach())
 
         return take
@@ -238,9 +241,10 @@ class _Reader:
 
     def _are_equal(self, named: Mapping[str, nn.Parameter], one: str, other: str) -> bool:
         """Whether two parameters were both loaded, with the same values."""
-        pages = [self._values.get(named[name]) if name in named else None for name in (one, other)]
-        first, second = pages
-        if first is None or second is None or (first.shape, first.dtype) != (second.shape, second.dtype):
+        if not all(name in named and named[name] in self._values for name in (one, other)):
+            return False
+        (_, first), (_, second) = (self._values[named[name]] for name in (one, other))
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
         assert self._opened is not None
         pool = self._opened[1].pool
@@ -256,7 +260,7 @@ class _Reader:
         resolved, memory = self._opened
         living = set(model.parameters())
         for param in [param for param in self._values if param not in living]:
-            memory.pool.forget(self._values.pop(param))
+            memory.pool.forget(self._values.pop(param)[1])
         self._engine = Engine.take_over(model, self._config, resolved, memory, self._values)
         model.to(memory.pool.compute.device)
         saving.install()

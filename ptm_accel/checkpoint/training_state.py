@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ptm_accel.errors import CheckpointError
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import Part
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.others import Other
@@ -40,7 +40,7 @@ OUTDATED = re.compile(r"optimizer(_\d+)?\.bin|optimizer\.pt|optimizer-\d{5}-of-\
 _SHARD = "optimizer-{number:05d}-of-{count:05d}.safetensors"
 _GROUPS = "param_groups"
 
-Entry = PagedTensor | torch.Tensor
+Entry = Part | torch.Tensor
 
 
 def saved_last(directory: Path, plain: Iterable[Path]) -> Path | None:
@@ -112,9 +112,9 @@ def _encoded(value: Any, path: str, tensors: dict[str, Entry]) -> Any:
     """`value` as JSON, with its tensors put aside into `tensors`; `path` names it, in shards and in errors."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (torch.Tensor, PagedTensor)):
+    if isinstance(value, (torch.Tensor, Part)):
         tensors[path] = value
-        return {"paged" if isinstance(value, PagedTensor) else "tensor": path}
+        return {"paged" if isinstance(value, Part) else "tensor": path}
     if isinstance(value, (list, tuple)):
         items = [_encoded(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
@@ -150,7 +150,7 @@ def _write_shards(
 
 
 def _ready(optimizer: PagedOptimizer, tensor: Entry) -> torch.Tensor:
-    if isinstance(tensor, PagedTensor):
+    if isinstance(tensor, Part):
         # A live alias or a mapping; only pages that were never written are made up here.
         return optimizer.states.pool.snapshot(tensor).contiguous()
     return tensor.detach().cpu().contiguous().clone()

@@ -150,12 +150,13 @@ class PagedTensor:
         movable: False for small tensors that stay in the compute tier.
         owner: the pool that has made it.
         stores: stores that may still be running.
+        parts: how many parameters have a part of it.
     """
 
     # fmt: off
     __slots__ = (
         "arrival", "dtype", "extent", "fill", "handle", "movable", "name", "nbytes", "numel", "occupant", "owner",
-        "pins", "place", "shape", "slot_bytes", "stored_bytes", "stores", "tag",
+        "parts", "pins", "place", "shape", "slot_bytes", "stored_bytes", "stores", "tag",
     )
     # fmt: on
 
@@ -164,7 +165,11 @@ class PagedTensor:
         self.tag = tag
         self.fill = fill
         self.place = Place.BLANK
-        self.become(shape, dtype)
+        self.shape = shape
+        self.dtype = dtype
+        self.numel = math.prod(shape)
+        self.nbytes = self.numel * dtype.itemsize
+        self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
         self.extent: Extent | None = None
         self.arrival: Transfer | None = None
         self.handle: Any = None
@@ -174,15 +179,7 @@ class PagedTensor:
         self.occupant: Occupant | None = None
         self.owner: Pool | None = None
         self.stores: list[Transfer] = []
-
-    def become(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Takes another shape and type; only of a blank tensor, which has no bytes."""
-        assert self.place is Place.BLANK, self
-        self.shape = shape
-        self.dtype = dtype
-        self.numel = math.prod(shape)
-        self.nbytes = self.numel * dtype.itemsize
-        self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
+        self.parts = 1
 
     @property
     def viewed(self) -> bool:
@@ -214,20 +211,79 @@ class PagedTensor:
             )
 
 
+PART_ALIGN = 4096
+"""Parts of a block begin at multiples of this many elements: aligned bytes for every dtype, and a multiple of 64."""
+
+
+class Part:
+    """One parameter's elements of a block: those from `start` on, in the parameter's shape.
+
+    Attributes:
+        block: the block.
+        start: the first element.
+        numel, nbytes, dtype: of the part alone.
+        used: the members that have a part of the block; it ends with the last.
+    """
+
+    __slots__ = ("block", "dtype", "member", "nbytes", "numel", "shape", "start", "used")
+
+    def __init__(self, block: PagedTensor, start: int, shape: torch.Size, member: int, used: set[int]) -> None:
+        self.block = block
+        self.member = member
+        self.used = used
+        self.start = start
+        self.shape = shape
+        self.dtype = block.dtype
+        self.numel = math.prod(shape)
+        self.nbytes = self.numel * block.dtype.itemsize
+
+    @property
+    def alone(self) -> bool:
+        """Whether the part is all of its block."""
+        return self.numel == self.block.numel
+
+    @property
+    def place(self) -> Place:
+        """Where the block is."""
+        return self.block.place
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes that the part takes of its block, with padding."""
+        return self.bytes_as(self.dtype.itemsize)
+
+    def bytes_as(self, itemsize: int) -> int:
+        """The bytes that a like part takes of a block of elements of `itemsize` bytes, with padding."""
+        if self.alone:
+            return round_up(max(self.numel * itemsize, 1), ALIGN_BYTES)
+        return round_up(self.numel, PART_ALIGN) * itemsize
+
+    def of(self, elements: torch.Tensor) -> torch.Tensor:
+        """The part's view of all elements of the block."""
+        if self.alone:
+            return elements if elements.shape == self.shape else elements.view(self.shape)
+        return elements[self.start : self.start + self.numel].view(self.shape)
+
+    def __repr__(self) -> str:
+        return f"Part({self.block!r}, {self.start}, {tuple(self.shape)})"
+
+
 class Pin:
     """Keeps a tensor in the compute tier until it is released."""
 
-    __slots__ = ("_pool", "_tensor")
+    __slots__ = ("_part", "_pool", "_tensor")
 
-    def __init__(self, pool: Pool, tensor: PagedTensor) -> None:
+    def __init__(self, pool: Pool, tensor: PagedTensor, part: Part | None = None) -> None:
         self._pool: Pool | None = pool
         self._tensor = tensor
+        self._part = part
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor in its shape; not to be kept beyond the pin."""
         assert self._pool is not None and self._tensor.extent is not None, "pin used after its end"
-        return self._tensor.extent.tensor
+        whole = self._tensor.extent.tensor
+        return whole if self._part is None else self._part.of(whole)
 
     def release(self) -> None:
         """Ends the pin. A second release does nothing."""

@@ -21,7 +21,7 @@ from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import close_all, settle
 from ptm_accel.memory.extents import Extents
-from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Pin, Place
+from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Part, Pin, Place
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.tenants import Need, Tenants
@@ -201,32 +201,19 @@ class Pool:
             tensor.stored_bytes = 0
             tensor.place = Place.BLANK
 
-    def renew(self, tensor: PagedTensor, data: torch.Tensor) -> None:
-        """Makes a copy of `data` the bytes of `tensor`; it may be of another shape or type.
-
-        Raises:
-            BudgetError: no room for its bytes.
-        """
-        with self.lock:
-            if self.owed is not None:
-                self.owed.before_use(tensor)
-            if data.shape == tensor.shape and data.dtype == tensor.dtype:
-                self.fault(tensor, write=True).copy_(data)
+    def forget(self, tensor: PagedTensor | Part) -> None:
+        """Drops `tensor` and ends its life; a block ends with the last of its parts."""
+        if isinstance(tensor, Part):
+            tensor.used.discard(tensor.member)
+            if tensor.used:
                 return
-            # Refused before the old bytes are dropped.
-            self.room.reserve(data.numel() * data.dtype.itemsize, tensor.tag, tensor.name).release()
-            self.drop(tensor)
-            tensor.become(data.shape, data.dtype)
-            self.adopt(tensor, data, copied=True)
-
-    def forget(self, tensor: PagedTensor) -> None:
-        """Drops `tensor` and ends its life."""
+            tensor = tensor.block
         self.drop(tensor)
         with self.lock:
             self._tensors.pop(id(tensor), None)
 
-    def fault(self, tensor: PagedTensor, *, write: bool = False) -> torch.Tensor:
-        """The tensor in the compute tier, brought in if it is not there.
+    def fault(self, tensor: PagedTensor | Part, *, write: bool = False) -> torch.Tensor:
+        """The tensor (of a part, all of its block) in the compute tier, brought in if it is not there.
 
         Args:
             tensor: which one.
@@ -237,6 +224,8 @@ class Pool:
             DiskError: the transfer failed.
         """
         with self.lock:
+            if isinstance(tensor, Part):
+                return tensor.of(self._fault(tensor.block, write))
             return self._fault(tensor, write)
 
     def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
@@ -263,13 +252,16 @@ class Pool:
         assert tensor.extent is not None
         return tensor.extent.tensor
 
-    def pin(self, tensor: PagedTensor, *, write: bool = False) -> Pin:
+    def pin(self, tensor: PagedTensor | Part, *, write: bool = False) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
+        part = None
+        if isinstance(tensor, Part):
+            part, tensor = tensor, tensor.block
         with self.lock:
             self._fault(tensor, write)
             tensor.pins += 1
             self.shelf.take(tensor)
-            return Pin(self, tensor)
+            return Pin(self, tensor, part)
 
     def pin_arriving(self, tensor: PagedTensor) -> Pin:
         """Pins a tensor whose prefetch is under way; its bytes can be read after `fault`."""
@@ -371,12 +363,14 @@ class Pool:
                 self.traffic.store_whole(tensor)
                 tensor.place = Place.CLEAN
 
-    def snapshot(self, tensor: PagedTensor) -> torch.Tensor:
+    def snapshot(self, tensor: PagedTensor | Part) -> torch.Tensor:
         """The tensor's values as a CPU tensor that costs no charged memory.
 
         An extent in host memory that never leaves is given as a live alias, as plain torch's `state_dict` does; all
         else is a private mapping of the home. Valid until the next step.
         """
+        if isinstance(tensor, Part):
+            return tensor.of(self.snapshot(tensor.block))
         with self.lock:
             if self.owed is not None:
                 # Snapshots are taken of many, and those that are kept leave little room to work in.

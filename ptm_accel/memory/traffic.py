@@ -14,6 +14,9 @@ from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
+_FILL_BYTES = 64 << 10
+"""How much of the fill value is stored at a time."""
+
 
 @dataclass(slots=True)
 class PoolStats:
@@ -127,12 +130,26 @@ class Traffic:
         """Starts storing part of a tensor; later loads of it wait for that."""
         assert self.home is not None
         handle = self.handle_of(tensor)
-        assert offset <= tensor.stored_bytes, f"{tensor!r}: parts stored out of order"
+        if offset > tensor.stored_bytes:
+            self._fill(tensor, offset, octets.device)
         transfer = self.home.store(handle, offset, octets)
         tensor.stores.append(transfer)
         tensor.stored_bytes = max(tensor.stored_bytes, offset + octets.numel())
         self.stats.stored_bytes += octets.numel()
         return transfer
+
+    def _fill(self, tensor: PagedTensor, stop: int, device: torch.device) -> None:
+        """Stores the fill value up to `stop`: the home has bytes from the start on, and parts come in any order."""
+        assert self.home is not None
+        piece = torch.empty(min(stop - tensor.stored_bytes, _FILL_BYTES), dtype=torch.uint8, device=device)
+        piece.view(tensor.dtype).fill_(tensor.fill)
+        with self.stalled():
+            while (at := tensor.stored_bytes) < stop:
+                size = min(stop - at, piece.numel())
+                # Waited for: what is stored there next must come after it.
+                self.home.store(tensor.handle, at, piece[:size]).wait()
+                tensor.stored_bytes += size
+                self.stats.stored_bytes += size
 
     def start_store_whole(self, tensor: PagedTensor) -> None:
         """Starts storing a resident tensor; later loads of it wait for that.

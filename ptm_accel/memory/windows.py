@@ -8,14 +8,14 @@ import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor, Pin, Place
+from ptm_accel.memory.paged import PART_ALIGN, PagedTensor, Part, Pin, Place
 from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
 
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pool
 
-WINDOW_ALIGN = 4096
-"""Window starts are multiples of this many elements: aligned bytes for every dtype, and a multiple of 64 elements."""
+WINDOW_ALIGN = PART_ALIGN
+"""Window starts are multiples of this many elements, as those of parts."""
 
 
 def window_elements(window_bytes: int, element_bytes: int) -> int:
@@ -27,6 +27,9 @@ class Window:
     """Some elements of a paged tensor in the compute tier: a view of its extent, or a staged copy.
 
     Attributes:
+        source: the tensor.
+        start, stop: which of its elements.
+        shape: that of the tensor, or of the part, if the window is all of it.
         tensor: the elements, 1-D, of a staged copy, and of an extent after `Windows.ready`; until `Windows.close`.
         pin: what keeps the extent, if the tensor is resident.
         block: the staged copy's memory, if it is not.
@@ -34,13 +37,17 @@ class Window:
         load: the transfer that fills the block.
     """
 
-    __slots__ = ("block", "load", "pin", "reservation", "source", "start", "stop", "tensor")
+    __slots__ = ("block", "load", "pin", "reservation", "shape", "source", "start", "stop", "tensor")
 
-    def __init__(self, source: PagedTensor, start: int, stop: int, tensor: torch.Tensor | None = None) -> None:
+    def __init__(self, source: PagedTensor | Part, start: int, stop: int) -> None:
+        # All of it is given in its shape.
+        self.shape = source.shape if start == 0 and stop == source.numel else None
+        if isinstance(source, Part):
+            start, stop, source = source.start + start, source.start + stop, source.block
         self.source = source
         self.start = start
         self.stop = stop
-        self.tensor = tensor
+        self.tensor: torch.Tensor | None = None
         self.pin: Pin | None = None
         self.block: Block | None = None
         self.reservation: Reservation | None = None
@@ -62,7 +69,7 @@ class Windows:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def open(self, tensor: PagedTensor, start: int, stop: int) -> Window:
+    def open(self, source: PagedTensor | Part, start: int, stop: int) -> Window:
         """Elements [start, stop) for reading and writing; the byte offset of `start` is a multiple of `ALIGN_BYTES`.
 
         A resident or arriving tensor gives a view of its extent. One that is away is staged: the load is started here.
@@ -72,16 +79,16 @@ class Windows:
             DiskError: the disk has failed.
         """
         pool = self._pool
+        window = Window(source, start, stop)
+        tensor, start, stop = window.source, window.start, window.stop
         with pool.lock:
             if pool.owed is not None:
                 pool.owed.before_use(tensor)
             if tensor.place is Place.ARRIVING:
-                window = Window(tensor, start, stop)
                 # Pinned for each window: another may be closed before this one is ready.
                 window.pin = pool.pin_arriving(tensor)
                 return window
             if tensor.place.resident:
-                window = Window(tensor, start, stop)
                 window.pin = pool.pin(tensor)
                 return window
             offset = start * tensor.dtype.itemsize
@@ -90,8 +97,7 @@ class Windows:
             reservation, block = pool.room.take_block(nbytes, Tag.STAGING, tensor.name)
             assert block.buffer is not None
             typed = block.buffer[:nbytes].view(tensor.dtype)
-            window = Window(tensor, start, stop, typed)
-            window.block, window.reservation = block, reservation
+            window.tensor, window.block, window.reservation = typed, block, reservation
             if tensor.place is not Place.AWAY:
                 typed.fill_(tensor.fill)
                 return window
@@ -118,11 +124,11 @@ class Windows:
         return window.tensor
 
     def shaped(self, window: Window) -> torch.Tensor:
-        """As `ready`, in the shape of the tensor where the window is all of it."""
-        if window.stop - window.start != window.source.numel:
+        """As `ready`, in the shape of the tensor (or part) where the window is all of it."""
+        if window.shape is None:
             return self.ready(window)
-        if window.pin is None or window.tensor is not None:
-            return self.ready(window).view(window.source.shape)
+        if window.pin is None or window.tensor is not None or window.stop - window.start != window.source.numel:
+            return self.ready(window).view(window.shape)
         # One call and not two views. Not the extent's own tensor, whose data an update might set.
         return self._extent(window).detach()
 
@@ -191,7 +197,8 @@ class HostWindow(Window):
 
     __slots__ = ("run",)
 
-    def __init__(self, source: PagedTensor, start: int, stop: int, home: FrameHome) -> None:
+    def __init__(self, source: Part, start: int, stop: int, home: FrameHome) -> None:
+        super().__init__(source, start, stop)
         size = source.dtype.itemsize
-        self.run = home.hold(source.handle, start * size, round_up((stop - start) * size))
-        super().__init__(source, start, stop, self.run.octets[: (stop - start) * size].view(source.dtype))
+        self.run = home.hold(self.source.handle, self.start * size, round_up((stop - start) * size))
+        self.tensor = self.run.octets[: (stop - start) * size].view(source.dtype)

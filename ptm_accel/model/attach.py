@@ -9,9 +9,11 @@ from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, placeholder
+from ptm_accel.memory.paged import Part, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayParameter
+from ptm_accel.model.grouping import groups_of
+from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
 
 _WRAPPERS = {
@@ -20,6 +22,9 @@ _WRAPPERS = {
     "DistributedDataParallel": "DDP",
     "DataParallel": "DataParallel",
 }
+
+Paged = tuple[ParamGroup, Part]
+"""A parameter's group of its own, and its values there."""
 
 _SMALL_SHARE = 64
 """Tensors of less than a page divided by this stay in the compute tier: norms and biases, not worth a transfer."""
@@ -96,7 +101,8 @@ def take_parameters(
     table: ExtentTable,
     *,
     small: int,
-    paged: Mapping[nn.Parameter, PagedTensor],
+    paged: Mapping[nn.Parameter, Paged],
+    group_bytes: int = 0,
     known: SlotTable | None = None,
 ) -> list[ParamSlot]:
     """Gives every parameter a slot, in the order of the model's parameters.
@@ -108,28 +114,31 @@ def take_parameters(
         table: for the slots.
         small: parameters below this many bytes never leave the compute tier.
         paged: the values of parameters that are on pages already; all others get blank pages.
+        group_bytes: the most that the values of a group of several parameters take.
         known: slots that there are already, which their parameters keep.
 
     Returns:
         the new slots.
     """
-    new = []
+    new: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        if not param.numel():
+        if param.numel() and slots.of(param) is None and (known is None or known.of(param) is None):
+            new.setdefault(param, name)
+    groups = groups_of(model, [p for p in new if p not in paged], small=small, group_bytes=group_bytes)
+    made = {}
+    for param, name in new.items():
+        if param in paged:
+            group, value = paged[param]
+            group.rename(name)
+            made[param] = ParamSlot(name, param, group, 0, value, pool, table)
             continue
-        slot = slots.of(param) or (None if known is None else known.of(param))
-        if slot is None:
-            value = paged[param] if param in paged else create_value(name, param, pool, small=small)
-            value.name = name
-            slot = ParamSlot(name, param, value, pool, table)
-            new.append(slot)
-        slots.put(name, slot)
-    return new
-
-
-def create_value(name: str, like: torch.Tensor, pool: Pool, *, small: int) -> PagedTensor:
-    """Blank pages for the values of a parameter like `like`."""
-    return pool.create(name, Tag.PARAM, like.shape, like.dtype, movable=like.numel() * like.dtype.itemsize >= small)
+        group, member = groups[param]
+        value = group.part(member, "", Tag.PARAM, param.dtype, pool)
+        made[param] = ParamSlot(name, param, group, member, value, pool, table)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.numel():
+            slots.put(name, made.get(param) or slots.of(param) or known.of(param))  # type: ignore[union-attr,arg-type]
+    return list(made.values())
 
 
 def leave_meta(model: nn.Module, slots: SlotTable, device: torch.device) -> set[nn.Parameter]:

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Budget, Tier
-from ptm_accel.model.floor import Floor
+from ptm_accel.model.floor import Floor, blocks_of
 from ptm_accel.model.saved import CALLED_BY_AUTOGRAD
 from ptm_accel.model.slots import ParamSlot
 
@@ -66,12 +66,12 @@ class Region:
     @property
     def param_bytes(self) -> int:
         """Bytes of parameters that are in memory at once while it runs."""
-        return sum(slot.value.slot_bytes for slot in self.slots if slot.value.movable)
+        return sum(block.slot_bytes for block in blocks_of(self.slots))
 
     @property
     def grad_bytes(self) -> int:
         """Bytes of gradients that its backward returns at once."""
-        return sum(s.value.slot_bytes for s in self.slots if s.value.movable and s.param.requires_grad)
+        return sum(block.slot_bytes for block in blocks_of(s for s in self.slots if s.param.requires_grad))
 
 
 class _Watch:

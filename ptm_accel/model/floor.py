@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Part
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -48,6 +48,9 @@ FUSED_ADAMW = Appetite()
 
 ANY_ADAMW = Appetite(scratch_tensors=3)
 """What refusals name figures for until there is an optimizer: enough for AdamW, fused or not."""
+
+ANY_OPTIMIZER = Appetite(state_tensors=3, scratch_tensors=4, whole=True)
+"""As much as optimizers are known to need."""
 
 NO_OPTIMIZER = Appetite(state_tensors=0)
 """What any optimizer needs at the least."""
@@ -103,10 +106,10 @@ def least_budget(
         window_bytes: size of the optimizer's windows.
         held_bytes: what the tiers themselves hold of the budget.
     """
-    trainable = [s.value for s in slots if s.param.requires_grad]
-    landing = max((t.nbytes for t in trainable), default=0)
+    trainable = [s for s in slots if s.param.requires_grad]
+    landing = max((s.value.nbytes for s in trainable), default=0)
     buffers = sum(b.nbytes for b in model.buffers()) + held_bytes
-    small = sum(_states(s, appetite, masters) for s in slots if not s.value.movable)
+    small = sum(_states(s, appetite, masters) for s in slots if not s.group.movable)
     fixed = buffers + small + landing
 
     forward = _forward(model, slots)
@@ -126,12 +129,12 @@ def _states(slot: ParamSlot, appetite: Appetite, masters: bool) -> int:
     if not slot.param.requires_grad:
         return value.slot_bytes
     wide = _wide(value, masters)
-    total = value.slot_bytes + round_up(value.numel * (wide if masters else value.dtype.itemsize))
-    total += appetite.state_tensors * round_up(value.numel * wide)
-    return total + (round_up(value.numel * wide) if wide > value.dtype.itemsize else 0)
+    total = value.slot_bytes + value.bytes_as(wide if masters else value.dtype.itemsize)
+    total += appetite.state_tensors * value.bytes_as(wide)
+    return total + (value.bytes_as(wide) if wide > value.dtype.itemsize else 0)
 
 
-def _wide(value: PagedTensor, masters: bool) -> int:
+def _wide(value: Part, masters: bool) -> int:
     """Bytes per element of what the optimizer updates."""
     return max(value.dtype.itemsize, 4) if masters else value.dtype.itemsize
 
@@ -141,12 +144,14 @@ def _wide(value: PagedTensor, masters: bool) -> int:
 
 def _held(params: Iterable[ParamSlot]) -> int:
     """Bytes of parameters that are pinned together, with their lower-precision copies under autocast."""
-    total = 0
-    for slot in params:
-        value = slot.value
-        total += value.slot_bytes if value.movable else 0
-        total += value.nbytes // 2 if value.dtype == torch.float32 else 0
-    return total
+    slots = list(params)
+    values = sum(block.slot_bytes for block in blocks_of(slots))
+    return values + sum(s.value.nbytes // 2 for s in slots if s.value.dtype == torch.float32)
+
+
+def blocks_of(params: Iterable[ParamSlot]) -> list[PagedTensor]:
+    """The blocks that hold the values of parameters and may leave the compute tier, each once."""
+    return list(dict.fromkeys(slot.value.block for slot in params if slot.group.movable))
 
 
 def _own(module: nn.Module, slots: SlotTable) -> dict[int, ParamSlot]:
@@ -182,8 +187,8 @@ def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _Moment:
 
 
 def _largest(params: Iterable[ParamSlot]) -> str:
-    largest = max((s.value for s in params), key=lambda t: t.nbytes, default=None)
-    return "" if largest is None else f"; the largest is {largest.name}, {format_bytes(largest.nbytes)}"
+    largest = max(params, key=lambda s: s.value.nbytes, default=None)
+    return "" if largest is None else f"; the largest is {largest.name}, {format_bytes(largest.value.nbytes)}"
 
 
 def _recomputation(model: nn.Module, slots: SlotTable) -> _Moment:
@@ -211,23 +216,25 @@ def _recomputation(model: nn.Module, slots: SlotTable) -> _Moment:
 # ---- gradients and updates -------------------------------------------------------------------------------------------
 
 
-def _accumulation(trainable: list[PagedTensor], masters: bool) -> _Moment:
+def _accumulation(trainable: list[ParamSlot], masters: bool) -> _Moment:
     """The sum that an arriving gradient is added to; the gradient itself has room held for it."""
     best = _Moment(0, "nothing")
-    for value in trainable:
-        if not value.movable:
+    for slot in trainable:
+        value, block = slot.value, slot.value.block
+        if not slot.group.movable:
             continue
-        nbytes = value.slot_bytes
+        nbytes = block.slot_bytes
         if _wide(value, masters) > value.dtype.itemsize:
             # The second gradient makes an fp32 sum out of the narrow first one.
-            nbytes += round_up(value.numel * 4)
+            nbytes += round_up(block.numel * 4)
         if nbytes > best.nbytes:
-            best = _Moment(nbytes, f"the gradient of {value.name} ({format_bytes(value.nbytes)})")
+            best = _Moment(nbytes, f"the gradient of {slot.name} ({format_bytes(value.nbytes)})")
     return best
 
 
-def _update(value: PagedTensor, appetite: Appetite, masters: bool, window_bytes: int) -> _Moment:
+def _update(slot: ParamSlot, appetite: Appetite, masters: bool, window_bytes: int) -> _Moment:
     """What the update of one parameter needs at its largest: its first, in which the state is made."""
+    value = slot.value
     wide = _wide(value, masters)
     elements = value.numel
     if not appetite.whole:
@@ -235,13 +242,13 @@ def _update(value: PagedTensor, appetite: Appetite, masters: bool, window_bytes:
     cut = elements < value.numel
     state = appetite.state_tensors * round_up(elements * wide)
     nbytes = update_extra_bytes(appetite, elements, wide, new=True, widened=wide > value.dtype.itemsize)
-    if value.movable:
+    if slot.group.movable:
         nbytes += round_up(elements * value.dtype.itemsize)
         nbytes += round_up(elements * (wide if masters else value.dtype.itemsize))
         nbytes += round_up(elements * wide) if wide > value.dtype.itemsize else 0
         nbytes += state if cut else 0
     whole = "all of " if not cut else "a window of "
-    return _Moment(nbytes, f"the update of {whole}{value.name} ({format_bytes(value.nbytes)})")
+    return _Moment(nbytes, f"the update of {whole}{slot.name} ({format_bytes(value.nbytes)})")
 
 
 def update_extra_bytes(appetite: Appetite, elements: int, wide: int, *, new: bool, widened: bool) -> int:

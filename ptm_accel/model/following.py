@@ -178,7 +178,8 @@ class Following:
         if recorder.writes:
             self._marks.append(self._clock.mark())
             backward = torch._C._current_graph_task_id() != -1
-            recorder.record(tensor.name, tensor.slot_bytes, use, held_bytes=self._held_bytes(), backward=backward)
+            held = self._held_bytes()
+            recorder.record(tensor.name, tensor.slot_bytes, use, held_bytes=held, backward=backward, parts=tensor.parts)
         else:
             recorder.count()
         route = self._route

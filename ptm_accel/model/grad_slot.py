@@ -14,12 +14,33 @@ import torch
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, placeholder
+from ptm_accel.memory.paged import Part, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.norms import NORM_TYPE, Norms, is_narrow
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
+
+
+class _Sums:
+    """The sums in one block whose norms are still wanted."""
+
+    __slots__ = ("grads",)
+
+    def __init__(self) -> None:
+        self.grads: list[GradSlot] = []
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """The pool has brought the block in."""
+
+    def was_written(self) -> bool:
+        """Writers to a sum call `GradSlot.changed`."""
+        return False
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """The pool is about to evict the block: takes the norms."""
+        for grad in self.grads:
+            grad.leaving(tensor)
 
 
 class GradSlot:
@@ -41,7 +62,7 @@ class GradSlot:
 
     def __init__(self, slot: ParamSlot, pool: Pool, norms: Norms) -> None:
         self.slot = slot
-        self.value: PagedTensor | None = None
+        self.value: Part | None = None
         self.spent = self.used = False
         self._view: weakref.ref[AwayGradient] | None = None
         self._pool = pool
@@ -58,9 +79,12 @@ class GradSlot:
         """
         if self.value is None:
             self._norm = None
-            value = self.paged(gradient.shape, gradient.dtype)
+            value = self.paged(gradient.dtype)
             self._hold(value)
-            self._pool.adopt(value, gradient, copied=held)
+            if value.alone:
+                self._pool.adopt(value.block, gradient, copied=held)
+            else:
+                self._write(value, gradient)
             return
         self.widen()
         with self._pool.pin(self.value, write=True) as total:
@@ -83,36 +107,44 @@ class GradSlot:
         """Whether there is a sum that is to be fp32 and is not yet."""
         return self._norms.wide and self.value is not None and is_narrow(self.value.dtype)
 
-    def paged(self, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> PagedTensor:
-        """A new paged tensor for a gradient, by default of the parameter's shape and type."""
-        shape, dtype = shape or self.slot.value.shape, dtype or self.slot.value.dtype
-        name = f"{self.slot.name}{GRAD_SUFFIX}"
-        return self._pool.create(name, Tag.GRAD, shape, dtype, movable=self.slot.value.movable)
+    def paged(self, dtype: torch.dtype | None = None) -> Part:
+        """Pages for a gradient, by default of the parameter's type."""
+        slot = self.slot
+        return slot.group.part(slot.member, GRAD_SUFFIX, Tag.GRAD, dtype or slot.value.dtype, self._pool)
 
-    def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> PagedTensor:
-        copy = self.paged(source.shape, dtype)
+    def _write(self, value: Part, source: torch.Tensor) -> None:
+        """Writes the first values of a sum."""
+        if value.block.place is Place.BLANK:
+            # What others have of the block is not read before it is written.
+            value.of(self._pool.make(value.block)).copy_(source)
+        else:
+            self._pool.fault(value, write=True).copy_(source)
+
+    def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> Part:
+        copy = self.paged(dtype)
         try:
-            self._pool.make(copy).copy_(source)
+            self._write(copy, source)
         except BaseException:
             self._pool.forget(copy)
             raise
         return copy
 
-    def _hold(self, value: PagedTensor) -> None:
+    def _hold(self, value: Part) -> None:
         self.value = value
-        value.occupant = self
+        if value.block.occupant is None:
+            value.block.occupant = _Sums()
+        assert isinstance(value.block.occupant, _Sums)
+        value.block.occupant.grads.append(self)
 
-    def arrived(self, tensor: torch.Tensor) -> None:
-        """The pool has brought the sum in."""
+    def _let_go(self, value: Part) -> None:
+        """The norm of a sum is not wanted any more."""
+        if isinstance(value.block.occupant, _Sums) and self in value.block.occupant.grads:
+            value.block.occupant.grads.remove(self)
 
-    def was_written(self) -> bool:
-        """Writers to a sum call `changed`."""
-        return False
-
-    def leaving(self, tensor: torch.Tensor) -> None:
-        """The pool is about to evict the sum: takes its norm."""
-        if self._norm is None:
-            self._norm = self._norms.of(tensor, self._norm_type)
+    def leaving(self, block: torch.Tensor) -> None:
+        """The pool is about to evict the block of the sum: takes its norm."""
+        if self._norm is None and self.value is not None:
+            self._norm = self._norms.of(self.value.of(block), self._norm_type)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """The norm of the whole sum, as torch's clipping computes it for one tensor.
@@ -149,8 +181,7 @@ class GradSlot:
         self._end_view()
         self._norm, self.used = None, True
         if other.value is not None:
-            # Its norm is not needed any more.
-            other.value.occupant = None
+            self._let_go(other.value)
         return other
 
     def go_on_with(self, other: GradSlot) -> None:
@@ -173,8 +204,11 @@ class GradSlot:
             arrived = self.slot.param.grad is not None
         if self.used or self.value is not None or arrived:
             self.forget()
-            # Zeros take no memory until something is added to them.
-            self._hold(self.paged())
+            value = self.paged()
+            self._hold(value)
+            if value.block.place is not Place.BLANK:
+                # Otherwise zeros take no memory until something is added to them.
+                self._pool.fault(value, write=True).zero_()
 
     # ---- what `p.grad` shows ------------------------------------------------------------------------------------
 
@@ -220,7 +254,7 @@ class GradSlot:
         self._end_view()
         if self.value is not None:
             value, self.value = self.value, None
-            value.occupant = None
+            self._let_go(value)
             self._pool.forget(value)
 
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import Part
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.grad_slot import GradSlot
@@ -241,7 +241,7 @@ class Gradients:
         known = [self._by_param.get(id(param)) for param in parameters]
         return [g for g in known if g is not None and (g.value is not None or g.spent)]
 
-    def sums_of(self, slots: Iterable[ParamSlot]) -> list[PagedTensor]:
+    def sums_of(self, slots: Iterable[ParamSlot]) -> list[Part]:
         """The gradient sums of `slots` that exist."""
         known = [self.known(slot) for slot in slots]
         return [grad.value for grad in known if grad is not None and grad.value is not None]
@@ -359,7 +359,11 @@ class Gradients:
         del arrived
         # A gradient whose memory a hook of the user's keeps too is copied.
         held = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OF_A_GRADIENT
-        if grad.value is None and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes)):
+        if (
+            grad.value is None
+            and grad.slot.value.alone
+            and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes))
+        ):
             # The reservation for arrivals becomes the charge of the gradient, unless a copy of it has room beside.
             self.release_arrival()
         with torch.no_grad():

@@ -273,7 +273,7 @@ class Residency:
                 yield tensor
             finally:
                 slot.hide()
-        self.pool.shelf.spare(slot.value)
+        self.pool.shelf.spare(slot.value.block)
 
     def alias_given(self, slot: ParamSlot) -> None:
         """A view of the values was given to user code; writes to it outside of forwards are not noticed otherwise."""
@@ -327,7 +327,7 @@ class Residency:
             self.pool.room.glance()
             shows = self._shows(module)
             for slot in self._used_by(module):
-                if slot.value.movable:
+                if slot.group.movable:
                     frame.pins.append(self.pool.pin(slot.value))
                 if shows:
                     frame.shown.append(slot)
@@ -357,7 +357,7 @@ class Residency:
 
     def _enter_region(self, frames: _Frames, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
-            if slot.value.movable:
+            if slot.group.movable:
                 frame.pins.append(self.pool.pin(slot.value))
             frame.shown.append(slot)
             slot.show()

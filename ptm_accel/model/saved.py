@@ -76,7 +76,7 @@ class SavedView:
         self.shape = view.shape
         self.strides = view.stride()
         self.dtype = view.dtype
-        self.offset = view.storage_offset()
+        self.offset = source.offset_of(view) if source is slot else view.storage_offset()
         self.generation = slot.generation
         # Lazily conjugated or negated views have the same bytes.
         self._lazy = view.is_conj(), view.is_neg()
@@ -112,7 +112,7 @@ class SavedView:
             )
         if whole.dtype != self.dtype:
             whole = whole.view(-1).view(self.dtype)
-        view = whole.as_strided(self.shape, self.strides, self.offset)
+        view = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
         conjugated, negated = self._lazy
         if conjugated:
             view = view.conj()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place, placeholder
+from ptm_accel.memory.paged import PagedTensor, Part, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
 from ptm_accel.model.away import AwayParameter
+from ptm_accel.model.groups import ParamGroup
 
 if TYPE_CHECKING:
     from ptm_accel.model.residency import Residency
@@ -36,9 +38,9 @@ class ExtentTable:
         return tensor.untyped_storage().data_ptr()
 
     def __init__(self) -> None:
-        self._by_address: dict[int, tuple[ParamSlot | CastSource, StorageWeakRef]] = {}
+        self._by_address: dict[int, tuple[Members | CastSource, StorageWeakRef]] = {}
 
-    def add(self, tensor: torch.Tensor, source: ParamSlot | CastSource) -> int:
+    def add(self, tensor: torch.Tensor, source: Members | CastSource) -> int:
         """Notes that `tensor`'s storage holds the values of `source`; returns its key."""
         address = self.address(tensor)
         self._by_address[address] = (source, StorageWeakRef(tensor.untyped_storage()))
@@ -60,7 +62,8 @@ class ExtentTable:
         if known[1].expired():
             del self._by_address[address]
             return None
-        return known[0]
+        source = known[0]
+        return source.at(tensor) if isinstance(source, Members) else source
 
     def sweep(self, addresses: list[int]) -> list[int]:
         """Forgets those of `addresses` whose storage has been freed; returns the others."""
@@ -89,7 +92,7 @@ class CastSource:
         self.dtype = dtype
         self.shape = view.shape
         self.strides = view.stride()
-        self.offset = int(view.storage_offset())
+        self.offset = slot.offset_of(view)
         self.generation = slot.generation
         self.version = slot.param._version
 
@@ -98,13 +101,52 @@ class CastSource:
         return self.slot.cast(self.shape, self.strides, self.offset, self.dtype)
 
 
+class Members:
+    """The parameters whose values lie in one block, in its order: they come and go together.
+
+    Args:
+        table: finds them by the address of the block.
+    """
+
+    __slots__ = ("_table", "slots")
+
+    def __init__(self, table: ExtentTable) -> None:
+        self.slots: list[ParamSlot] = []
+        self._table = table
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """Called by the pool after it has loaded the block."""
+        self._table.add(tensor, self)
+        for slot in self.slots:
+            slot.arrived(slot.value.of(tensor))
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """Called by the pool before it evicts the block."""
+        self._table.remove(tensor)
+        for slot in self.slots:
+            slot.leaving(tensor.device)
+
+    def was_written(self) -> bool:
+        """Whether torch has counted an in-place change of one since the last call, or since they were loaded."""
+        written = [slot.was_written() for slot in self.slots]
+        return True in written
+
+    def at(self, view: torch.Tensor) -> ParamSlot | None:
+        """The parameter in whose values a view of the block begins, if one has them still."""
+        slots, address = self.slots, view.data_ptr()
+        found = slots[bisect_right(slots, address, key=_address) - 1] if slots else None
+        return found if found is not None and 0 <= address - found.address < found.value.nbytes else None
+
+
 class ParamSlot:
     """One parameter of the model and its paged values.
 
     Attributes:
         name: the first of its names in the model.
         param: the model's own `nn.Parameter`; its `.data` is the buffer or a placeholder.
-        value: its paged values.
+        group: what it is moved with.
+        member: its number there.
+        value: its part of the group's values.
         generation: counts updates, so that a backward through an older forward is an error.
     """
 
@@ -117,15 +159,29 @@ class ParamSlot:
         "_table",
         "_version",
         "_writes",
+        "address",
         "generation",
+        "group",
+        "member",
         "name",
         "param",
         "value",
     )
 
-    def __init__(self, name: str, param: nn.Parameter, value: PagedTensor, pool: Pool, table: ExtentTable) -> None:
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        group: ParamGroup,
+        member: int,
+        value: Part,
+        pool: Pool,
+        table: ExtentTable,
+    ) -> None:
         self.name = name
         self.param = param
+        self.group = group
+        self.member = member
         self.value = value
         self.generation = 0
         # Weak: the pool, which outlives the model, holds this object.
@@ -137,7 +193,8 @@ class ParamSlot:
         self._shown = 0
         # Cached: making one takes longer than loading a small parameter.
         self._placeholder: torch.Tensor | None = None
-        value.occupant = self
+        self.address = 0
+        self._take_part()
 
     # ---- what its parameter is -------------------------------------------------------------------------------------
 
@@ -150,12 +207,27 @@ class ParamSlot:
         """
         self._accesses = weakref.ref(accesses)
         away.register(self)
-        if self.value.extent is not None:
-            self.arrived(self.value.extent.tensor)
+        if self.value.block.extent is not None:
+            self.arrived(self._tensor())
         else:
             self._give(self._stand_in(device))
         if not self._shown:
             self.param.__class__ = AwayParameter
+
+    def adopt(self) -> None:
+        """Moves the parameter's present data onto the pages.
+
+        Raises:
+            BudgetError: no room for it.
+        """
+        value, pool = self.value, self._pool
+        # No name here may hold the data: what moves away at once must also be freed at once.
+        if value.alone:
+            pool.adopt(value.block, self.param.data)
+        elif value.block.place is Place.BLANK:
+            value.of(pool.make(value.block)).copy_(self.param.data)
+        else:
+            pool.fault(value, write=True).copy_(self.param.data)
 
     @property
     def accesses(self) -> Residency:
@@ -186,18 +258,21 @@ class ParamSlot:
             self.param.__class__ = AwayParameter
 
     def arrived(self, tensor: torch.Tensor) -> None:
-        """Called by the pool after it has loaded the values."""
-        self._table.add(tensor, self)
+        """The values are in the compute tier, as `tensor`."""
+        self.address = tensor.data_ptr()
         if self.on_pages:
             self._give(tensor)
         with away.bare():
             self._version = self.param._version
 
-    def leaving(self, tensor: torch.Tensor) -> None:
-        """Called by the pool before it evicts the values."""
-        self._table.remove(tensor)
+    def leaving(self, device: torch.device) -> None:
+        """The values are about to leave the compute tier."""
         if self.on_pages:
-            self._give(self._stand_in(tensor.device))
+            self._give(self._stand_in(device))
+
+    def offset_of(self, view: torch.Tensor) -> int:
+        """Where a view of the values begins, in elements of its own dtype behind the first."""
+        return (view.data_ptr() - self.address) // view.dtype.itemsize
 
     def _give(self, data: torch.Tensor) -> None:
         with away.bare():
@@ -211,11 +286,22 @@ class ParamSlot:
 
     def take_off(self, values: torch.Tensor) -> None:
         """Takes the parameter off pages, with `values` as its data."""
-        self.value.occupant = None
-        if self.value.extent is not None:
-            self._table.remove(self.value.extent.tensor)
+        self.give_up_part()
         self.leave_pages()
         self.param.data = values
+
+    def _take_part(self) -> None:
+        members = self.value.block.occupant
+        if members is None:
+            members = self.value.block.occupant = Members(self._table)
+        assert isinstance(members, Members)
+        members.slots.append(self)
+
+    def give_up_part(self) -> None:
+        """The part of the block is this parameter's no more."""
+        members = self.value.block.occupant
+        assert isinstance(members, Members)
+        members.slots.remove(self)
 
     def leave_pages(self) -> None:
         """Makes the parameter an ordinary one again, with the data that it has."""
@@ -253,32 +339,30 @@ class ParamSlot:
     def writes(self) -> int:
         """Number of times that user code may have written to the values."""
         if self.value.place.resident:
-            self.value.note_changes()
+            self.value.block.note_changes()
         return self._writes
 
     def changed(self) -> None:
         """The values may have been changed in a way that torch does not count."""
         self._writes += 1
         if self.value.place.resident:
-            self.value.place = Place.DIRTY
+            self.value.block.place = Place.DIRTY
 
     def take_in(self) -> None:
         """Takes over what user code has written to the parameter, or assigned to its `data`."""
         with away.bare():
             given = self.param.data
-        extent = self.value.extent
-        assert extent is not None
-        there = extent.tensor
+        there = self._tensor()
         if (given.data_ptr(), given.shape, given.stride()) != (there.data_ptr(), there.shape, there.stride()):
             self.assign(given)
-            if self.value.place.resident and self.value.extent is not None:
+            if self.value.place.resident:
                 # The parameter still has what it was given, and not the copy on its pages.
-                self._give(self.value.extent.tensor)
+                self._give(self._tensor())
         else:
             self.changed()
 
     def assign(self, data: torch.Tensor) -> None:
-        """Makes `data` the values, which may have another shape.
+        """Makes `data` the values, which may have another shape (`resize_token_embeddings`).
 
         Raises:
             PagedModelError: it is of another dtype or on another device; or a forward uses the values, and it is of
@@ -287,33 +371,49 @@ class ParamSlot:
         """
         value = self.value
         self.check_data(data)
-        accesses = None if self._accesses is None else self._accesses()
-        if data.shape != value.shape and accesses is not None and accesses.between is not None:
-            accesses.between()
-        if value.pins and data.shape != value.shape:
-            raise PagedModelError(
-                f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
-                "while it was in use. Change it between two forwards."
-            )
-        known = 0
-        if value.extent is not None and _storage(data) == _storage(value.extent.tensor):
-            # The caller's view, and the base that autograd keeps.
-            known = 1 + data._is_view()
-        data = data.detach().contiguous()
-        if value.extent is not None and _storage(data) == _storage(value.extent.tensor):
-            if data.shape == value.shape and data.data_ptr() == value.extent.tensor.data_ptr():
+        if data.shape != value.shape:
+            self._reshape(data.detach())
+            return
+        extent, known = value.block.extent, 0
+        if extent is not None and _storage(data) == _storage(extent.tensor):
+            if data.is_contiguous() and data.data_ptr() == self._tensor().data_ptr():
                 # A view of the present data, as after `p.data = p.data.mul_(2)`.
                 self.changed()
                 return
+            # The caller's view, and the base that autograd keeps.
+            known = 1 + data._is_view()
             data = data.clone()
-        if value.pins and value.extent is not None and value.extent.viewed(shown=True, known=known):
+        data = data.detach()
+        if value.block.pins and extent is not None and extent.viewed(shown=True, known=known):
             # The data is copied into the same memory, which would change the view.
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(value.shape)} was given other data while it was in use, and a "
                 "view of what it had before is kept (such as `kept = module.weight.data`), which would change. Keep a "
                 "copy (`module.weight.data.clone()`), or write in place (`module.weight.data.copy_()`)."
             )
-        self._pool.renew(value, data)
+        self._pool.fault(value, write=True).copy_(data)
+        self.generation += 1
+        self._writes += 1
+
+    def _reshape(self, data: torch.Tensor) -> None:
+        """Moves the parameter to a group of its own, with values of another shape."""
+        value, accesses = self.value, None if self._accesses is None else self._accesses()
+        if accesses is not None and accesses.between is not None:
+            accesses.between()
+        if value.block.pins:
+            raise PagedModelError(
+                f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
+                "while it was in use. Change it between two forwards."
+            )
+        # Refused before the old values are dropped.
+        self._pool.room.reserve(data.nbytes, Tag.PARAM, self.name).release()
+        data = data.clone() if self.value.place.resident and _storage(data) == _storage(self._tensor()) else data
+        self.give_up_part()
+        self._pool.forget(value)
+        self.group, self.member = ParamGroup(self.name, [data.shape], movable=self.group.movable), 0
+        self.value = self.group.part(0, "", Tag.PARAM, value.dtype, self._pool)
+        self._take_part()
+        self._pool.adopt(self.value.block, data, copied=True)
         self.generation += 1
         self._writes += 1
 
@@ -321,10 +421,15 @@ class ParamSlot:
         """Whether the parameter can be given `data`."""
         return data.dtype == self.value.dtype and same_place(data.device, self._pool.compute.device)
 
+    def _tensor(self) -> torch.Tensor:
+        """The values; they are in the compute tier."""
+        extent = self.value.block.extent
+        assert extent is not None, self.name
+        return self.value.of(extent.tensor)
+
     def bring_back(self) -> None:
         """Gives the parameter the data on its pages again, which must be in the compute tier."""
-        assert self.value.extent is not None
-        self._give(self.value.extent.tensor)
+        self._give(self._tensor())
 
     def check_data(self, data: torch.Tensor) -> None:
         """Refuses data that the parameter cannot have.
@@ -345,17 +450,16 @@ class ParamSlot:
         with self._pool.lock:
             if self._pool.owed is not None:
                 self._pool.owed.finish()
-            extent = self.value.extent
-            # A tensor that is being loaded has a buffer without values.
-            if extent is not None and self.value.place.resident:
-                return extent.tensor.detach().clone()
+            # A block that is being loaded has a buffer without values.
+            if self.value.place.resident:
+                return self._tensor().detach().clone()
             values = self._pool.snapshot(self.value)
             return values.to(self._pool.compute.device, copy=True).contiguous()
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a view of the values in `dtype`, charged as long as it lives."""
         with self._pool.pin(self.value) as values:
-            view = values.detach().as_strided(shape, strides, offset)
+            view = values.detach().as_strided(shape, strides, values.storage_offset() + offset)
             with self._pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
                 copy = view.to(dtype)
                 keep(copy)
@@ -370,6 +474,10 @@ class ParamSlot:
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""
         return self._pool.fault(self.value, write=write)
+
+
+def _address(slot: ParamSlot) -> int:
+    return slot.address
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -398,7 +506,9 @@ class SlotTable:
         self._by_id = dict(other._by_id)
         self.by_name = dict(other.by_name)
         for name, slot in reversed(self.by_name.items()):
-            slot.name = slot.value.name = name
+            slot.name = name
+            if slot.value.alone:
+                slot.group.rename(name)
 
     def remove(self, slot: ParamSlot) -> None:
         """Forgets a slot whose parameter has left the model."""
@@ -416,6 +526,10 @@ class SlotTable:
         """The slot of a parameter, or None if it is not on pages."""
         slot = self._by_id.get(id(param))
         return slot if slot is not None and slot.param is param else None
+
+    def blocks(self) -> list[PagedTensor]:
+        """The blocks of all values, each once, in order."""
+        return list(dict.fromkeys(slot.value.block for slot in self))
 
     def __iter__(self) -> Iterator[ParamSlot]:
         return iter(self._by_id.values())

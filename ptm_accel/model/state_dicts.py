@@ -95,8 +95,7 @@ class StateDictHooks:
         if given is not None and any(value is given for value in state_dict.values()):
             return given
         values = _alone(self._pool.snapshot(slot.value))
-        extent = slot.value.extent
-        if extent is not None and values.data_ptr() == extent.tensor.data_ptr():
+        if slot.value.block.extent is not None and values.data_ptr() == slot.address:
             # A write to it is a write to the model, as in plain torch.
             slot.changed()
         else:

@@ -46,8 +46,8 @@ class Batches:
     @property
     def pinned_bytes(self) -> int:
         """What they alone pin of tensors that move, where a whole parameter is updated."""
-        involved = (tensor for unit in self._opened if unit.whole for tensor in unit.involved().values())
-        pinned = (tensor.extent for tensor in involved if tensor.movable and tensor.pins == 1)
+        involved = (part.block for unit in self._opened if unit.whole for part in unit.involved().values())
+        pinned = (block.extent for block in involved if block.movable and block.pins == 1)
         return sum(extent.reservation.nbytes for extent in pinned if extent is not None)
 
     def arrived(self) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError, StaleGraphError, UnsupportedError
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import PagedTensor, Part
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.hyperparameters import kept_hyperparameters, still_hold
@@ -84,7 +84,8 @@ class Chase:
         self._working = False
         # Which tensors may not be looked at before which parameter has been updated.
         self._owed: dict[PagedTensor, int] = {}
-        self._gradients: set[PagedTensor] = set()
+        # The gradients that are still to be used, by their block.
+        self._gradients: dict[PagedTensor, list[Part]] = {}
         self._parameters: set[PagedTensor] = set()
         self._done = 0
         self.whole = whole
@@ -133,16 +134,16 @@ class Chase:
                 raise
             if taken:
                 self.touched = True
-                self._parameters.add(state.slot.value)
+                self._parameters.add(state.slot.value.block)
                 return
         self._add_here(entry)
 
     def _add_here(self, entry: Entry) -> None:
         _, state, grad = entry
-        self._owed |= dict.fromkeys(state.tensors(), len(self._cursor.work))
+        self._owed |= dict.fromkeys(state.blocks(), len(self._cursor.work))
         if grad.value is not None:
-            self._gradients.add(grad.value)
-        self._parameters.add(state.slot.value)
+            self._gradients.setdefault(grad.value.block, []).append(grad.value)
+        self._parameters.add(state.slot.value.block)
         self._cursor.work.append(entry)
 
     def close(self, work: Work, order: dict[str, int]) -> None:
@@ -157,13 +158,13 @@ class Chase:
         everything, begun = self._cursor.work, self._cursor.begun
         everything[begun:] = ordered(everything[begun:], order)
         for index in range(begun, len(everything)):
-            self._owed |= dict.fromkeys(everything[index][1].tensors(), index)
+            self._owed |= dict.fromkeys(everything[index][1].blocks(), index)
         self._end_if_done()
 
     @property
-    def updated(self) -> list[str]:
-        """The parameters that have been updated, but for those on the CPU beside a device, by name."""
-        return [state.slot.name for _, state, _ in self._cursor.work[: self._done]]
+    def updated(self) -> set[str]:
+        """The blocks of what has been updated, but for those on the CPU beside a device, by name."""
+        return {state.block_name for _, state, _ in self._cursor.work[: self._done]}
 
     def awaits(self, tensor: PagedTensor) -> bool:
         """Whether an update that is still to be done uses the tensor."""
@@ -207,7 +208,7 @@ class Chase:
     @property
     def waiting_bytes(self) -> int:
         """What is held of gradients that are not used up yet."""
-        return sum(tensor.slot_bytes for tensor in self._gradients)
+        return sum(part.slot_bytes for parts in self._gradients.values() for part in parts)
 
     def finish(self) -> None:
         """Carries out all that is left.
@@ -361,15 +362,25 @@ class Chase:
 
     def _update(self) -> None:
         batch = self._batches.take()
-        self._gradients.difference_update([unit.grad.value for unit in batch if unit.last])
+        for unit in batch:
+            if unit.last and unit.grad.value is not None:
+                self._forget_gradient(unit.grad.value)
         self.touched = True
         self._batches.carry_out(batch, self._scale, self._hyper)
         for unit in batch:
             if unit.last:
-                for tensor in unit.state.tensors():
-                    self._owed.pop(tensor, None)
+                for block in unit.state.blocks():
+                    # Not before the last of its members.
+                    if self._owed.get(block) == self._done:
+                        del self._owed[block]
                 self._done += 1
         self._end_if_done()
+
+    def _forget_gradient(self, part: Part) -> None:
+        left = self._gradients[part.block]
+        left.remove(part)
+        if not left:
+            del self._gradients[part.block]
 
     def _end_if_done(self) -> None:
         busy = self._on_host is not None and self._on_host.busy

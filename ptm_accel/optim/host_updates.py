@@ -13,7 +13,7 @@ hyperparameters (`twin_of`), since the user's may be looked at, or scheduled, me
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.copies import Keeping
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import Transfer
 from ptm_accel.memory.windows import HostWindow, Window, window_elements
@@ -75,7 +75,7 @@ class HostUpdates:
         self._waiting: deque[tuple[Entry, int]] = deque()
         self._open: deque[Job] = deque()
         self._open_bytes = 0
-        self._owed: set[PagedTensor] = set()
+        self._owed: Counter[PagedTensor] = Counter()
         self._done = 0
         self._spent_s = 0.0
         self._counts_come: list[Transfer] = []
@@ -93,24 +93,27 @@ class HostUpdates:
         Raises:
             DiskError: a transfer failed.
         """
-        if not self._owner.chosen(entry[1].slot.name):
+        if not self._owner.chosen(entry[1].block_name):
             return False
         tensors = _tensors_of(entry)
-        if len(tensors) * self._home.page_bytes > self._owner.most_bytes or self._is_looked_at(entry[1].slot.value):
+        if len(tensors) * self._home.page_bytes > self._owner.most_bytes or self._is_looked_at(
+            entry[1].slot.value.block
+        ):
             return False
         if not all(self._can_be_held(tensor) for tensor in tensors) or not self._prepare():
             return False
         try:
-            for tensor in tensors:
-                self._send_home(tensor)
+            for part in tensors:
+                self._send_home(part.block)
         except BudgetError:
             # The home is full: what has gone there is as good there.
             return False
         # Some are padded in the home, what was never stored there is nowhere, and what could not be stored is here.
-        if any(tensor.place is not Place.AWAY or tensor.stored_bytes < tensor.nbytes for tensor in tensors):
+        blocks = [part.block for part in tensors]
+        if any(block.place is not Place.AWAY or block.stored_bytes < block.nbytes for block in blocks):
             return False
         self._counts_come += _counts_to_host(entry[1], self._home)
-        self._owed.update(tensors)
+        self._owed.update(blocks)
         self._waiting.append((entry, 0))
         self.entries.append(entry)
         return True
@@ -121,18 +124,15 @@ class HostUpdates:
             return False
         return self._pool.shelf.is_spared(value) or value.viewed
 
-    def _can_be_held(self, tensor: PagedTensor) -> bool:
-        step = self._step_bytes(tensor)
+    def _can_be_held(self, part: Part) -> bool:
+        block, step = part.block, window_elements(self._window_bytes, 4) * part.dtype.itemsize
         return (
-            tensor.movable
-            and not tensor.pins
-            and tensor.place is not Place.BLANK
+            block.movable
+            and not block.pins
+            and block.place is not Place.BLANK
             # A window lies on one page.
-            and (self._home.page_bytes % step == 0 or tensor.slot_bytes <= self._home.page_bytes)
+            and (self._home.page_bytes % step == 0 or block.slot_bytes <= self._home.page_bytes)
         )
-
-    def _step_bytes(self, tensor: PagedTensor) -> int:
-        return window_elements(self._window_bytes, 4) * tensor.dtype.itemsize
 
     def _send_home(self, tensor: PagedTensor) -> None:
         if tensor.place is Place.ARRIVING:
@@ -232,7 +232,7 @@ class HostUpdates:
     def _refuse(self, entry: Entry) -> None:
         self._waiting.popleft()
         self.entries = [other for other in self.entries if other is not entry]
-        self._owed.difference_update(_tensors_of(entry))
+        self._less_owed(entry)
         # What updates it in its place reads the counts where they were sent to.
         for transfer in self._counts_come:
             transfer.wait()
@@ -290,7 +290,7 @@ class HostUpdates:
 
     def _end(self, unit: Unit, after: dict[str, Any]) -> None:
         state = unit.state
-        self._owed.difference_update(_tensors_of((unit.group, state, unit.grad)))
+        self._less_owed((unit.group, state, unit.grad))
         self._done += 1
         state.small = after
         if state.master is not None:
@@ -298,6 +298,9 @@ class HostUpdates:
         unit.grad.drop()
         state.agree()
         state.slot.generation += 1
+
+    def _less_owed(self, entry: Entry) -> None:
+        self._owed -= Counter(part.block for part in _tensors_of(entry))
 
     def give_up(self) -> None:
         """Ends what is open without waiting for more than the window that is worked on; the rest is lost."""
@@ -318,7 +321,7 @@ class HostUpdates:
             self._owner.spent(self._spent_s)
 
 
-def _tensors_of(entry: Entry) -> list[PagedTensor]:
+def _tensors_of(entry: Entry) -> list[Part]:
     _, state, grad = entry
     assert grad.value is not None
     return [*state.tensors(), grad.value]
@@ -326,15 +329,16 @@ def _tensors_of(entry: Entry) -> list[PagedTensor]:
 
 def _unit(entry: Entry, start: int, elements: int) -> Unit:
     group, state, grad = entry
-    stop = min(start + elements, state.slot.value.numel)
+    # Up to where the next page may begin.
+    first = state.slot.value.start
+    stop = min((first + start) // elements * elements + elements - first, state.slot.value.numel)
     return Unit(group, state, grad, start, stop, last=stop == state.slot.value.numel, new=False)
 
 
 def _there(window: Window) -> torch.Tensor:
     """See `Windows.shaped`; it has arrived."""
     assert window.tensor is not None
-    whole = window.stop - window.start == window.source.numel
-    return window.tensor.view(window.source.shape) if whole else window.tensor
+    return window.tensor if window.shape is None else window.tensor.view(window.shape)
 
 
 def _on_device_of(pool: Pool) -> AbstractContextManager[object]:

@@ -59,6 +59,7 @@ class InBackward:
         self._begin = begin
         self._permitted = False
         self._spent: list[GradSlot] = []
+        self._arrived: dict[PagedTensor, list[GradSlot]] = {}
 
     @contextmanager
     def permitted(self) -> Iterator[None]:
@@ -76,23 +77,30 @@ class InBackward:
             raise
         finally:
             self._permitted = False
+            self._arrived.clear()
 
     def take(self, grad: GradSlot) -> None:
         """A gradient has arrived: its update begins, if it may."""
-        if not self._permitted or grad.slot.name not in self._run_ahead.final_gradients:
+        block = grad.slot.value.block
+        if not self._permitted or block.name not in self._run_ahead.final_gradients:
             return
-        entry = self._entry_of(grad)
-        if entry is None or _is_viewed(entry[1].slot.value):
+        grads = self._arrived.setdefault(block, [])
+        grads.append(grad)
+        # A gradient may be used once all of its group have arrived, each for the first time.
+        if len(grads) != block.parts or len(set(grads)) != block.parts:
+            return
+        entries = [entry for each in grads if (entry := self._entry_of(each)) is not None]
+        if len(entries) < len(grads) or _is_viewed(block):
             return
         if self.chase is None:
             self.chase = self._begin()
         with self._sweep.pool.unadvised():
-            spent = grad.spend()
-            self._spent.append(grad)
-            self.chase.add((entry[0], entry[1], spent))
+            for group, state, each in entries:
+                spent = each.spend()
+                self._spent.append(each)
+                self.chase.add((group, state, spent))
         self.chase.pump()
-        pool, size = self._sweep.pool, entry[1].slot.value.slot_bytes
-        self.chase.catch_up(max(2 * size, pool.budget.capacity_bytes // LAG))
+        self.chase.catch_up(max(2 * block.slot_bytes, self._sweep.pool.budget.capacity_bytes // LAG))
 
     def refuse(self, what: str) -> None:
         """Says that `what` was done too late, if it was.

@@ -243,7 +243,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def kept(self) -> list[PagedTensor]:
         """What it keeps full-size for parameters."""
-        return [tensor for state in self._states for tensor in state.paged.values()]
+        return list(dict.fromkeys(part.block for state in self._states for part in state.paged.values()))
 
     def unmade_bytes(self) -> int:
         """What it will keep for parameters that have had no gradient yet."""

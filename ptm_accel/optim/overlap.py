@@ -6,13 +6,14 @@ was lost is no state to save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ptm_accel.errors import LostStepError
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.chase import Chase
@@ -86,8 +87,10 @@ class Overlap:
             DiskError: a transfer had failed; the step is not whole then.
         """
         work = _handed_over(later)
-        gradient_bytes = {state.slot.name: grad.value.slot_bytes for _, state, grad in work if grad.value is not None}
-        self._follow({state.slot.name: state for _, state, _ in work}, gradient_bytes)
+        self._follow(
+            [state for _, state, _ in work],
+            {state.block_name: grad.value.block.slot_bytes for _, state, grad in work if grad.value is not None},
+        )
         chase = self._make_chase(scale)
         chase.begin(ordered(work, order))
         chase.pump()
@@ -116,8 +119,8 @@ class Overlap:
             self.in_backward.close([], order)
             self.settle()
             self.run(later, scale)
-            for tensor in [tensor for state in begun for tensor in state.tensors()]:
-                self._sweep.pool.fault(tensor, write=True).fill_(float("nan"))
+            for part in [part for state in begun for part in state.tensors()]:
+                self._sweep.pool.fault(part, write=True).fill_(float("nan"))
 
     def _entry_of(self, grad: GradSlot) -> Entry | None:
         state, group = self._states.met(grad.slot), self._groups.get(id(grad.slot.param))
@@ -125,7 +128,7 @@ class Overlap:
 
     def can_wait(self, state: ParamState) -> bool:
         """Whether an update may be done after the step: its parameter moves, and its state has been made."""
-        return state.slot.value.movable and not state.fresh
+        return state.slot.group.movable and not state.fresh
 
     def look_at_groups(self, groups: list[dict[str, Any]]) -> None:
         """Before a backward in which updates may begin: takes note of who is in which group."""
@@ -133,10 +136,10 @@ class Overlap:
 
     def expect(self, groups: list[dict[str, Any]]) -> bool:
         """Makes known what updates during the next backward use; returns whether there are any that can begin there."""
-        states = {state.slot.name: state for state in self._states if self.can_wait(state)}
+        states = [state for state in self._states if self.can_wait(state)]
         if states:
             self.look_at_groups(groups)
-            self._follow(states, {name: state.slot.value.slot_bytes for name, state in states.items()})
+            self._follow(states, {state.block_name: state.slot.value.block.slot_bytes for state in states})
         return bool(states)
 
     def begin_in_backward(self) -> Chase:
@@ -182,11 +185,14 @@ class Overlap:
         if self.chase is not None:
             self.chase.give_up()
 
-    def _follow(self, states: Mapping[str, ParamState], gradient_bytes: Mapping[str, int]) -> None:
+    def _follow(self, states: Sequence[ParamState], gradient_bytes: Mapping[str, int]) -> None:
+        used: dict[str, dict[PagedTensor, None]] = {}
+        for state in states:
+            used.setdefault(state.block_name, {}).update(dict.fromkeys(state.blocks()[1:]))
         self._run_ahead.follow_updates(
-            {name: state.tensors()[1:] for name, state in states.items()},
+            {name: list(blocks) for name, blocks in used.items()},
             gradient_bytes,
-            {name for name, state in states.items() if state.overwritten},
+            {state.block_name for state in states if state.overwritten and state.slot.value.alone},
         )
 
     def _make_chase(self, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:

@@ -10,7 +10,7 @@ import torch
 
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.paged import Part, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -75,9 +75,7 @@ class States:
         if state is None:
             state = self._met[id(slot)] = ParamState(slot)
             if self.masters and is_narrow(slot.value.dtype):
-                state.master = self.pool.create(
-                    f"{slot.name}.master", Tag.MASTER, slot.value.shape, torch.float32, movable=slot.value.movable
-                )
+                state.master = slot.group.part(slot.member, ".master", Tag.MASTER, torch.float32, self.pool)
             # What the optimizer has already: made in its constructor, or by earlier steps.
             for key, value in self._inner.state.pop(slot.param, {}).items():
                 self.put(state, key, value)
@@ -85,7 +83,7 @@ class States:
 
     def are_of(self, slots: SlotTable) -> bool:
         """Whether what the optimizer holds of the model is still there, and of the shapes that its state is of."""
-        shapes = ((tensor.shape, state.slot.value.shape) for state in self for tensor in state.paged.values())
+        shapes = ((part.shape, state.slot.value.shape) for state in self for part in state.paged.values())
         here = all(slots.of(state.slot.param) is not None for state in self)
         return here and all(kept == shape for kept, shape in shapes)
 
@@ -121,20 +119,19 @@ class States:
             with torch.no_grad():
                 self.pool.fault(state.paged[key], write=True).copy_(value)
 
-    def _page(self, slot: ParamSlot, key: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> PagedTensor:
+    def _page(self, slot: ParamSlot, key: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> Part:
         """A copy of `value` on pages, cast to `dtype`; one that is the same everywhere takes no memory yet."""
         constant = value.numel() > 1 and all(s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
         fill = float(value.detach().as_strided((), ())) if constant else 0.0
-        name, movable = f"{slot.name}.{key}", slot.value.movable
-        tensor = self.pool.create(name, Tag.STATE, value.shape, dtype or value.dtype, fill=fill, movable=movable)
+        part = slot.group.part(slot.member, f".{key}", Tag.STATE, dtype or value.dtype, self.pool, fill=fill)
         try:
-            if not constant:
+            if not constant or part.block.place is not Place.BLANK:
                 with torch.no_grad():
-                    self.pool.fault(tensor, write=True).copy_(value)
+                    self.pool.fault(part, write=True).copy_(value)
         except BaseException:
-            self.pool.forget(tensor)
+            self.pool.forget(part)
             raise
-        return tensor
+        return part
 
     def replace(self, state: ParamState, values: Mapping[str, Any], dtype: torch.dtype | None) -> None:
         """Sets all of a parameter's state, keyed as `torch.optim.Optimizer.state_dict` has it.
@@ -175,8 +172,8 @@ class States:
 
     # ---- how it is read ----------------------------------------------------------------------------------------
 
-    def entries(self, state: ParamState) -> Iterator[tuple[str, PagedTensor | Any]]:
-        """What is kept for a parameter as (key, paged tensor or other value), its master included."""
+    def entries(self, state: ParamState) -> Iterator[tuple[str, Part | Any]]:
+        """What is kept for a parameter as (key, part of a block or other value), its master included."""
         yield from state.small.items()
         yield from state.paged.items()
         if state.master is not None and state.mastered:
@@ -185,11 +182,10 @@ class States:
     def values(self, state: ParamState) -> dict[str, Any]:
         """As `entries`, with the real values; what is away is mapped from its home."""
         return {
-            key: self.pool.snapshot(value) if isinstance(value, PagedTensor) else value
-            for key, value in self.entries(state)
+            key: self.pool.snapshot(value) if isinstance(value, Part) else value for key, value in self.entries(state)
         }
 
-    def named_entries(self) -> Iterator[tuple[str, str, PagedTensor | Any]]:
+    def named_entries(self) -> Iterator[tuple[str, str, Part | Any]]:
         """Every entry of every parameter, in the optimizer's order, as (parameter name, key, tensor or value)."""
         for slot in chain.from_iterable(self.groups()):
             entries = self.others.entries(slot).items() if isinstance(slot, Other) else self.entries(self.of(slot))

@@ -18,7 +18,7 @@ import torch
 
 from ptm_accel.errors import BudgetError, PTMError
 from ptm_accel.memory.budget import Tag, Tier
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
@@ -144,13 +144,14 @@ class Sweep:
     def _cost(self, unit: Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
         total = self._beside(unit)
-        for tensor in unit.involved().values():
-            if tensor.extent is not None:
-                total += tensor.extent.reservation.nbytes if not moving_only and tensor in self.pool.shelf else 0
-            elif unit.whole or (unit.start == 0 and self._admit(tensor, unit)):
-                total += tensor.slot_bytes
+        for part in unit.involved().values():
+            block = part.block
+            if block.extent is not None:
+                total += block.extent.reservation.nbytes if not moving_only and block in self.pool.shelf else 0
+            elif self._comes_whole(part, unit):
+                total += block.slot_bytes
             else:
-                total += round_up((unit.stop - unit.start) * tensor.dtype.itemsize)
+                total += round_up((unit.stop - unit.start) * part.dtype.itemsize)
         return total
 
     def _beside(self, unit: Unit) -> int:
@@ -160,9 +161,9 @@ class Sweep:
 
     def _slim(self, unit: Unit) -> None:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
-        for tensor in unit.involved().values():
-            if tensor in self.pool.shelf and tensor.numel > unit.stop - unit.start:
-                self.pool.evict(tensor)
+        for part in unit.involved().values():
+            if part.block in self.pool.shelf and part.block.numel > unit.stop - unit.start:
+                self.pool.evict(part.block)
 
     # ---- one batch -------------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class Sweep:
 
     @staticmethod
     def _is_to_come(unit: Unit, cursor: Cursor) -> bool:
-        return cursor.sent_for(unit.state.slot.name) and not unit.under_way()
+        return cursor.sent_for(unit.state.block_name) and not unit.under_way()
 
     def open(self, cursor: Cursor, opened: list[Unit], *, insist: bool) -> list[Unit]:
         """Opens as many windows as a batch may hold; with `insist` at least one, else none if there is no room.
@@ -233,24 +234,27 @@ class Sweep:
             unit.extra = self.pool.room.reserve(extra, Tag.STAGING, name)
         if space := unit.space_bytes(self.appetite):
             unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
-        for key, tensor in unit.involved().items():
-            if not key and unit.overwrites and tensor.place is Place.AWAY:
-                self.pool.occupy(tensor)
+        for key, part in unit.involved().items():
+            block = part.block
+            if not key and unit.overwrites and part.alone and block.place is Place.AWAY:
+                self.pool.occupy(block)
                 unit.occupied = True
-            elif (
-                not tensor.place.resident
-                and (unit.whole or (unit.start == 0 and self._admit(tensor, unit)))
-                and not self.pool.ahead.prefetch(tensor)
-            ):
-                self.pool.fault(tensor)
-            unit.windows[key] = self.pool.windows.open(tensor, unit.start, unit.stop)
+            elif not block.place.resident and self._comes_whole(part, unit) and not self.pool.ahead.prefetch(block):
+                self.pool.fault(block)
+            unit.windows[key] = self.pool.windows.open(part, unit.start, unit.stop)
 
-    def _admit(self, tensor: PagedTensor, unit: Unit) -> bool:
-        """Whether a tensor that is away may come in whole: without a home it must, else if room is to spare."""
-        if tensor.place.resident or self.pool.home is None or not tensor.movable:
+    def _comes_whole(self, part: Part, unit: Unit) -> bool:
+        """Whether all of the block is brought in for a window, and not the window alone."""
+        if unit.whole and part.alone:
             return True
-        kept = tensor.tag in (Tag.STATE, Tag.MASTER) or (unit.stays and tensor.tag is Tag.PARAM)
-        return kept and (tensor.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes)
+        return unit.start == 0 and self._admit(part.block, unit)
+
+    def _admit(self, block: PagedTensor, unit: Unit) -> bool:
+        """Whether a block that is away may come in whole: without a home it must, else if room is to spare."""
+        if block.place.resident or self.pool.home is None or not block.movable:
+            return True
+        kept = block.tag in (Tag.STATE, Tag.MASTER) or (unit.stays and block.tag is Tag.PARAM)
+        return kept and (block.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes)
 
     def _update(self, units: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
         left = deque(self._arithmetic.update(units, scale, hyper))
@@ -291,16 +295,15 @@ class Sweep:
 
     def _first_window(self, unit: Unit, key: str, value: torch.Tensor) -> Window:
         state, slot = unit.state, unit.state.slot
-        tensor = state.paged.get(key)
-        if tensor is None:
-            name = f"{slot.name}.{key}"
-            tensor = self.pool.create(name, Tag.STATE, slot.value.shape, value.dtype, movable=slot.value.movable)
-            state.paged[key] = tensor
-            if unit.start == 0 and unit.last and value.is_contiguous():
-                self.pool.adopt(tensor, value.view(slot.value.shape))
-        if unit.start == 0 and (unit.last or self._admit(tensor, unit)):
-            self.pool.fault(tensor)
-        window = unit.windows[f"state.{key}"] = self.pool.windows.open(tensor, unit.start, unit.stop)
+        part = state.paged.get(key)
+        if part is None:
+            part = slot.group.part(slot.member, f".{key}", Tag.STATE, value.dtype, self.pool)
+            state.paged[key] = part
+            if unit.whole and part.alone and value.is_contiguous():
+                self.pool.adopt(part.block, value.view(slot.value.shape))
+        if self._comes_whole(part, unit):
+            self.pool.fault(part.block)
+        window = unit.windows[f"state.{key}"] = self.pool.windows.open(part, unit.start, unit.stop)
         return window
 
     def _close(self, units: list[Unit], opened: list[Unit]) -> None:
@@ -326,7 +329,7 @@ class Sweep:
             with suppress(PTMError):
                 self.pool.windows.close(unit.windows.pop(key), wrote=False)
         if unit.occupied:
-            self.pool.vacate(unit.state.slot.value)
+            self.pool.vacate(unit.state.slot.value.block)
 
     def abandon(self, opened: list[Unit]) -> None:
         """After a failure in the middle: ends the windows that are still open."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptm_accel.memory.budget import Reservation
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.transfer import Block, Transfer, round_up
 from ptm_accel.memory.windows import Window
 from ptm_accel.model.floor import Appetite, update_extra_bytes
@@ -35,9 +35,9 @@ class ParamState:
     """
 
     slot: ParamSlot
-    paged: dict[str, PagedTensor] = field(default_factory=dict)
+    paged: dict[str, Part] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
-    master: PagedTensor | None = None
+    master: Part | None = None
     mastered: int = 0
     writes: int = field(init=False)
 
@@ -68,13 +68,22 @@ class ParamState:
         """Whether an update writes all of the parameter and reads none of it: its master says all there is to say."""
         return self.master is not None and not self.differs and self.mastered >= self.slot.value.numel
 
-    def tensors(self) -> list[PagedTensor]:
+    def tensors(self) -> list[Part]:
         """The parameter and what is kept for it on pages."""
         masters = [self.master] if self.master is not None else []
         return [self.slot.value, *masters, *self.paged.values()]
 
     @property
-    def wide(self) -> PagedTensor:
+    def block_name(self) -> str:
+        """The name of the block of the parameter's values, by which plans know it."""
+        return self.slot.value.block.name
+
+    def blocks(self) -> list[PagedTensor]:
+        """The blocks that its tensors are parts of."""
+        return [part.block for part in self.tensors()]
+
+    @property
+    def wide(self) -> Part:
         """What the optimizer updates: the master if there is one, else the parameter."""
         return self.master if self.master is not None else self.slot.value
 
@@ -128,7 +137,7 @@ class Unit:
         """Whether this is all of the parameter."""
         return self.start == 0 and self.last
 
-    def involved(self) -> dict[str, PagedTensor]:
+    def involved(self) -> dict[str, Part]:
         """The paged tensors that its update reads and writes, by the key of their window."""
         assert self.grad.value is not None
         named = {"": self.state.slot.value, "grad": self.grad.value}
@@ -216,4 +225,4 @@ def ordered(work: Work, order: dict[str, int]) -> Work:
         order: the place of each parameter, by name.
     """
     last = len(order)
-    return sorted(work, key=lambda entry: order.get(entry[1].slot.name, last))
+    return sorted(work, key=lambda entry: order.get(entry[1].block_name, last))

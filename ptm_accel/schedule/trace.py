@@ -34,10 +34,12 @@ class Item:
     Attributes:
         name: as the pool names it (`model.layers.0.mlp.up_proj.weight`, `….grad`).
         nbytes: what its extent takes.
+        parts: the parameters that have a part of it.
     """
 
     name: str
     nbytes: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +157,13 @@ class Recorder:
         assert not self.writes, "a trace that is written down has all uses"
         self._count += 1
 
-    def record(self, name: str, nbytes: int, use: Use, *, held_bytes: int, backward: bool) -> None:
+    def record(self, name: str, nbytes: int, use: Use, *, held_bytes: int, backward: bool, parts: int = 1) -> None:
         """One use.
 
         Args:
             name: of the tensor.
             nbytes: what its extent takes.
+            parts: see `Item`.
             use: what was done.
             held_bytes: see `Access`.
             backward: see `Access`.
@@ -169,7 +172,7 @@ class Recorder:
         number = self._index.get(name)
         if number is None:
             number = self._index[name] = len(self._items)
-            self._items.append(Item(name, nbytes))
+            self._items.append(Item(name, nbytes, parts))
         self._accesses.append(Access(number, use, held_bytes=held_bytes, backward=backward))
 
     def finish(self, times_s: Sequence[float]) -> Trace:

@@ -111,22 +111,25 @@ def with_updates_in_backward(
 def final_gradients(trace: Trace) -> dict[int, str]:
     """The arrivals of gradients after which a backward has no more to do with the parameter.
 
-    Those that arrive once (a shared weight whose uses are recomputed one by one has several arrivals), and whose
-    parameter is not read any more.
+    Each part of them arrives once (of a shared weight whose uses are recomputed one by one there are several arrivals),
+    and the parameter is not read any more.
 
     Returns:
-        the name of the parameter, by the access that is its gradient's arrival.
+        the name of the parameter, by the access that is the arrival of the last part.
     """
     parameters = {f"{item.name}{GRAD_SUFFIX}": number for number, item in enumerate(trace.items)}
-    last = {access.item: index for index, access in enumerate(trace.accesses) if access.backward}
-    final: dict[int, str] = {}
+    places: dict[int, list[int]] = {}
     for index, access in enumerate(trace.accesses):
-        parameter = parameters.get(trace.items[access.item].name)
-        if parameter is None or access.use is not Use.CREATE or not access.backward:
+        if access.backward:
+            places.setdefault(access.item, []).append(index)
+    final: dict[int, str] = {}
+    for number, item in enumerate(trace.items):
+        parameter, arrivals = parameters.get(item.name), places.get(number, [])
+        if parameter is None or len(arrivals) != item.parts or trace.accesses[arrivals[0]].use is not Use.CREATE:
             continue
-        if last[access.item] == index and last.get(parameter, -1) < index:
-            final[index] = trace.items[parameter].name
-    return final
+        if places.get(parameter, [-1])[-1] < arrivals[-1]:
+            final[arrivals[-1]] = trace.items[parameter].name
+    return dict(sorted(final.items()))
 
 
 class _Items:

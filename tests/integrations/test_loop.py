@@ -132,7 +132,7 @@ def test_updates_begin_in_backward_with_the_same_numbers(
     weights = tiny.weights(paged.model)
     for name, value in tiny.weights(plain.model).items():
         assert torch.equal(weights[name], value), name
-    movable = {slot.name for slot in engine_of(paged.model).slots if slot.value.movable}
+    movable = {slot.name for slot in engine_of(paged.model).slots if slot.group.movable}
     assert set(begun) == (movable if not clip else set())
     paged.model = paged.model_wrapped = paged.callback_handler.model = None
 

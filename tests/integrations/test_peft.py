@@ -74,8 +74,8 @@ def test_generation(compare: Callable[..., None]) -> None:
 
 def _evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if slot.value in engine.pool.shelf:
-            engine.pool.evict(slot.value)
+        if slot.value.block in engine.pool.shelf:
+            engine.pool.evict(slot.value.block)
 
 
 class Written:
@@ -90,7 +90,9 @@ class Written:
         disk = engine.memory.disk
         assert disk is not None
         _evict(engine)
-        of_base = {id(slot.value.handle): slot.name for slot in engine.slots if slot.value.handle is not None}
+        of_base = {
+            id(slot.value.block.handle): slot.name for slot in engine.slots if slot.value.block.handle is not None
+        }
         assert len(of_base) > 15
         store = disk.store
         self.bytes: Counter[str] = Counter()

@@ -278,8 +278,8 @@ def test_a_fused_head_finds_its_weight_in_forward_and_backward(
     engine = engine_of(ours)
     assert engine is not None
     for slot in engine.slots:
-        if slot.value in engine.pool.shelf:
-            engine.pool.evict(slot.value)
+        if slot.value.block in engine.pool.shelf:
+            engine.pool.evict(slot.value.block)
     engine.pool.room.collect()
     assert engine.pool.room.leaving_bytes == 0
     loss.backward()

@@ -616,33 +616,5 @@ def test_what_is_spared_leaves_last(tmp_path: Path) -> None:
         pool.shelf.end_sparing()
         assert pool.shelf.free() == [first, third]
         pool.unpin(fourth)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", [Place.BLANK, Place.AWAY, Place.CLEAN, Place.DIRTY])
-@pytest.mark.parametrize("elements", [1024, 512, 2048])
-def test_a_tensor_can_be_renewed(elements: int, place: Place, kind: str, tmp_path: Path) -> None:
-    with pool_of(4, tmp_path, kind) as pool:
-        tensor = made(pool, "a", fill=2.0)
-        if place is not Place.BLANK:
-            pool.fault(tensor, write=True)
-        if place in (Place.AWAY, Place.CLEAN):
-            pool.evict(tensor)
-        if place is Place.CLEAN:
-            pool.fault(tensor)
-        assert tensor.place is place
-        data = torch.arange(float(elements), dtype=torch.float64).to(torch.float32)
-        pool.renew(tensor, data.clone())
-        assert tensor.nbytes == 4 * elements
-        pool.evict(tensor)
-        assert torch.equal(pool.fault(tensor), data)
-
-
-def test_a_pinned_tensor_is_renewed_where_it_is(tmp_path: Path) -> None:
-    with pool_of(2, tmp_path) as pool:
-        tensor = made(pool, "a")
-        with pool.pin(tensor) as values:
-            pool.renew(tensor, torch.ones(1024))
-            assert float(values.sum()) == 1024.0
             assert tensor.place is Place.DIRTY
             del values

@@ -15,6 +15,7 @@ from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.paged import Place
 from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.model.grouping import group_of
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.opening import open_memory
 from ptm_accel.sizing import refuse_oversized_model
@@ -81,7 +82,7 @@ def test_a_model_without_values_gets_blank_pages(kind: str, tmp_path: Path) -> N
 def test_a_scalar_can_be_away(tmp_path: Path) -> None:
     model = Net()
     engine = Engine.attach(model, config(), memory=tiers("host+disk", 4 << 20, tmp_path))
-    value = engine.slots.by_name["scale"].value
+    value = engine.slots.by_name["scale"].value.block
     engine.pool.evict(value)
     assert value.place is Place.AWAY
     assert value.shape == torch.Size([])
@@ -97,13 +98,15 @@ def test_values_that_are_on_pages_are_taken_over(tmp_path: Path) -> None:
     expected = values(model)
     pages = {}
     for name, param in model.named_parameters():
-        pages[param] = memory.pool.create(f"read as {name}", Tag.PARAM, param.shape, param.dtype)
-        memory.pool.fault(pages[param], write=True).copy_(param.detach())
+        group = group_of(f"read as {name}", param, small=0)
+        pages[param] = group, group.part(0, "", Tag.PARAM, param.dtype, memory.pool)
+        memory.pool.fault(pages[param][1], write=True).copy_(param.detach())
         param.data = torch.full((1,) * param.dim(), float("nan")).expand(param.shape)
-    memory.pool.evict(pages[model.a.weight])
+    block = pages[model.a.weight][1].block
+    memory.pool.evict(block)
     engine = Engine.take_over(model, dials, resolved, memory, pages)
     assert engine_of(model) is engine
-    assert pages[model.a.weight].name == "a.weight"
+    assert block.name == "a.weight"
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert torch.equal(model.a.bias, expected["a.bias"])
     engine.check_integrity()
@@ -125,7 +128,7 @@ def test_what_is_resident_is_copied_when_it_is_taken_off(tmp_path: Path, monkeyp
     with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
         # At first they lie in the memory that the model brought along.
         for slot in engine.slots:
-            engine.pool.evict(slot.value)
+            engine.pool.evict(slot.value.block)
             engine.pool.fault(slot.value)
         largest = 64 * 64 * 4
         monkeypatch.setattr("ptm_accel.sizing.available_bytes", lambda: largest - 1)

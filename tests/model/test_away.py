@@ -29,8 +29,8 @@ def net(layers: int = 5) -> nn.Sequential:
 
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if slot.value in engine.pool.shelf:
-            engine.pool.evict(slot.value)
+        if slot.value.block in engine.pool.shelf:
+            engine.pool.evict(slot.value.block)
 
 
 def test_a_description_brings_nothing_in(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.casts import CastCache
+from ptm_accel.model.grouping import group_of
 from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot, SlotTable
 from tests.plain_loop import same_bits
 from tests.tiers import PAGE, at_floor
@@ -351,8 +351,9 @@ def table_of(tmp_path: Path) -> tuple[ExtentTable, ParamSlot, Engine | None]:
     memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=1 << 20), torch.device("cpu"))
     table = ExtentTable()
     param = nn.Parameter(torch.zeros(WIDTH))
-    value: PagedTensor = memory.pool.create("p", Tag.PARAM, param.shape, param.dtype)
-    return table, ParamSlot("p", param, value, memory.pool, table), None
+    group = group_of("p", param, small=0)
+    value = group.part(0, "", Tag.PARAM, param.dtype, memory.pool)
+    return table, ParamSlot("p", param, group, 0, value, memory.pool, table), None
 
 
 def test_an_address_is_a_parameters_only_while_its_storage_lives(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_changed_model_trains_as_ever(change: Callable[[Net], nn.Module], kind
         assert_same_state(changed, plain_after)
         assert [slot.name for slot in engine.slots] == [name for name, _ in plain_after.named_parameters()]
         assert engine.slots.by_name.keys() == dict(plain_after.named_parameters(remove_duplicate=False)).keys()
-        assert {slot.value for slot in engine.slots} <= set(engine.pool.tensors())
+        assert {slot.value.block for slot in engine.slots} <= set(engine.pool.tensors())
         held = engine.pool.budget.used_by_tag().get(Tag.BUFFER, 0)
         assert held == sum(buffer.nbytes for buffer in plain_after.buffers())
         assert engine.pool.stats.evictions > 0
@@ -266,7 +266,7 @@ def test_what_left_the_model_keeps_its_values(tmp_path: Path) -> None:
     model, plain = net(), net()
     with on_pages(model, "host+disk", 300 << 10, tmp_path) as engine:
         head = model.head
-        engine.pool.evict(engine.slots.by_name["head.weight"].value)
+        engine.pool.evict(engine.slots.by_name["head.weight"].value.block)
         with_another_head(model)
         engine.follow()
         assert same_bits(next(head.parameters()).detach(), plain.head.weight.detach())
@@ -354,8 +354,8 @@ def test_a_wrapper_takes_its_pages_with_it_and_an_unwrapped_model_keeps_them(tmp
         memory = open_memory("host+disk", 4 << 20, tmp_path)
         engine = Engine.attach(model, config(), memory=memory)
         for slot in engine.slots:
-            if slot.value in engine.pool.shelf:
-                engine.pool.evict(slot.value)
+            if slot.value.block in engine.pool.shelf:
+                engine.pool.evict(slot.value.block)
         return memory
 
     inner, plain = net(), net()

@@ -263,7 +263,7 @@ def test_a_parameter_from_outside_the_region_comes_in(tmp_path: Path) -> None:
         pair.reader = torch.compile(pair.reader, backend="aot_eager")
         for _ in range(2):
             slot = engine.slots.by_name["other.weight"]
-            engine.pool.evict(slot.value)
+            engine.pool.evict(slot.value.block)
             loss = pair(x)
             assert torch.equal(loss, wanted)
             loss.backward()

@@ -53,8 +53,8 @@ def on_pages(model: nn.Module, directory: Path, *, evict: bool = True) -> Engine
     engine = Engine.attach(model, PTMConfig(host_memory="1MiB", disk=str(directory), page_size=4096))
     if evict:
         for slot in engine.slots:
-            if slot.value.movable and slot.value.place.resident:
-                engine.pool.evict(slot.value)
+            if slot.group.movable and slot.value.place.resident:
+                engine.pool.evict(slot.value.block)
     return engine
 
 
@@ -103,10 +103,10 @@ def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_owed(tmp_p
     assert engine.pool.owed is not None
     assert same(plain_copy(model).state_dict(), twin.state_dict())
     for slot in engine.slots:
-        if slot.value in engine.pool.shelf:
-            engine.pool.evict(slot.value)
+        if slot.value.block in engine.pool.shelf:
+            engine.pool.evict(slot.value.block)
     sent_for = [
-        slot for slot in engine.slots if slot.value.place is Place.AWAY and engine.pool.ahead.prefetch(slot.value)
+        slot for slot in engine.slots if slot.value.place is Place.AWAY and engine.pool.ahead.prefetch(slot.value.block)
     ]
     assert any(slot.value.place is Place.ARRIVING for slot in sent_for)
     assert same(plain_copy(model).state_dict(), twin.state_dict())
@@ -153,8 +153,8 @@ def test_a_model_that_is_not_on_pages_is_copied_as_ever() -> None:
 
 def test_blank_pages_are_copied_as_their_fill(tmp_path: Path) -> None:
     engine = on_pages(model := build(), tmp_path)
-    engine.pool.drop(engine.slots.by_name["inner.0.weight"].value)
-    engine.pool.drop(engine.slots.by_name["scale"].value)
+    engine.pool.drop(engine.slots.by_name["inner.0.weight"].value.block)
+    engine.pool.drop(engine.slots.by_name["scale"].value.block)
     made = plain_copy(model)
     assert torch.equal(made.inner[0].weight, torch.zeros(4 * WIDTH, WIDTH))
     assert torch.equal(made.scale, torch.tensor(0.0))

@@ -49,10 +49,10 @@ def forget():
     model(torch.ones(2, 64)).sum().backward()
     ScratchFile.move = collecting
     for slot in engine.slots:
-        if slot.value in engine.pool.shelf:
+        if slot.value.block in engine.pool.shelf:
             slot.fetch()
             slot.changed()
-            engine.pool.ahead.evict(slot.value)
+            engine.pool.ahead.evict(slot.value.block)
     while not held.is_set():
         time.sleep(0.001)
 

@@ -95,8 +95,8 @@ def test_a_module_that_is_no_part_of_the_model_reads_them_and_may_go(tmp_path: P
     with at_floor(model, tmp_path) as engine:
         expected = model.body[2].weight.detach().clone()
         for slot in engine.slots:
-            if slot.value in engine.pool.shelf:
-                engine.pool.evict(slot.value)
+            if slot.value.block in engine.pool.shelf:
+                engine.pool.evict(slot.value.block)
         other = nn.Linear(WIDTH, WIDTH)
         other.weight = model.body[2].weight
         assert same_bits(other.weight.detach().clone(), expected)

@@ -179,8 +179,8 @@ def test_while_an_access_is_waited_for_those_behind_it_are_sent_for(
         engine.run_ahead.end()
         before = engine.pool.stats.faults
         for slot in engine.slots:
-            if slot.value in engine.pool.shelf:
-                engine.pool.evict(slot.value)
+            if slot.value.block in engine.pool.shelf:
+                engine.pool.evict(slot.value.block)
         with torch.no_grad():
             model(batch(0))
         assert engine.pool.stats.faults - before == 1
@@ -188,7 +188,7 @@ def test_while_an_access_is_waited_for_those_behind_it_are_sent_for(
 
 def test_what_is_to_come_is_sent_for_in_the_order_of_its_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tight("host+disk", tmp_path, monkeypatch) as (_, engine, _):
-        ahead, values = engine.run_ahead, [slot.value for slot in engine.slots]
+        ahead, values = engine.run_ahead, [slot.value.block for slot in engine.slots]
         for due in (5, 1, 9, 5, 3):
             ahead._ask_for(values[len(ahead._coming)], due)
         assert [due for due, _ in ahead._coming] == [1, 3, 5, 5, 9]
@@ -660,8 +660,8 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(Ahead, "prefetch", noted)
         for slot in engine.slots:
-            if slot.value.name in wanted and slot.value in engine.pool.shelf:
-                engine.pool.evict(slot.value)
+            if slot.value.block.name in wanted and slot.value.block in engine.pool.shelf:
+                engine.pool.evict(slot.value.block)
         with torch.no_grad():
             model(batch(0))
         # As often as it takes until there is room.

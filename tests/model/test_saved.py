@@ -58,8 +58,8 @@ def test_nothing_is_held_between_forward_and_backward(tmp_path: Path) -> None:
         engine.pool.room.collect()
         assert engine.pool.room.leaving_bytes == 0
         for slot in engine.slots:
-            if slot.value in engine.pool.shelf:
-                engine.pool.evict(slot.value)
+            if slot.value.block in engine.pool.shelf:
+                engine.pool.evict(slot.value.block)
         engine.pool.room.collect()
         assert Tag.PARAM not in engine.pool.budget.used_by_tag()
         backward(model, out)
@@ -133,8 +133,8 @@ def test_hooks_that_a_forward_puts_on_itself(hooks: Any, tmp_path: Path) -> None
         out = model(inputs())
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         for slot in engine.slots:
-            if slot.value in engine.pool.shelf:
-                engine.pool.evict(slot.value)
+            if slot.value.block in engine.pool.shelf:
+                engine.pool.evict(slot.value.block)
         backward(model, out)
         expect_grads(engine, plain)
 

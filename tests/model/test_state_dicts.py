@@ -68,7 +68,7 @@ def test_state_dicts_that_are_kept_view_nothing_that_may_leave(tmp_path: Path) -
         # What somebody has read by its name is no exception.
         kept: list[Any] = [model[0].weight, *(model.state_dict() for _ in range(3))]
         assert len(kept[-1]) == len(list(engine.slots))
-        assert not [slot.name for slot in engine.slots if slot.value.movable and slot.value.viewed]
+        assert not [slot.name for slot in engine.slots if slot.group.movable and slot.value.block.viewed]
 
 
 def test_state_of_an_optimizer_that_is_kept_leaves_room_to_train(tmp_path: Path) -> None:

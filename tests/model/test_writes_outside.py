@@ -33,8 +33,8 @@ def inputs() -> torch.Tensor:
 
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if slot.value in engine.pool.shelf:
-            engine.pool.evict(slot.value)
+        if slot.value.block in engine.pool.shelf:
+            engine.pool.evict(slot.value.block)
 
 
 def add_in_place(layer: nn.Linear) -> None:
@@ -126,7 +126,7 @@ def test_what_is_written_to_a_small_parameter_is_kept(
     layer = nn.Linear(3, 3, bias=False)
     plain = copy.deepcopy(layer)
     with at_floor(layer, tmp_path, kind) as engine:
-        assert not engine.slots.by_name["weight"].value.movable
+        assert not engine.slots.by_name["weight"].group.movable
         for _ in range(2):
             write(layer)
             write(plain)
@@ -175,11 +175,14 @@ def test_everybody_sees_what_was_given(look: str, tmp_path: Path) -> None:
         assert same_bits(seen, given)
 
 
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("rows", [8, WIDTH + 8])
-def test_data_of_another_shape(rows: int, tmp_path: Path) -> None:
+def test_data_of_another_shape(rows: int, away: bool, tmp_path: Path) -> None:
     model, plain = net(2), net(2)
     _, need = needs(net(2), tmp_path, "host+disk")
     with on_pages(model, "host+disk", 2 * need, tmp_path) as engine:
+        if away:
+            evict(engine)
         for either in (model, plain):
             either[1].weight.data = torch.full((rows, WIDTH), 0.5)
             assert either[1].weight.shape == (rows, WIDTH)

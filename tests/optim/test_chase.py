@@ -44,7 +44,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 def is_pending(engine: Engine, slot: ParamSlot) -> bool:
     """Whether the update of a parameter is still to be done."""
-    return engine.pool.owed is not None and engine.pool.owed.awaits(slot.value)
+    return engine.pool.owed is not None and engine.pool.owed.awaits(slot.value.block)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -270,7 +270,7 @@ def test_a_parameter_with_a_master_is_not_loaded_to_be_overwritten(
     with chasing(tmp_path, master_weights="fp32", warm=4, spare=3) as (_, engine, _):
         chase = engine.pool.owed
         assert chase is not None
-        away = [slot.value for slot in engine.slots if slot.value.place is Place.AWAY]
+        away = [slot.value.block for slot in engine.slots if slot.value.place is Place.AWAY]
         assert away
         loaded: list[PagedTensor] = []
         start_load = Traffic.start_load

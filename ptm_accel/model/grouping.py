@@ -1,0 +1,107 @@
+"""Which parameters are moved together: those of one repeated block of the model, such as a decoder layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptm_accel.memory.paged import PART_ALIGN
+from ptm_accel.memory.transfer import round_up
+from ptm_accel.model.groups import ParamGroup
+
+MOST_GROUP_BYTES = 256 << 20
+"""The most that the values of a group take (PatrickStar: larger chunks gain nothing more on the link)."""
+
+_OF_BUDGET = 16
+"""A group takes at most this part of the budget, so that some fit beside one another while others are on their way."""
+
+
+def group_sizes(capacity_bytes: int) -> tuple[int, ...]:
+    """The largest groups to be tried for a budget of the compute tier, in bytes; the last is one parameter each."""
+    most = min(MOST_GROUP_BYTES, capacity_bytes // _OF_BUDGET)
+    return most, most // 4, 0
+
+
+def group_of(name: str, like: torch.Tensor, *, small: int) -> ParamGroup:
+    """A group of one parameter like `like`; one of less than `small` bytes never leaves the compute tier."""
+    return ParamGroup(name, [like.shape], movable=like.numel() * like.dtype.itemsize >= small)
+
+
+def groups_of(
+    model: nn.Module, params: Sequence[nn.Parameter], *, small: int, group_bytes: int
+) -> dict[nn.Parameter, tuple[ParamGroup, int]]:
+    """Divides parameters into groups.
+
+    A group has parameters of one repeated block, of one dtype, all trained or all frozen. What is small, large, shared
+    by several blocks, or outside of them is a group of its own.
+
+    Args:
+        model: the model.
+        params: parameters of it.
+        small: parameters below this many bytes never leave the compute tier.
+        group_bytes: the most that the values of a group of several parameters take.
+
+    Returns:
+        the group and the number within it, by parameter.
+    """
+    blocks = _blocks_of(model)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    together: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        found = {_block(name, blocks) for name in names[param]}
+        single = len(found) > 1 or None in found or param.numel() * param.dtype.itemsize < small
+        key = (id(param),) if single else (found.pop(), param.dtype, param.requires_grad)
+        together.setdefault(key, []).append(param)
+    made: dict[nn.Parameter, tuple[ParamGroup, int]] = {}
+    count: Counter[str] = Counter()
+    for (block, *_), members in together.items():
+        for part in _cut(members, group_bytes):
+            if len(part) == 1:
+                made[part[0]] = group_of(names[part[0]][0], part[0], small=small), 0
+                continue
+            count[block] += 1
+            name = f"{block}[{count[block]}]"
+            group = ParamGroup(name, [param.shape for param in part], movable=True)
+            made |= {param: (group, member) for member, param in enumerate(part)}
+    return made
+
+
+def _blocks_of(model: nn.Module) -> set[str]:
+    """The paths of the repeated blocks: modules in a list, or in a sequence where there is no list around them."""
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    sequences = {name for name, module in model.named_modules() if isinstance(module, nn.Sequential)}
+    blocks = set()
+    for name, _ in model.named_modules():
+        parent = name.rpartition(".")[0]
+        within = any(name.startswith(f"{other}.") for other in lists)
+        if name and (parent in lists or (parent in sequences and not within)):
+            blocks.add(name)
+    return blocks
+
+
+def _block(name: str, blocks: set[str]) -> str | None:
+    """The innermost block that a parameter belongs to."""
+    path = name.rpartition(".")[0]
+    while path and path not in blocks:
+        path = path.rpartition(".")[0]
+    return path or None
+
+
+def _cut(members: list[nn.Parameter], group_bytes: int) -> list[list[nn.Parameter]]:
+    """Parts of a block's parameters of at most `group_bytes` each."""
+    parts: list[list[nn.Parameter]] = []
+    held = 0
+    for param in members:
+        nbytes = round_up(param.numel(), PART_ALIGN) * param.dtype.itemsize
+        if not parts or held + nbytes > group_bytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(param)
+        held += nbytes
+    return parts
