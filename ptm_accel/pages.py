@@ -46,10 +46,8 @@ class Pages:
         state_dicts: the hooks that fill state dictionaries.
         metrics: what was used and moved.
         needs: what it needs of the tiers.
-        group_bytes: the most that the values of a group of several parameters take.
     """
 
-    group_bytes: int
     grouped = True
     """Whether parameters of one repeated block are moved together. Otherwise each is moved alone: same numbers."""
     planned = True
@@ -90,18 +88,18 @@ class Pages:
         Raises:
             BudgetError: less than the least budget the model can train under with any optimizer.
         """
-        for self.group_bytes in group_sizes(self.pool.share_bytes) if self.grouped else (0,):
-            slots = SlotTable()
-            self._take_parameters(slots, values)
-            if not self.group_bytes or self.needs.fits_amply(slots):
-                break
-        self.slots.become(slots)
-        self.needs.expect_optimizer()
-
-    def _take_parameters(self, slots: SlotTable, values: Mapping[nn.Parameter, Paged]) -> None:
         small = small_bytes(self.config.page_bytes)
-        sizes = {"small": small, "group_bytes": self.group_bytes}
-        take_parameters(self.model, self.pool, slots, self.table, paged=values, **sizes)
+        for group_bytes in group_sizes(self.pool.share_bytes) if self.grouped else (0,):
+            slots = SlotTable()
+            take_parameters(
+                self.model, self.pool, slots, self.table, small=small, paged=values, group_bytes=group_bytes
+            )
+            if not group_bytes or self.needs.fits_amply(slots):
+                self.slots.become(slots)
+                break
+            for slot in slots:
+                self.pool.forget(slot.value)
+        self.needs.expect_optimizer()
 
     def bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         """Puts the values of `slots` on pages, but for those of `values`, which are there, and hooks on the modules."""

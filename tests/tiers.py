@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from ptm_accel.model.floor import FUSED_ADAMW
+from ptm_accel.model.slots import SlotTable
+from ptm_accel.needs import Needs
+from ptm_accel.pages import Pages
 from tests.mock_device import MockCopy, MockDevice
 
 PAGE = 4096
@@ -94,6 +99,24 @@ def on_pages(
         memory.close()
 
 
+@contextmanager
+def in_groups() -> Iterator[None]:
+    """Meanwhile groups are as large as models fit with, for budgets of which they are a large part."""
+
+    def fits(needs: Needs, slots: SlotTable) -> bool:
+        return needs.estimate(FUSED_ADAMW, None, slots).total_bytes <= needs._pool.share_bytes
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ptm_accel.pages.group_sizes", lambda capacity: (capacity // 3, capacity // 8, 0))
+        patched.setattr(Needs, "fits_amply", fits)
+        yield
+
+
+def members(engine: Engine) -> int:
+    """The parameters of the largest group."""
+    return max(slot.value.block.parts for slot in engine.slots)
+
+
 def needs(
     model: nn.Module,
     directory: Path,
@@ -104,7 +127,9 @@ def needs(
 ) -> tuple[int, int]:
     """The floor and the need of a model (under an optimizer), in bytes. The model is plain again afterwards."""
     memory = open_memory(kind, AMPLE, directory)
-    engine = Engine.attach(model, config(**dials), memory=memory)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Pages, "grouped", False)
+        engine = Engine.attach(model, config(**dials), memory=memory)
     if optimizer is not None:
         engine.bind_optimizer(optimizer(model))
     floor, need = engine.floor.total_bytes, engine.floor.whole_bytes

@@ -616,5 +616,3 @@ def test_what_is_spared_leaves_last(tmp_path: Path) -> None:
         pool.shelf.end_sparing()
         assert pool.shelf.free() == [first, third]
         pool.unpin(fourth)
-            assert tensor.place is Place.DIRTY
-            del values
