@@ -1,4 +1,4 @@
-"""Groups of several parameters give the numbers of the plain Trainer, bit for bit, with every model and every memory."""
+"""Groups of several parameters give the numbers of the plain Trainer, bit for bit, with every model and memory."""
 
 from __future__ import annotations
 

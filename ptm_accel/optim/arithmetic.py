@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptm_accel.model.floor import Appetite
 from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import NAMES, apart
-from ptm_accel.optim.units import Unit
+from ptm_accel.optim.units import Entry, ParamState, Unit, parts_of
 
 PIECE_ELEMENTS = 1 << 20
 """How many elements are updated at a time on a CPU; a multiple of 64.
@@ -103,50 +103,69 @@ class Arithmetic:
             {**values, "params": []} | ({NAMES: []} if NAMES in values else {}) for values in hyper
         ]
         params: list[nn.Parameter] = []
+        made: list[tuple[ParamState, nn.Parameter, dict[str, torch.Tensor]]] = []
         pieces = InPieces(scale, self._threads) if self._in_pieces(hyper) else None
         try:
             for unit in units:
-                param = self._parameter(unit, scale, pieces, hyper[unit.group])
-                group = groups[unit.group]
-                group["params"].append(param)
-                if NAMES in group:
-                    slot = unit.state.slot
-                    group[NAMES].append(hyper[unit.group][NAMES].get(id(slot.param), slot.name))
-                params.append(param)
+                for (index, state, _), tensors, desk in self._rows(unit):
+                    param = self._parameter(unit, state, tensors, desk, scale, pieces, hyper[index])
+                    group = groups[index]
+                    group["params"].append(param)
+                    if NAMES in group:
+                        group[NAMES].append(hyper[index][NAMES].get(id(state.slot.param), state.slot.name))
+                    params.append(param)
+                    made.append((state, param, tensors))
             with pieces if pieces is not None else nullcontext():
                 step_over(inner, groups, hyper)
             if pieces is not None:
                 pieces.check_done()
-            for unit, param in zip(units, params, strict=True):
+            for state, param, tensors in made:
                 param.grad = None
                 if pieces is None:
-                    self._keep(unit, param)
+                    _keep(state, param, tensors)
+            made.clear()
             return [inner.state.pop(param, {}) for param in params]
         finally:
             for param in params:
                 inner.state.pop(param, None)
 
-    def _parameter(
-        self, unit: Unit, scale: torch.Tensor | None, pieces: InPieces | None, options: dict[str, Any]
-    ) -> nn.Parameter:
-        """A window as the optimizer is to see it; `options` are the hyperparameters of its group."""
-        state = unit.state
+    def _rows(self, unit: Unit) -> Iterator[tuple[Entry, dict[str, torch.Tensor], torch.Tensor | None]]:
+        """The parameters of a unit, with the tensors of each and the memory to widen its gradient in."""
         tensors = {key: self._ready(window) for key, window in unit.windows.items()}
-        if unit.whole:
-            # The parameter may have been given data of another shape since its state was made.
-            shape = state.slot.value.shape
-            tensors = {key: each if each.shape == shape else each.view(shape) for key, each in tensors.items()}
+        desk = None if unit.desk is None else unit.desk[1].buffer
+        if not unit.together:
+            if unit.whole:
+                # The parameter may have been given data of another shape since its state was made.
+                shape = unit.state.slot.value.shape
+                tensors = {key: each if each.shape == shape else each.view(shape) for key, each in tensors.items()}
+            yield unit.entries[0], tensors, desk
+            return
+        sizes = [4 * elements for elements in unit.desk_elements(self.grain)] or [0] * len(unit.entries)
+        desks = [None] * len(sizes) if desk is None else desk[: sum(sizes)].split(sizes)
+        for entry, part_of_desk in zip(unit.entries, desks, strict=True):
+            yield entry, {key: part.of(tensors[key]) for key, part in parts_of(entry).items()}, part_of_desk
+
+    def _parameter(
+        self,
+        unit: Unit,
+        state: ParamState,
+        tensors: dict[str, torch.Tensor],
+        desk: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        pieces: InPieces | None,
+        options: dict[str, Any],
+    ) -> nn.Parameter:
+        """A parameter, or a window of it, as the optimizer is to see it; `options` are the hyperparameters."""
         value, grad, master = tensors[""], tensors["grad"], tensors.get("master")
         if master is not None:
-            _follow(unit, master, value)
+            _follow(unit, state, master, value)
         param = nn.Parameter(value if master is None else master)
         # What somebody has noted on a parameter (a rate of its own) an optimizer may read.
         vars(param).update(vars(state.slot.param))
         if pieces is not None:
-            desk = None if unit.desk is None else unit.desk[1].buffer
             grad = pieces.take(param, grad, None if master is None else value, desk)
         else:
-            grad = grad.float() if unit.widened else grad
+            grad = grad.float() if master is not None and grad.dtype != master.dtype else grad
             grad = grad if scale is None else grad.mul_(scale)
         param.grad = grad
         if not unit.new:
@@ -155,17 +174,6 @@ class Arithmetic:
             small = {key: self._beside(entry, options) for key, entry in small.items()}
             self._inner.state[param] = {**small, **{key: tensors[f"state.{key}"] for key in state.paged}}
         return param
-
-    def _keep(self, unit: Unit, param: nn.Parameter) -> None:
-        """Sees to it that what the optimizer has made of a window is in it, and rounds a master into its parameter."""
-        master = unit.windows.get("master")
-        updated = self._ready(unit.windows[""] if master is None else master)
-        if param.data_ptr() != updated.data_ptr():
-            # It was given other data (`p.data = ...`).
-            updated.copy_(param.view(updated.shape))
-        if master is not None:
-            rounded = self._ready(unit.windows[""])
-            rounded.copy_(param.view(rounded.shape))
 
     def _beside(self, entry: Any, options: dict[str, Any]) -> Any:
         """A step count where the optimizer wants it: the update before this one may have been on another device."""
@@ -338,11 +346,22 @@ def _at_once(piece: Callable[[], object]) -> None:
     piece()
 
 
-def _follow(unit: Unit, master: torch.Tensor, value: torch.Tensor) -> None:
+def _keep(state: ParamState, param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """Sees to it that what the optimizer has made of a window is in it, and rounds a master into its parameter."""
+    updated = tensors["" if state.master is None else "master"]
+    if param.data_ptr() != updated.data_ptr():
+        # It was given other data (`p.data = ...`).
+        updated.copy_(param.view(updated.shape))
+    if state.master is not None:
+        rounded = tensors[""]
+        rounded.copy_(param.view(rounded.shape))
+
+
+def _follow(unit: Unit, state: ParamState, master: torch.Tensor, value: torch.Tensor) -> None:
     """Takes the master from the parameter: all of it at first, later where it has been written from outside."""
-    if unit.start >= unit.state.mastered:
+    if unit.start >= state.mastered:
         master.copy_(value)
-    elif unit.state.differs:
+    elif state.differs:
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
 
 

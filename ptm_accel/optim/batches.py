@@ -46,7 +46,7 @@ class Batches:
     @property
     def pinned_bytes(self) -> int:
         """What they alone pin of tensors that move, where a whole parameter is updated."""
-        involved = (part.block for unit in self._opened if unit.whole for part in unit.involved().values())
+        involved = (block for unit in self._opened if unit.whole for block in unit.blocks.values())
         pinned = (block.extent for block in involved if block.movable and block.pins == 1)
         return sum(extent.reservation.nbytes for extent in pinned if extent is not None)
 

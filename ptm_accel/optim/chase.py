@@ -155,8 +155,8 @@ class Chase:
         """
         self._add_all(ordered(work, order))
         self.whole, self._cursor.sparing = True, False
+        self._cursor.reorder(order)
         everything, begun = self._cursor.work, self._cursor.begun
-        everything[begun:] = ordered(everything[begun:], order)
         for index in range(begun, len(everything)):
             self._owed |= dict.fromkeys(everything[index][1].blocks(), index)
         self._end_if_done()
@@ -362,18 +362,18 @@ class Chase:
 
     def _update(self) -> None:
         batch = self._batches.take()
-        for unit in batch:
-            if unit.last and unit.grad.value is not None:
-                self._forget_gradient(unit.grad.value)
+        for _, _, grad in [entry for unit in batch if unit.last for entry in unit.entries]:
+            if grad.value is not None:
+                self._forget_gradient(grad.value)
         self.touched = True
         self._batches.carry_out(batch, self._scale, self._hyper)
         for unit in batch:
             if unit.last:
+                self._done += len(unit.entries)
                 for block in unit.state.blocks():
                     # Not before the last of its members.
-                    if self._owed.get(block) == self._done:
+                    if self._owed.get(block, self._done) < self._done:
                         del self._owed[block]
-                self._done += 1
         self._end_if_done()
 
     def _forget_gradient(self, part: Part) -> None:

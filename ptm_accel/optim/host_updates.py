@@ -30,7 +30,7 @@ from ptm_accel.memory.windows import HostWindow, Window, window_elements
 from ptm_accel.model.floor import update_extra_bytes
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.units import Entry, ParamState, Unit
+from ptm_accel.optim.units import Entry, ParamState, Unit, parts_of
 from ptm_accel.optim.worker import Job
 
 
@@ -240,8 +240,8 @@ class HostUpdates:
 
     def _hold(self, unit: Unit) -> None:
         try:
-            for key, tensor in unit.involved().items():
-                unit.windows[key] = HostWindow(tensor, unit.start, unit.stop, self._home)
+            for key, part in parts_of(unit.entries[0]).items():
+                unit.windows[key] = HostWindow(part, unit.start, unit.stop, self._home)
         except BaseException:
             self._let_go(unit, wrote=False)
             raise
@@ -289,13 +289,14 @@ class HostUpdates:
             self._home.let_go(window.run, wrote=wrote and key != "grad")
 
     def _end(self, unit: Unit, after: dict[str, Any]) -> None:
-        state = unit.state
-        self._less_owed((unit.group, state, unit.grad))
+        (entry,) = unit.entries
+        _, state, grad = entry
+        self._less_owed(entry)
         self._done += 1
         state.small = after
         if state.master is not None:
             state.mastered = state.slot.value.numel
-        unit.grad.drop()
+        grad.drop()
         state.agree()
         state.slot.generation += 1
 
@@ -328,11 +329,11 @@ def _tensors_of(entry: Entry) -> list[Part]:
 
 
 def _unit(entry: Entry, start: int, elements: int) -> Unit:
-    group, state, grad = entry
+    state = entry[1]
     # Up to where the next page may begin.
     first = state.slot.value.start
     stop = min((first + start) // elements * elements + elements - first, state.slot.value.numel)
-    return Unit(group, state, grad, start, stop, last=stop == state.slot.value.numel, new=False)
+    return Unit([entry], start, stop, last=stop == state.slot.value.numel, new=False)
 
 
 def _there(window: Window) -> torch.Tensor:

@@ -6,6 +6,7 @@ was lost is no state to save.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -187,12 +188,14 @@ class Overlap:
 
     def _follow(self, states: Sequence[ParamState], gradient_bytes: Mapping[str, int]) -> None:
         used: dict[str, dict[PagedTensor, None]] = {}
+        written = Counter(state.block_name for state in states if state.overwritten)
+        parts = {state.block_name: state.slot.value.block.parts for state in states}
         for state in states:
             used.setdefault(state.block_name, {}).update(dict.fromkeys(state.blocks()[1:]))
         self._run_ahead.follow_updates(
             {name: list(blocks) for name, blocks in used.items()},
             gradient_bytes,
-            {state.block_name for state in states if state.overwritten and state.slot.value.alone},
+            {name for name, count in written.items() if count == parts[name]},
         )
 
     def _make_chase(self, scale: torch.Tensor | None = None, *, whole: bool = True) -> Chase:

@@ -18,7 +18,7 @@ import torch
 
 from ptm_accel.errors import BudgetError, PTMError
 from ptm_accel.memory.budget import Tag, Tier
-from ptm_accel.memory.paged import PagedTensor, Part, Place
+from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
@@ -27,7 +27,7 @@ from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import hyperparameters
-from ptm_accel.optim.units import Cursor, ParamState, Unit, Work
+from ptm_accel.optim.units import Cursor, Entry, ParamState, Unit, Work
 
 _LARGEST_WINDOW_BYTES = 32 << 20
 """Of a window beside a device: what surrounds each (calls, events) costs the host as long as a fast link takes for a
@@ -118,21 +118,30 @@ class Sweep:
         """The next window: the whole parameter if that costs no moving or if it may not be cut, unless `cut`."""
         if cursor.index == len(cursor.work):
             return None
-        group, state, grad = cursor.work[cursor.index]
+        entry = cursor.work[cursor.index]
+        state = entry[1]
+        if not (cut or cursor.start or state.slot.value.block.parts == 1):
+            unit = cursor.group()
+            if unit is not None and self._has_room(unit):
+                return unit
         numel, start = state.slot.value.numel, cursor.start
         new = cursor.new if start else state.fresh
-        unit = Unit(group, state, grad, start, numel, last=True, new=new, stays=cursor.stays)
+        unit = Unit([entry], start, numel, last=True, new=new, stays=cursor.stays)
         step = self._window_elements(state.wide.dtype.itemsize)
         if cut:
             step = min(step, window_elements(self.window_bytes, state.wide.dtype.itemsize))
         if self.appetite.whole or numel - start <= step:
             return unit
-        # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
-        free = self.pool.budget.free_bytes + (self.pool.room.ending_bytes if cursor.stays else 0)
-        if start == 0 and not cut and self._cost(unit, moving_only=True) <= free:
+        if start == 0 and not cut and self._has_room(unit):
             return unit
         unit.stop, unit.last = start + step, False
         return unit
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether what has to be moved for a unit finds room that is free."""
+        # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
+        free = self.pool.budget.free_bytes + (self.pool.room.ending_bytes if unit.stays else 0)
+        return self._cost(unit, moving_only=True) <= free
 
     def _window_elements(self, element_bytes: int) -> int:
         """How many elements a window has, where there is room for it: several of them on a device make a batch."""
@@ -144,14 +153,13 @@ class Sweep:
     def _cost(self, unit: Unit, *, moving_only: bool = False) -> int:
         """Bytes that opening and updating `unit` takes from what can be had; `moving_only`: from what is free."""
         total = self._beside(unit)
-        for part in unit.involved().values():
-            block = part.block
+        for block in unit.blocks.values():
             if block.extent is not None:
                 total += block.extent.reservation.nbytes if not moving_only and block in self.pool.shelf else 0
-            elif self._comes_whole(part, unit):
+            elif self._comes_whole(block, unit):
                 total += block.slot_bytes
             else:
-                total += round_up((unit.stop - unit.start) * part.dtype.itemsize)
+                total += round_up((unit.stop - unit.start) * block.dtype.itemsize)
         return total
 
     def _beside(self, unit: Unit) -> int:
@@ -161,9 +169,9 @@ class Sweep:
 
     def _slim(self, unit: Unit) -> None:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
-        for part in unit.involved().values():
-            if part.block in self.pool.shelf and part.block.numel > unit.stop - unit.start:
-                self.pool.evict(part.block)
+        for block in unit.blocks.values():
+            if block in self.pool.shelf and block.numel > unit.stop - unit.start:
+                self.pool.evict(block)
 
     # ---- one batch -------------------------------------------------------------------------------------------
 
@@ -234,20 +242,21 @@ class Sweep:
             unit.extra = self.pool.room.reserve(extra, Tag.STAGING, name)
         if space := unit.space_bytes(self.appetite):
             unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
+        blocks = unit.blocks
         for key, part in unit.involved().items():
-            block = part.block
-            if not key and unit.overwrites and part.alone and block.place is Place.AWAY:
+            block = blocks[key]
+            if not key and unit.overwrites and block.place is Place.AWAY:
                 self.pool.occupy(block)
                 unit.occupied = True
-            elif not block.place.resident and self._comes_whole(part, unit) and not self.pool.ahead.prefetch(block):
+            elif not block.place.resident and self._comes_whole(block, unit) and not self.pool.ahead.prefetch(block):
                 self.pool.fault(block)
             unit.windows[key] = self.pool.windows.open(part, unit.start, unit.stop)
 
-    def _comes_whole(self, part: Part, unit: Unit) -> bool:
-        """Whether all of the block is brought in for a window, and not the window alone."""
-        if unit.whole and part.alone:
+    def _comes_whole(self, block: PagedTensor, unit: Unit) -> bool:
+        """Whether all of a block is brought in for a window, and not the window alone."""
+        if unit.whole and (block.parts == 1 or unit.together):
             return True
-        return unit.start == 0 and self._admit(part.block, unit)
+        return unit.start == 0 and self._admit(block, unit)
 
     def _admit(self, block: PagedTensor, unit: Unit) -> bool:
         """Whether a block that is away may come in whole: without a home it must, else if room is to spare."""
@@ -260,7 +269,26 @@ class Sweep:
         left = deque(self._arithmetic.update(units, scale, hyper))
         for unit in units:
             # Nothing here may keep what it was charged for.
-            self._harvest(unit, left.popleft())
+            if not unit.together:
+                self._harvest(unit, left.popleft())
+                continue
+            for entry in unit.entries:
+                self._harvest_member(unit, entry, left.popleft())
+            self._release(unit)
+
+    def _harvest_member(self, unit: Unit, entry: Entry, after: dict[str, Any]) -> None:
+        """As `_harvest`, for one of the parameters of a group, whose state has been made before."""
+        _, state, _ = entry
+        small: dict[str, Any] = {}
+        for key, value in after.items():
+            part = state.paged.get(key)
+            if part is None:
+                small[key] = value
+                continue
+            here = part.of(self.pool.windows.ready(unit.windows[f"state.{key}"]))
+            if here.data_ptr() != value.data_ptr():
+                here.copy_(value)
+        state.small = small
 
     def _harvest(self, unit: Unit, after: dict[str, Any]) -> None:
         """Takes what the optimizer left in its state: new full-size tensors go on pages, the rest is kept as it is."""
@@ -301,24 +329,25 @@ class Sweep:
             state.paged[key] = part
             if unit.whole and part.alone and value.is_contiguous():
                 self.pool.adopt(part.block, value.view(slot.value.shape))
-        if self._comes_whole(part, unit):
+        if self._comes_whole(part.block, unit):
             self.pool.fault(part.block)
         window = unit.windows[f"state.{key}"] = self.pool.windows.open(part, unit.start, unit.stop)
         return window
 
     def _close(self, units: list[Unit], opened: list[Unit]) -> None:
         for unit in units:
-            state = unit.state
-            if state.master is not None:
-                state.mastered = max(state.mastered, unit.stop)
+            for _, state, _ in unit.entries:
+                if state.master is not None:
+                    state.mastered = state.slot.value.numel if unit.together else max(state.mastered, unit.stop)
             unit.occupied = False
             for key in list(unit.windows):
                 self.pool.windows.close(unit.windows.pop(key), wrote=key != "grad")
             opened.remove(unit)
             if unit.last:
-                unit.grad.drop()
-                state.agree()
-                state.slot.generation += 1
+                for _, state, grad in unit.entries:
+                    grad.drop()
+                    state.agree()
+                    state.slot.generation += 1
 
     def _give_up(self, unit: Unit, opened: list[Unit]) -> None:
         """Ends a window without writing anything."""

@@ -90,18 +90,23 @@ class ParamState:
 
 @dataclass(slots=True)
 class Unit:
-    """A window of one parameter with everything its update reads and writes.
+    """What is updated at once: a window of one parameter, or all parameters of a group.
 
     Attributes:
+        entries: the parameters; several only if they are all of a group.
+        start, stop: which elements; of a group, all of its blocks'.
+        last: whether nothing of the parameters is left behind it.
+        new: whether the optimizer makes its state in it.
+        stays: see `Cursor`.
         extra: the charge for what the optimizer allocates.
         space: the charge for windows of state that the optimizer will make.
-        desk: memory for its gradient in fp32, with the charge for it; None where torch allocates that.
-        occupied: room was made for the parameter, and what it holds until the update is not its value.
+        desk: memory for gradients in fp32, with the charge for it; None where torch allocates that.
+        occupied: room was made for the values, and what is there until the update is not them.
+        blocks: the blocks that its update reads and writes, by the key of the window.
+        together: whether it is all parameters of a group.
     """
 
-    group: int
-    state: ParamState
-    grad: GradSlot
+    entries: list[Entry]
     start: int
     stop: int
     last: bool
@@ -112,6 +117,17 @@ class Unit:
     space: Reservation | None = None
     desk: tuple[Reservation, Block] | None = None
     occupied: bool = False
+    blocks: dict[str, PagedTensor] = field(init=False)
+    together: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = {key: part.block for key, part in parts_of(self.entries[0], new=self.new).items()}
+        self.together = len(self.entries) > 1
+
+    @property
+    def state(self) -> ParamState:
+        """Of the first parameter."""
+        return self.entries[0][1]
 
     def arrived(self) -> bool:
         """Whether nothing would have to be waited for to update it."""
@@ -124,34 +140,25 @@ class Unit:
 
     def under_way(self) -> bool:
         """Whether all that it reads is there or on its way."""
-        read = (tensor for key, tensor in self.involved().items() if key or not (self.stays and self.overwrites))
-        return all(tensor.place is not Place.AWAY for tensor in read)
+        for key, block in self.blocks.items():
+            if block.place is Place.AWAY and (key or not (self.stays and self.overwrites)):
+                return False
+        return True
 
     @property
     def overwrites(self) -> bool:
-        """Whether its update writes the whole parameter and reads none of it."""
-        return self.whole and self.state.overwritten
+        """Whether its update writes the whole block of the values and reads none of it."""
+        whole = self.together or (self.whole and self.state.slot.value.alone)
+        return whole and all(state.overwritten for _, state, _ in self.entries)
 
     @property
     def whole(self) -> bool:
-        """Whether this is all of the parameter."""
+        """Whether this is all of its parameters."""
         return self.start == 0 and self.last
 
-    def involved(self) -> dict[str, Part]:
-        """The paged tensors that its update reads and writes, by the key of their window."""
-        assert self.grad.value is not None
-        named = {"": self.state.slot.value, "grad": self.grad.value}
-        if self.state.master is not None:
-            named["master"] = self.state.master
-        if not self.new:
-            named |= {f"state.{key}": tensor for key, tensor in self.state.paged.items()}
-        return named
-
-    @property
-    def widened(self) -> bool:
-        """Whether its gradient is narrower than what is updated."""
-        assert self.grad.value is not None
-        return self.state.master is not None and self.grad.value.dtype != self.state.wide.dtype
+    def involved(self) -> dict[str, Part] | dict[str, PagedTensor]:
+        """What its update reads and writes, by the key of the window: parts, or all blocks of a group."""
+        return self.blocks if self.together else parts_of(self.entries[0], new=self.new)
 
     def extra_bytes(self, appetite: Appetite, grain: int | None) -> int:
         """What torch allocates for its update.
@@ -163,22 +170,67 @@ class Unit:
         elements = self.stop - self.start
         if grain is not None and not self.new:
             elements = min(elements, grain)
-        wide, widened = self.state.wide.dtype.itemsize, self.widened and grain is None
+        wide, widened = self.state.wide.dtype.itemsize, is_widened(self.entries[0]) and grain is None
         return update_extra_bytes(appetite, elements, wide, new=self.new, widened=widened)
 
-    def desk_bytes(self, grain: int | None) -> int:
-        """What its gradient takes in fp32, where that is no matter of torch's.
+    def desk_elements(self, grain: int | None) -> list[int]:
+        """Elements of each gradient that are in fp32 at a time, where that is no matter of torch's.
 
         Args:
             grain: as for `extra_bytes`.
         """
-        return 0 if grain is None or not self.widened else round_up(min(self.stop - self.start, grain) * 4)
+        if grain is None or not is_widened(self.entries[0]):
+            return []
+        if not self.together:
+            return [min(self.stop - self.start, grain)]
+        return [min(state.slot.value.numel, grain) for _, state, _ in self.entries]
+
+    def desk_bytes(self, grain: int | None) -> int:
+        """The bytes of `desk_elements`."""
+        return round_up(sum(self.desk_elements(grain)) * 4)
 
     def space_bytes(self, appetite: Appetite) -> int:
         """What the windows of state that the optimizer will make take; a whole parameter's state needs none."""
         if not self.new or self.whole:
             return 0
         return appetite.state_tensors * round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)
+
+
+def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
+    """What the update of one parameter reads and writes, by the key of its window.
+
+    Args:
+        entry: the parameter.
+        new: the optimizer makes its state.
+    """
+    _, state, grad = entry
+    assert grad.value is not None
+    named = {"": state.slot.value, "grad": grad.value}
+    if state.master is not None:
+        named["master"] = state.master
+    if not new:
+        named |= {f"state.{key}": part for key, part in state.paged.items()}
+    return named
+
+
+def is_widened(entry: Entry) -> bool:
+    """Whether a gradient is narrower than what is updated."""
+    _, state, grad = entry
+    assert grad.value is not None
+    return state.master is not None and grad.value.dtype != state.master.dtype
+
+
+def group_at(work: Work, index: int) -> list[Entry]:
+    """The entries from `index` on, if they are all parameters of a group and nothing of it is still to be made."""
+    first = work[index]
+    block = first[1].slot.value.block
+    if block.parts == 1 or index + block.parts > len(work):
+        return []
+    entries = work[index : index + block.parts]
+    if any(state.slot.value.block is not block or state.fresh for _, state, _ in entries):
+        return []
+    blocks = [{key: part.block for key, part in parts_of(entry).items()} for entry in entries]
+    return entries if all(each == blocks[0] for each in blocks) else []
 
 
 @dataclass(slots=True)
@@ -205,6 +257,27 @@ class Cursor:
     stays: bool = False
     sparing: bool = False
     sent_for: Callable[[str], bool] = lambda name: False
+    _group: tuple[int, Unit | None] = (-1, None)
+
+    def reorder(self, order: dict[str, int]) -> None:
+        """Puts what has not begun in the order in which it will be needed."""
+        self.work[self.begun :] = ordered(self.work[self.begun :], order)
+        self._group = -1, None
+
+    def group(self) -> Unit | None:
+        """All parameters of the group that comes next, if they come one after another."""
+        index, unit = self._group
+        if index != self.index or (unit is not None and unit.entries[0] is not self.work[index]):
+            entries = group_at(self.work, self.index)
+            unit = None
+            if entries:
+                stop = entries[0][1].slot.value.block.numel
+                unit = Unit(entries, 0, stop, last=True, new=False, stays=self.stays)
+            elif self.index + self.work[self.index][1].slot.value.block.parts > len(self.work):
+                # More may come.
+                return None
+            self._group = self.index, unit
+        return unit
 
     @property
     def begun(self) -> int:
@@ -214,7 +287,7 @@ class Cursor:
     def advance(self, unit: Unit) -> None:
         """Goes on behind `unit`."""
         self.new = unit.new
-        self.index, self.start = (self.index + 1, 0) if unit.last else (self.index, unit.stop)
+        self.index, self.start = (self.index + len(unit.entries), 0) if unit.last else (self.index, unit.stop)
 
 
 def ordered(work: Work, order: dict[str, int]) -> Work:
