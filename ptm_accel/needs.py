@@ -64,9 +64,17 @@ class Needs:
             held_bytes=self._pool.budget.used_by_tag().get(Tag.STAGING, 0),
         )
 
-    def fits_amply(self, slots: SlotTable) -> bool:
-        """Whether groups as in `slots` leave as much room again beside what any optimizer needs with them."""
-        return 2 * self.estimate(ANY_OPTIMIZER, None, slots).total_bytes <= self._pool.share_bytes
+    def suit(self, grouped: SlotTable, alone: SlotTable) -> bool:
+        """Whether groups leave as much room again beside what they need, and all fits where it does without them.
+
+        Args:
+            grouped: the parameters in groups.
+            alone: each in a group of its own.
+        """
+        if 2 * self.estimate(ANY_OPTIMIZER, None, grouped).total_bytes > self._pool.share_bytes:
+            return False
+        with_them, without = (self.estimate(FUSED_ADAMW, None, slots).whole_bytes for slots in (grouped, alone))
+        return not without <= self._pool.share_bytes < with_them
 
     def expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
         """Before there is an optimizer: reckons with AdamW, or where that is too much, with what any needs.

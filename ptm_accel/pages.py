@@ -88,18 +88,31 @@ class Pages:
         Raises:
             BudgetError: less than the least budget the model can train under with any optimizer.
         """
-        small = small_bytes(self.config.page_bytes)
-        for group_bytes in group_sizes(self.pool.share_bytes) if self.grouped else (0,):
-            slots = SlotTable()
-            take_parameters(
-                self.model, self.pool, slots, self.table, small=small, paged=values, group_bytes=group_bytes
-            )
-            if not group_bytes or self.needs.fits_amply(slots):
-                self.slots.become(slots)
+        alone = chosen = self._slots(values, 0)
+        # Without a tier below nothing ever moves.
+        grouped = self.grouped and self.pool.home is not None
+        for group_bytes in group_sizes(self.pool.share_bytes) if grouped else ():
+            together = self._slots(values, group_bytes)
+            if self.needs.suit(together, alone):
+                chosen = together
                 break
-            for slot in slots:
-                self.pool.forget(slot.value)
+            self._forget(together, values)
+        if chosen is not alone:
+            self._forget(alone, values)
+        self.slots.become(chosen)
         self.needs.expect_optimizer()
+
+    def _slots(self, values: Mapping[nn.Parameter, Paged], group_bytes: int) -> SlotTable:
+        slots, small = SlotTable(), small_bytes(self.config.page_bytes)
+        take_parameters(self.model, self.pool, slots, self.table, small=small, paged=values, group_bytes=group_bytes)
+        return slots
+
+    def _forget(self, slots: SlotTable, values: Mapping[nn.Parameter, Paged]) -> None:
+        for slot in slots:
+            if slot.param in values:
+                slot.give_up_part()
+            else:
+                self.pool.forget(slot.value)
 
     def bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         """Puts the values of `slots` on pages, but for those of `values`, which are there, and hooks on the modules."""

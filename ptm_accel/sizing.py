@@ -155,9 +155,9 @@ def refuse_oversized_model(memory: Memory, values: Iterable[Part]) -> None:
         asked = sum(value.nbytes for value in values)
         free = pool.card.free_bytes() + (pool.card.held_bytes if idle_fits_below(memory) else 0)
     else:
-        # What is resident is copied, one after another, before its pages are given back.
+        # What is resident is copied, one after another, before its block is given back.
         asked = sum(value.nbytes for value in values if not value.place.resident)
-        asked += max((value.nbytes for value in values if value.place.resident), default=0)
+        asked += max((value.block.nbytes for value in values if value.place.resident), default=0)
         free = available_bytes() if pool.budget.tier is Tier.HOST else asked
     if asked > free:
         raise BudgetError(

@@ -103,12 +103,12 @@ def on_pages(
 def in_groups() -> Iterator[None]:
     """Meanwhile groups are as large as models fit with, for budgets of which they are a large part."""
 
-    def fits(needs: Needs, slots: SlotTable) -> bool:
-        return needs.estimate(FUSED_ADAMW, None, slots).total_bytes <= needs._pool.share_bytes
+    def suit(needs: Needs, grouped: SlotTable, alone: SlotTable) -> bool:
+        return needs.estimate(FUSED_ADAMW, None, grouped).total_bytes <= needs._pool.share_bytes
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ptm_accel.pages.group_sizes", lambda capacity: (capacity // 3, capacity // 8, 0))
-        patched.setattr(Needs, "fits_amply", fits)
+        patched.setattr("ptm_accel.pages.group_sizes", lambda capacity: (capacity // 3, capacity // 8))
+        patched.setattr(Needs, "suit", suit)
         yield
 
 

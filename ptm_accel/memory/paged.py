@@ -61,6 +61,11 @@ class Occupant(Protocol):
         """The bytes are about to leave the compute tier: views of them must end."""
         ...
 
+    @property
+    def views(self) -> int:
+        """How many views of the bytes it has, which end by `leaving`."""
+        ...
+
 
 class Adviser(Protocol):
     """Follows the accesses, and chooses what to evict. Called with the pool's lock held."""
@@ -131,10 +136,10 @@ class Extent:
         self.block = block
         self.reservation = reservation
 
-    def viewed(self, *, shown: bool, known: int = 0) -> bool:
-        """Whether there is a view of it beside that of its parameter, if it is `shown`, and `known` others."""
+    def viewed(self, known: int) -> bool:
+        """Whether there are views of it beside `known` ones."""
         users: int = torch._C._storage_Use_Count(self.octets.untyped_storage()._cdata)
-        return users > _OF_AN_EXTENT + (self.block is not None) + shown + known
+        return users > _OF_AN_EXTENT + (self.block is not None) + known
 
 
 class PagedTensor:
@@ -183,8 +188,9 @@ class PagedTensor:
 
     @property
     def viewed(self) -> bool:
-        """Whether there is a view of its extent beside that of its parameter."""
-        return self.extent is not None and self.extent.viewed(shown=self.tag is Tag.PARAM)
+        """Whether there is a view of its extent beside those of its occupant."""
+        known = 0 if self.occupant is None else self.occupant.views
+        return self.extent is not None and self.extent.viewed(known)
 
     def __repr__(self) -> str:
         return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"

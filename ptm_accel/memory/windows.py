@@ -69,10 +69,11 @@ class Windows:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def open(self, source: PagedTensor | Part, start: int, stop: int) -> Window:
+    def open(self, source: PagedTensor | Part, start: int, stop: int, *, reads: bool = True) -> Window:
         """Elements [start, stop) for reading and writing; the byte offset of `start` is a multiple of `ALIGN_BYTES`.
 
-        A resident or arriving tensor gives a view of its extent. One that is away is staged: the load is started here.
+        A resident or arriving tensor gives a view of its extent. One that is away is staged: the load is started here,
+        unless the caller writes all elements and `reads` none.
 
         Raises:
             BudgetError: no room for the staged bytes.
@@ -98,6 +99,8 @@ class Windows:
             assert block.buffer is not None
             typed = block.buffer[:nbytes].view(tensor.dtype)
             window.tensor, window.block, window.reservation = typed, block, reservation
+            if not reads:
+                return window
             if tensor.place is not Place.AWAY:
                 typed.fill_(tensor.fill)
                 return window

@@ -33,6 +33,11 @@ class _Sums:
     def arrived(self, tensor: torch.Tensor) -> None:
         """The pool has brought the block in."""
 
+    @property
+    def views(self) -> int:
+        """None."""
+        return 0
+
     def was_written(self) -> bool:
         """Writers to a sum call `GradSlot.changed`."""
         return False

@@ -21,9 +21,9 @@ _OF_BUDGET = 16
 
 
 def group_sizes(capacity_bytes: int) -> tuple[int, ...]:
-    """The largest groups to be tried for a budget of the compute tier, in bytes; the last is one parameter each."""
+    """The largest groups to be tried for a budget of the compute tier, in bytes."""
     most = min(MOST_GROUP_BYTES, capacity_bytes // _OF_BUDGET)
-    return most, most // 4, 0
+    return most, most // 4
 
 
 def group_of(name: str, like: torch.Tensor, *, small: int) -> ParamGroup:

@@ -126,6 +126,11 @@ class Members:
         for slot in self.slots:
             slot.leaving(tensor.device)
 
+    @property
+    def views(self) -> int:
+        """Each parameter has one."""
+        return len(self.slots)
+
     def was_written(self) -> bool:
         """Whether torch has counted an in-place change of one since the last call, or since they were loaded."""
         written = [slot.was_written() for slot in self.slots]
@@ -299,9 +304,12 @@ class ParamSlot:
 
     def give_up_part(self) -> None:
         """The part of the block is this parameter's no more."""
+        self._members().slots.remove(self)
+
+    def _members(self) -> Members:
         members = self.value.block.occupant
         assert isinstance(members, Members)
-        members.slots.remove(self)
+        return members
 
     def leave_pages(self) -> None:
         """Makes the parameter an ordinary one again, with the data that it has."""
@@ -384,7 +392,7 @@ class ParamSlot:
             known = 1 + data._is_view()
             data = data.clone()
         data = data.detach()
-        if value.block.pins and extent is not None and extent.viewed(shown=True, known=known):
+        if value.block.pins and extent is not None and extent.viewed(known + self._members().views):
             # The data is copied into the same memory, which would change the view.
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(value.shape)} was given other data while it was in use, and a "

@@ -250,7 +250,8 @@ class Sweep:
                 unit.occupied = True
             elif not block.place.resident and self._comes_whole(block, unit) and not self.pool.ahead.prefetch(block):
                 self.pool.fault(block)
-            unit.windows[key] = self.pool.windows.open(part, unit.start, unit.stop)
+            reads = bool(key) or not unit.state.overwritten
+            unit.windows[key] = self.pool.windows.open(part, unit.start, unit.stop, reads=reads)
 
     def _comes_whole(self, block: PagedTensor, unit: Unit) -> bool:
         """Whether all of a block is brought in for a window, and not the window alone."""

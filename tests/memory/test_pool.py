@@ -52,6 +52,10 @@ class Told:
         self.news: list[tuple[str, float]] = []
         self.writes = 0
 
+    @property
+    def views(self) -> int:
+        return 0
+
     def was_written(self) -> bool:
         written, self.writes = self.writes > 0, 0
         return written

@@ -32,6 +32,7 @@ from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Unit
 from ptm_accel.outside import gathered
+from ptm_accel.pages import Pages
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, stack, step
@@ -286,6 +287,7 @@ def test_a_parameter_with_a_master_is_not_loaded_to_be_overwritten(
 
 
 def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pages, "grouped", False)
     with chasing(tmp_path, master_weights="fp32", warm=4, spare=3) as (model, engine, optimizer):
         engine.settle()
         before = {name: value.clone() for name, value in model.state_dict().items()}
