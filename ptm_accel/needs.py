@@ -71,10 +71,11 @@ class Needs:
             grouped: the parameters in groups.
             alone: each in a group of its own.
         """
-        if 2 * self.estimate(ANY_OPTIMIZER, None, grouped).total_bytes > self._pool.share_bytes:
-            return False
+        room, most = self._pool.share_bytes, self.estimate(ANY_OPTIMIZER, None, grouped)
+        if 2 * most.total_bytes > room or self._pool.home is None:
+            return most.whole_bytes <= room
         with_them, without = (self.estimate(FUSED_ADAMW, None, slots).whole_bytes for slots in (grouped, alone))
-        return not without <= self._pool.share_bytes < with_them
+        return not without <= room < with_them
 
     def expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
         """Before there is an optimizer: reckons with AdamW, or where that is too much, with what any needs.

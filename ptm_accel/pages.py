@@ -89,9 +89,7 @@ class Pages:
             BudgetError: less than the least budget the model can train under with any optimizer.
         """
         alone = chosen = self._slots(values, 0)
-        # Without a tier below nothing ever moves.
-        grouped = self.grouped and self.pool.home is not None
-        for group_bytes in group_sizes(self.pool.share_bytes) if grouped else ():
+        for group_bytes in group_sizes(self.pool.share_bytes) if self.grouped else ():
             together = self._slots(values, group_bytes)
             if self.needs.suit(together, alone):
                 chosen = together

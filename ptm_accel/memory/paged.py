@@ -228,10 +228,11 @@ class Part:
         block: the block.
         start: the first element.
         numel, nbytes, dtype: of the part alone.
+        alone: whether the part is all of the block.
         used: the members that have a part of the block; it ends with the last.
     """
 
-    __slots__ = ("block", "dtype", "member", "nbytes", "numel", "shape", "start", "used")
+    __slots__ = ("alone", "block", "dtype", "member", "nbytes", "numel", "shape", "start", "used")
 
     def __init__(self, block: PagedTensor, start: int, shape: torch.Size, member: int, used: set[int]) -> None:
         self.block = block
@@ -242,11 +243,7 @@ class Part:
         self.dtype = block.dtype
         self.numel = math.prod(shape)
         self.nbytes = self.numel * block.dtype.itemsize
-
-    @property
-    def alone(self) -> bool:
-        """Whether the part is all of its block."""
-        return self.numel == self.block.numel
+        self.alone = self.numel == block.numel
 
     @property
     def place(self) -> Place:

@@ -36,8 +36,8 @@ def groups_of(
 ) -> dict[nn.Parameter, tuple[ParamGroup, int]]:
     """Divides parameters into groups.
 
-    A group has parameters of one repeated block, of one dtype, all trained or all frozen. What is small, large, shared
-    by several blocks, or outside of them is a group of its own.
+    A group has parameters of one repeated block, of one dtype, all trained or all frozen, all small or none. What is
+    large, shared by several blocks, or outside of them is a group of its own.
 
     Args:
         model: the model.
@@ -55,8 +55,9 @@ def groups_of(
     together: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         found = {_block(name, blocks) for name in names[param]}
-        single = len(found) > 1 or None in found or param.numel() * param.dtype.itemsize < small
-        key = (id(param),) if single else (found.pop(), param.dtype, param.requires_grad)
+        single = len(found) > 1 or None in found
+        moves = param.numel() * param.dtype.itemsize >= small
+        key = (id(param),) if single else (found.pop(), param.dtype, param.requires_grad, moves)
         together.setdefault(key, []).append(param)
     made: dict[nn.Parameter, tuple[ParamGroup, int]] = {}
     count: Counter[str] = Counter()
@@ -67,7 +68,8 @@ def groups_of(
                 continue
             count[block] += 1
             name = f"{block}[{count[block]}]"
-            group = ParamGroup(name, [param.shape for param in part], movable=True)
+            moves = part[0].numel() * part[0].dtype.itemsize >= small
+            group = ParamGroup(name, [param.shape for param in part], movable=moves)
             made |= {param: (group, member) for member, param in enumerate(part)}
     return made
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pool
 
 
+_ALIGN = 64
+"""Parts of a block begin at multiples of this many elements, or numbers would depend on where they do."""
+
+
 class ParamGroup:
     """Parameters of one module, one after another in blocks of the same layout.
 
@@ -28,7 +32,7 @@ class ParamGroup:
 
     Attributes:
         name, shapes, movable: see above.
-        starts: the first element of each member; a multiple of `PART_ALIGN`.
+        starts: the first element of each member.
         numel: elements of a block.
     """
 
@@ -39,7 +43,8 @@ class ParamGroup:
         self.starts: list[int] = []
         end = 0
         for shape in shapes:
-            self.starts.append(round_up(end, PART_ALIGN))
+            # What never leaves is never moved in parts.
+            self.starts.append(round_up(end, PART_ALIGN if movable else _ALIGN))
             end = self.starts[-1] + shape.numel()
         self.numel = end
         self._blocks: dict[str, tuple[PagedTensor, set[int]]] = {}

@@ -346,8 +346,9 @@ class ParamSlot:
     @property
     def writes(self) -> int:
         """Number of times that user code may have written to the values."""
-        if self.value.place.resident:
-            self.value.block.note_changes()
+        block = self.value.block
+        if block.place.resident and self.was_written():
+            block.place = Place.DIRTY
         return self._writes
 
     def changed(self) -> None:

@@ -29,7 +29,7 @@ from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
 from ptm_accel.optim.support import Grain, appetite_of, grain_of, switches_of
 from ptm_accel.optim.sweep import Sweep
-from ptm_accel.optim.units import Work
+from ptm_accel.optim.units import Work, by_block
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -177,7 +177,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 grad = None if slot is None else self._gradients.known(slot)
                 if slot is not None and grad is not None and grad.value is not None:
                     work.append((index, self._states.of(slot), grad))
-        return work
+        # Only of element-wise ones is it known that their order does not matter.
+        return by_block(work) if self._elementwise else work
 
     def _step(self) -> None:
         if self.in_backward.chase is not None:

@@ -104,6 +104,7 @@ class Unit:
         occupied: room was made for the values, and what is there until the update is not them.
         blocks: the blocks that its update reads and writes, by the key of the window.
         together: whether it is all parameters of a group.
+        state: of the first parameter.
     """
 
     entries: list[Entry]
@@ -119,15 +120,12 @@ class Unit:
     occupied: bool = False
     blocks: dict[str, PagedTensor] = field(init=False)
     together: bool = field(init=False)
+    state: ParamState = field(init=False)
 
     def __post_init__(self) -> None:
+        self.state = self.entries[0][1]
         self.blocks = {key: part.block for key, part in parts_of(self.entries[0], new=self.new).items()}
         self.together = len(self.entries) > 1
-
-    @property
-    def state(self) -> ParamState:
-        """Of the first parameter."""
-        return self.entries[0][1]
 
     def arrived(self) -> bool:
         """Whether nothing would have to be waited for to update it."""
@@ -218,6 +216,14 @@ def is_widened(entry: Entry) -> bool:
     _, state, grad = entry
     assert grad.value is not None
     return state.master is not None and grad.value.dtype != state.master.dtype
+
+
+def by_block(work: Work) -> Work:
+    """`work` with the parameters of a group next to each other."""
+    blocks: dict[PagedTensor, Work] = {}
+    for entry in work:
+        blocks.setdefault(entry[1].slot.value.block, []).append(entry)
+    return [entry for entries in blocks.values() for entry in entries]
 
 
 def group_at(work: Work, index: int) -> list[Entry]:

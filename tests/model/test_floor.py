@@ -23,6 +23,7 @@ from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
 from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.pages import Pages
 from tests.mock_device import MockDevice
 from tests.plain_loop import Recipe, adamw, assert_same, sgd, train, train_with_masters
 from tests.tiers import LITTLE, PAGE, config, needs, on_pages, open_memory
@@ -232,7 +233,9 @@ NARROW = torch.bfloat16
     ids=["plain", "autocast", "checkpointed", "masters", "sgd"],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_without_a_home_there_is_a_figure_too(name: str, recipe: Recipe, dials: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_home_there_is_a_figure_too(
+    name: str, recipe: Recipe, dials: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """RAM alone: what holds all states and a step beside them is enough, and a byte less is refused."""
     entry = ENTRIES[name]
 
@@ -244,7 +247,9 @@ def test_without_a_home_there_is_a_figure_too(name: str, recipe: Recipe, dials: 
         memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=capacity), torch.device("cpu"))
         return model, Engine.attach(model, config(**dials), memory=memory)
 
-    model, engine = attach(1 << 26)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pages, "grouped", False)
+        model, engine = attach(1 << 26)
     engine.bind_optimizer(recipe.optimizer(model))
     whole, states = engine.floor.whole_bytes, engine.floor.states_bytes
     engine.close()
