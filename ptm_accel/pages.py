@@ -107,7 +107,7 @@ class Pages:
 
     def _forget(self, slots: SlotTable, values: Mapping[nn.Parameter, Paged]) -> None:
         for slot in slots:
-            if slot.param in values:
+            if slot.param in values and slot.value is values[slot.param][1]:
                 slot.give_up_part()
             else:
                 self.pool.forget(slot.value)
@@ -124,7 +124,10 @@ class Pages:
         self.decide_to_plan()
         left = 0
         for slot in slots:
-            if slot.param not in blank and slot.param not in values:
+            read = values.get(slot.param)
+            if read is not None and read[1] is not slot.value:
+                slot.take_over(read[1])
+            elif read is None and slot.param not in blank:
                 slot.adopt()
                 left += slot.value.nbytes
             slot.come_onto_pages(self.residency, pool.compute.device)

@@ -16,7 +16,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError
 from ptm_accel.outside import gathered, plain_copy
 from tests.plain_loop import adamw, same_bits
-from tests.tiers import MEMORIES, needs, on_pages
+from tests.tiers import MEMORIES, in_groups, needs, on_pages
 from tests.zoo import ENTRIES, Entry, use_checkpointing
 
 MODELS = ("llama-tied", "gpt2", "mixtral", "t5", "albert", "mamba", "lora", "whisper")
@@ -262,7 +262,7 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
     for model in (plain, paged):
         use_checkpointing(model, checkpointing)
     done = []
-    with on_pages(paged, kind, budget, tmp_path) as engine:
+    with in_groups() if seed % 2 else nullcontext(), on_pages(paged, kind, budget, tmp_path) as engine:
         twins = Twins(entry, plain, paged, engine, rng)
         if on_host:
             chooser = random.Random(seed)

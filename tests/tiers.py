@@ -16,7 +16,7 @@ from torch import nn
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
-from ptm_accel.model.floor import FUSED_ADAMW
+from ptm_accel.model.floor import ANY_OPTIMIZER
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.needs import Needs
 from ptm_accel.pages import Pages
@@ -104,10 +104,10 @@ def in_groups() -> Iterator[None]:
     """Meanwhile groups are as large as models fit with, for budgets of which they are a large part."""
 
     def suit(needs: Needs, grouped: SlotTable, alone: SlotTable) -> bool:
-        return needs.estimate(FUSED_ADAMW, None, grouped).total_bytes <= needs._pool.share_bytes
+        return needs.estimate(ANY_OPTIMIZER, None, grouped).total_bytes <= needs._pool.share_bytes
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ptm_accel.pages.group_sizes", lambda capacity: (capacity // 3, capacity // 8))
+        patched.setattr("ptm_accel.pages.group_sizes", lambda capacity: (capacity // 3, capacity // 6, capacity // 12))
         patched.setattr(Needs, "suit", suit)
         yield
 

@@ -113,7 +113,8 @@ def take_parameters(
         slots: gets the slots, under every name of a tied parameter.
         table: for the slots.
         small: parameters below this many bytes never leave the compute tier.
-        paged: the values of parameters that are on pages already; all others get blank pages.
+        paged: the values of parameters that are on pages already, and stay there if they are alone; all others get
+            blank pages.
         group_bytes: the most that the values of a group of several parameters take.
         known: slots that there are already, which their parameters keep.
 
@@ -124,21 +125,18 @@ def take_parameters(
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.numel() and slots.of(param) is None and (known is None or known.of(param) is None):
             new.setdefault(param, name)
-    groups = groups_of(model, [p for p in new if p not in paged], small=small, group_bytes=group_bytes)
     made = {}
-    for param, name in new.items():
-        if param in paged:
+    for param, (group, member) in groups_of(model, list(new), small=small, group_bytes=group_bytes).items():
+        if param in paged and len(group.shapes) == 1:
             group, value = paged[param]
-            group.rename(name)
-            made[param] = ParamSlot(name, param, group, 0, value, pool, table)
-            continue
-        group, member = groups[param]
-        value = group.part(member, "", Tag.PARAM, param.dtype, pool)
-        made[param] = ParamSlot(name, param, group, member, value, pool, table)
+            group.rename(new[param])
+        else:
+            value = group.part(member, "", Tag.PARAM, param.dtype, pool)
+        made[param] = ParamSlot(new[param], param, group, member, value, pool, table)
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.numel():
             slots.put(name, made.get(param) or slots.of(param) or known.of(param))  # type: ignore[union-attr,arg-type]
-    return list(made.values())
+    return [made[param] for param in new]
 
 
 def leave_meta(model: nn.Module, slots: SlotTable, device: torch.device) -> set[nn.Parameter]:

@@ -86,6 +86,7 @@ class Following:
         # A cache of next uses; an entry is valid until the access it names.
         self._wanted: dict[PagedTensor, int] = {}
         self._strays = 0
+        self._read: PagedTensor | None = None
         self._marks: list[Mark] = []
         self._most: int | None = None
         # Tensors to prefetch, each with the access it is for, and tensors to evict.
@@ -101,7 +102,7 @@ class Following:
         """Aborts the pass without recording it: an exception ended it, or it has no end."""
         if self._recorder is not None:
             self._clock.give_up()
-        self._recorder = self._route = self._most = None
+        self._recorder = self._route = self._most = self._read = None
         self._marks = []
         self._wanted.clear()
         self._coming.clear()
@@ -113,6 +114,11 @@ class Following:
     def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
         """See `Adviser`."""
         if tensor.tag in _FOLLOWED and tensor.movable:
+            if tensor.tag is Tag.PARAM and not write:
+                if tensor is self._read and tensor.place.resident:
+                    # Another parameter of the same group.
+                    return
+                self._read = tensor
             if self.beside is not None:
                 self.beside.look()
             self._see(tensor, Use.WRITE if write else Use.READ)

@@ -108,10 +108,11 @@ class Members:
         table: finds them by the address of the block.
     """
 
-    __slots__ = ("_table", "slots")
+    __slots__ = ("_addresses", "_table", "slots")
 
     def __init__(self, table: ExtentTable) -> None:
         self.slots: list[ParamSlot] = []
+        self._addresses: list[int] = []
         self._table = table
 
     def arrived(self, tensor: torch.Tensor) -> None:
@@ -119,6 +120,7 @@ class Members:
         self._table.add(tensor, self)
         for slot in self.slots:
             slot.arrived(slot.value.of(tensor))
+        self._addresses = [slot.address for slot in self.slots]
 
     def leaving(self, tensor: torch.Tensor) -> None:
         """Called by the pool before it evicts the block."""
@@ -138,9 +140,17 @@ class Members:
 
     def at(self, view: torch.Tensor) -> ParamSlot | None:
         """The parameter in whose values a view of the block begins, if one has them still."""
-        slots, address = self.slots, view.data_ptr()
-        found = slots[bisect_right(slots, address, key=_address) - 1] if slots else None
-        return found if found is not None and 0 <= address - found.address < found.value.nbytes else None
+        address = view.data_ptr()
+        at = bisect_right(self._addresses, address) - 1
+        if at < 0:
+            return None
+        found = self.slots[at]
+        return found if address - found.address < found.value.nbytes else None
+
+    def remove(self, slot: ParamSlot) -> None:
+        """A parameter has left the block."""
+        self.slots.remove(slot)
+        self._addresses = [other.address for other in self.slots]
 
 
 class ParamSlot:
@@ -213,7 +223,7 @@ class ParamSlot:
         self._accesses = weakref.ref(accesses)
         away.register(self)
         if self.value.block.extent is not None:
-            self.arrived(self._tensor())
+            self._members().arrived(self.value.block.extent.tensor)
         else:
             self._give(self._stand_in(device))
         if not self._shown:
@@ -233,6 +243,18 @@ class ParamSlot:
             value.of(pool.make(value.block)).copy_(self.param.data)
         else:
             pool.fault(value, write=True).copy_(self.param.data)
+
+    def take_over(self, read: Part) -> None:
+        """Moves values that are on pages elsewhere to the parameter's own part.
+
+        Raises:
+            BudgetError: no room for them.
+        """
+        value, pool = self.value, self._pool
+        with pool.pin(read) as values:
+            into = value.of(pool.make(value.block)) if value.place is Place.BLANK else pool.fault(value, write=True)
+            into.copy_(values)
+        pool.forget(read)
 
     @property
     def accesses(self) -> Residency:
@@ -304,7 +326,7 @@ class ParamSlot:
 
     def give_up_part(self) -> None:
         """The part of the block is this parameter's no more."""
-        self._members().slots.remove(self)
+        self._members().remove(self)
 
     def _members(self) -> Members:
         members = self.value.block.occupant
@@ -483,10 +505,6 @@ class ParamSlot:
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""
         return self._pool.fault(self.value, write=write)
-
-
-def _address(slot: ParamSlot) -> int:
-    return slot.address
 
 
 def _storage(tensor: torch.Tensor) -> int:
