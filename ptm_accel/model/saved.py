@@ -33,30 +33,24 @@ _CHECKPOINTING = "torch.utils.checkpoint"
 """Where the hooks of activation checkpointing are defined."""
 
 
-class SavedTensor:
-    """Any other tensor that backward will need."""
+SavedTensor = tuple[torch.Tensor, int]
+"""Any other tensor that backward will need, and its version; no object of ours, of which a pass would make hundreds."""
 
-    __slots__ = ("_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: a node that saves its own output would be a reference cycle.
-        self._tensor = tensor.detach()
-        self._version = self._tensor._version
+def look(saved: SavedTensor) -> torch.Tensor:
+    """The tensor.
 
-    def look(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            StaleGraphError: it has been changed in place since.
-        """
-        tensor = self._tensor
-        if tensor._version != self._version:
-            raise StaleGraphError(
-                f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that backward needs has been modified by "
-                f"an inplace operation: it is at version {tensor._version}, and was at version {self._version} when it "
-                "was saved. Use an operation there that is not in place, or change a clone()."
-            )
-        return tensor
+    Raises:
+        StaleGraphError: it has been changed in place since.
+    """
+    tensor, version = saved
+    if tensor._version != version:
+        raise StaleGraphError(
+            f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that backward needs has been modified by an "
+            f"inplace operation: it is at version {tensor._version}, and was at version {version} when it was saved. "
+            "Use an operation there that is not in place, or change a clone()."
+        )
+    return tensor
 
 
 class SavedView:
@@ -139,19 +133,29 @@ class _Pack:
         return self._known() is table or (isinstance(self._other, _Pack) and self._other.covers(table))
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is AwayParameter:
+        kind = type(tensor)
+        if kind is AwayParameter:
             # Saved by a custom autograd function.
             with bare():
-                return self._pack(tensor)
-        return self._pack(tensor)
+                return self._pack(tensor, kind)
+        return self._pack(tensor, kind)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor, kind: type) -> Any:
         table = self._known()
-        if table is not None and type(tensor) in table.kinds:
+        if (
+            table is not None
+            and kind in table.kinds
+            and tensor.layout is torch.strided
+            # Most are activations, of which nothing is known.
+            and tensor.untyped_storage().data_ptr() in table.addresses
+        ):
             source = table.find(tensor)
             if source is not None:
                 return SavedView(source, tensor, checked=not self.recomputed)
-        return SavedTensor(tensor) if self._other is None else self._other(tensor)
+        if self._other is not None:
+            return self._other(tensor)
+        # Detached: a node that saves its own output would be a reference cycle.
+        return tensor.detach(), tensor._version
 
 
 class _Unpack:
@@ -163,10 +167,11 @@ class _Unpack:
     def __call__(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedView):
             return packed.make()
-        if isinstance(packed, SavedTensor):
-            return packed.look()
-        unpacked: torch.Tensor = packed if self._other is None else self._other(packed)
-        return unpacked
+        if self._other is not None:
+            unpacked: torch.Tensor = self._other(packed)
+            return unpacked
+        tensor, version = packed
+        return tensor if tensor._version == version else look(packed)
 
 
 CALLED_BY_AUTOGRAD = (_Pack.__call__, _Pack._pack, _Unpack.__call__)

@@ -38,17 +38,17 @@ class ExtentTable:
         return tensor.untyped_storage().data_ptr()
 
     def __init__(self) -> None:
-        self._by_address: dict[int, tuple[Members | CastSource, StorageWeakRef]] = {}
+        self.addresses: dict[int, tuple[Members | CastSource, StorageWeakRef]] = {}
 
     def add(self, tensor: torch.Tensor, source: Members | CastSource) -> int:
         """Notes that `tensor`'s storage holds the values of `source`; returns its key."""
         address = self.address(tensor)
-        self._by_address[address] = (source, StorageWeakRef(tensor.untyped_storage()))
+        self.addresses[address] = (source, StorageWeakRef(tensor.untyped_storage()))
         return address
 
     def remove(self, tensor: torch.Tensor) -> None:
         """Forgets `tensor`'s storage."""
-        self._by_address.pop(self.address(tensor), None)
+        self.addresses.pop(self.address(tensor), None)
 
     def find(self, tensor: torch.Tensor) -> ParamSlot | CastSource | None:
         """The source whose values lie in `tensor`'s storage, if any."""
@@ -56,11 +56,11 @@ class ExtentTable:
             # A sparse one has no storage.
             return None
         address = self.address(tensor)
-        known = self._by_address.get(address)
+        known = self.addresses.get(address)
         if known is None:
             return None
         if known[1].expired():
-            del self._by_address[address]
+            del self.addresses[address]
             return None
         source = known[0]
         return source.at(tensor) if isinstance(source, Members) else source
@@ -69,17 +69,17 @@ class ExtentTable:
         """Forgets those of `addresses` whose storage has been freed; returns the others."""
         living = []
         for address in addresses:
-            known = self._by_address.get(address)
+            known = self.addresses.get(address)
             if known is None:
                 continue
             if known[1].expired():
-                del self._by_address[address]
+                del self.addresses[address]
             else:
                 living.append(address)
         return living
 
     def __len__(self) -> int:
-        return len(self._by_address)
+        return len(self.addresses)
 
 
 class CastSource:
