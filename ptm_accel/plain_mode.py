@@ -110,6 +110,7 @@ class PlainMode:
         pages.remove_hooks()
         for slot in pages.slots:
             slot.show()
+            slot.separate()
         self._seen = [(slot.param, slot.param.data_ptr(), slot.param.requires_grad) for slot in pages.slots]
         optimizer.begin_plain(_weakly(self.end))
         self._optimizer, self._gradients = optimizer, gradients
@@ -144,6 +145,7 @@ class PlainMode:
         for (_, _, trained), slot in zip(self._seen, pages.slots, strict=True):
             slot.hide()
             slot.take_in()
+            slot.rejoin()
             slot.generation += 1
             self.graphs.meet(slot, trained, self._pool)
             self.graphs.values.append(self._pool.pin(slot.value))

@@ -271,6 +271,14 @@ class Part:
         return f"Part({self.block!r}, {self.start}, {tuple(self.shape)})"
 
 
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """The same bytes in a storage of just these: savers take parts of a storage for tied, or write all of it."""
+    if values.untyped_storage().nbytes() == values.nbytes or not values.is_contiguous():
+        return values
+    separate: torch.Tensor = torch.utils.dlpack.from_dlpack(values)
+    return separate
+
+
 class Pin:
     """Keeps a tensor in the compute tier until it is released."""
 

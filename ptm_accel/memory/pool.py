@@ -21,7 +21,7 @@ from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import close_all, settle
 from ptm_accel.memory.extents import Extents
-from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Part, Pin, Place
+from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Part, Pin, Place, alone
 from ptm_accel.memory.room import Room
 from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.tenants import Need, Tenants
@@ -370,7 +370,7 @@ class Pool:
         else is a private mapping of the home. Valid until the next step.
         """
         if isinstance(tensor, Part):
-            return tensor.of(self.snapshot(tensor.block))
+            return alone(tensor.of(self.snapshot(tensor.block)))
         with self.lock:
             if self.owed is not None:
                 # Snapshots are taken of many, and those that are kept leave little room to work in.

@@ -24,7 +24,7 @@ from torch import nn
 from ptm_accel.memory.paged import PagedTensor, Part
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slots import ParamSlot, SlotTable, owned_by
 from ptm_accel.units import format_bytes
 
 
@@ -160,8 +160,8 @@ def _own(module: nn.Module, slots: SlotTable) -> dict[int, ParamSlot]:
     One that has parameters of its own and modules with parameters under it may well compute with theirs itself, as
     state-space mixers and `nn.MultiheadAttention` do.
     """
-    found: dict[int, ParamSlot] = {}
-    if not module._parameters:
+    found: dict[int, ParamSlot] = {id(slot): slot for slot in owned_by(module, slots)}
+    if found or not module._parameters:
         return found
     for each in (module, *module.children()):
         for param in each._parameters.values():

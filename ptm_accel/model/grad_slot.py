@@ -90,6 +90,8 @@ class GradSlot:
                 self._pool.adopt(value.block, gradient, copied=held)
             else:
                 self._write(value, gradient)
+                # The block may have left before that, and taken a norm of what was there.
+                self._norm = None
             return
         self.widen()
         with self._pool.pin(self.value, write=True) as total:
@@ -214,6 +216,7 @@ class GradSlot:
             if value.block.place is not Place.BLANK:
                 # Otherwise zeros take no memory until something is added to them.
                 self._pool.fault(value, write=True).zero_()
+                self._norm = None
 
     # ---- what `p.grad` shows ------------------------------------------------------------------------------------
 

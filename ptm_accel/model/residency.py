@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -31,7 +31,7 @@ from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, re
 from ptm_accel.model.hooks import Hook, RootHook
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable, owned_by
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class _Frame:
         casting: the casting mode, if this forward has entered it.
         bared: the hooks that a compiled region has removed.
         suspended: the casting mode of a forward around a compiled region, whose graph casts for itself.
+        covered: modules under it whose forwards need no frame: all their parameters are pinned here.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class _Frame:
     casting: Casting | None = None
     bared: Bared | None = None
     suspended: Suspended | None = None
+    covered: Collection[nn.Module] = ()
 
 
 def shapes_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
@@ -133,6 +135,8 @@ class Residency:
         self._refuse = refusal(self.regions.name_of)
         self._hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
         self._trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[list[ParamSlot], set[nn.Module]]]
+        self._owners = weakref.WeakKeyDictionary()
         self._outside = 0
         self._told_of_outside = False
 
@@ -149,6 +153,10 @@ class Residency:
         for name, module in model.named_modules(remove_duplicate=False):
             if name in readers:
                 self.hook(module)
+        for module in model.modules():
+            slots = owned_by(module, self.slots)
+            if slots:
+                self._owners[module] = slots, {part for part in module.modules() if part in self._hooked}
         self.regions.install(model)
 
     def hook(self, module: nn.Module) -> None:
@@ -174,6 +182,7 @@ class Residency:
         for handle in self.hooks:
             handle.remove()
         self._hooked.clear()
+        self._owners.clear()
 
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
@@ -187,8 +196,11 @@ class Residency:
             if torch.compiler.is_dynamo_compiling():
                 refuse(module)
             stack = self._frames.stack
-            if stack and stack[0].module is module:
-                self._end_torn_down(module)
+            if stack:
+                if module in stack[-1].covered and self.saved.on_top:
+                    return
+                if stack[0].module is module:
+                    self._end_torn_down(module)
             self.enter(module)
 
         return Hook(enter)
@@ -223,7 +235,10 @@ class Residency:
 
     def _leave_hook(self) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_dynamo_compiling():
+            stack = self._frames.stack
+            if torch.compiler.is_dynamo_compiling() or not stack:
+                return
+            if stack[-1].module is module or module not in stack[-1].covered:
                 self.leave(module)
 
         return Hook(leave)
@@ -323,6 +338,8 @@ class Residency:
         if region is not None:
             self._enter_region(frames, frame, region, entered)
             return
+        if module in self._owners and self._enter_group(frame):
+            return
         if module._parameters or isinstance(module, _READS_ITS_PARTS):
             self.pool.room.glance()
             shows = self._shows(module)
@@ -342,6 +359,23 @@ class Residency:
                 self._outside = 0
         if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.beginning()
+
+    def _enter_group(self, frame: _Frame) -> bool:
+        """Pins the group of a repeated block for all of its forward, if nothing in there asks for more care."""
+        if self._frames.casting or autocast_dtype(self.pool.compute.device) is not None or self.regions.running():
+            return False
+        slots, modules = self._owners[frame.module]
+        for module in modules:
+            if not self._shows(module):
+                return False
+        self.pool.room.glance()
+        for block in dict.fromkeys([slot.value.block for slot in slots if slot.group.movable]):
+            frame.pins.append(self.pool.pin(block))
+        for slot in slots:
+            frame.shown.append(slot)
+            slot.show()
+        frame.covered = modules
+        return True
 
     def _shows(self, module: nn.Module) -> bool:
         """Whether a module's own parameters may be ordinary ones in its forward: no uncounted writes are possible."""

@@ -205,6 +205,12 @@ class SavedTensors:
             return None
         return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
 
+    @property
+    def on_top(self) -> bool:
+        """Whether our hooks are the innermost. Those of a checkpoint would count weights that ours do not show it."""
+        hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        return hooks is not None and type(hooks[0]) is _Pack and hooks[0].covers(self._table)
+
     def cover_others(self) -> None:
         """Replaces hooks that user code has put on since by ours around them, before a parameter is used.
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Part, Place, placeholder
+from ptm_accel.memory.paged import PagedTensor, Part, Place, alone, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
 from ptm_accel.model.away import AwayParameter
@@ -458,6 +458,16 @@ class ParamSlot:
         assert extent is not None, self.name
         return self.value.of(extent.tensor)
 
+    def separate(self) -> None:
+        """Gives the parameter its values in a storage of their own, for savers that look at storages."""
+        if not self.value.alone:
+            self._give(alone(self._tensor()))
+
+    def rejoin(self) -> None:
+        """Ends `separate`."""
+        if not self.value.alone and self.value.place.resident:
+            self._give(self._tensor())
+
     def bring_back(self) -> None:
         """Gives the parameter the data on its pages again, which must be in the compute tier."""
         self._give(self._tensor())
@@ -514,6 +524,14 @@ def _storage(tensor: torch.Tensor) -> int:
 def same_place(one: torch.device, other: torch.device) -> bool:
     """Whether both are the same; one without an index is any of its type."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
+def owned_by(module: nn.Module, slots: SlotTable) -> list[ParamSlot]:
+    """The parameters under a module whose movable ones are a group of several; none for another module."""
+    found = [slot for param in module.parameters() if (slot := slots.of(param)) is not None]
+    moved = [slot for slot in found if slot.group.movable]
+    blocks = {slot.value.block for slot in moved}
+    return found if len(blocks) == 1 and len(moved) == blocks.pop().parts > 1 else []
 
 
 class SlotTable:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ptm_accel.memory.paged import alone
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -94,7 +95,7 @@ class StateDictHooks:
         given = known() if known is not None else None
         if given is not None and any(value is given for value in state_dict.values()):
             return given
-        values = _alone(self._pool.snapshot(slot.value))
+        values = alone(self._pool.snapshot(slot.value))
         if slot.value.block.extent is not None and values.data_ptr() == slot.address:
             # A write to it is a write to the model, as in plain torch.
             slot.changed()
@@ -107,14 +108,6 @@ class StateDictHooks:
 
 def _nothing() -> None:
     """A dead reference, and a callback that does nothing."""
-
-
-def _alone(values: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a storage of just these: safetensors takes part of a larger storage for a shared tensor."""
-    if values.untyped_storage().nbytes() == values.nbytes or not values.is_contiguous():
-        return values
-    alone: torch.Tensor = torch.utils.dlpack.from_dlpack(values)
-    return alone
 
 
 def _read_only(values: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ptm_accel.memory.room import Room
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.optim import arithmetic
 from ptm_accel.optim.arithmetic import InPieces
+from ptm_accel.pages import Pages
 from tests.plain_loop import MakeOptimizer, Recipe, assert_same, decay_groups, train, train_with_masters
 from tests.tiers import budget_bytes, needs, on_pages
 from tests.zoo import ENTRIES, Entry
@@ -150,6 +151,8 @@ def test_a_piece_at_a_time_is_charged(called: list[list[int]], monkeypatch: pyte
         return reserve(self, nbytes, tag, name, allocates=allocates)
 
     monkeypatch.setattr(Room, "reserve", watched)
+    # A group has such a piece for each parameter.
+    monkeypatch.setattr(Pages, "grouped", False)
     entry = narrow(ENTRIES["llama"])
     model = entry.build()
     _, need = needs(model, tmp_path, "host+disk", master_weights="fp32")
