@@ -114,11 +114,10 @@ class Following:
     def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
         """See `Adviser`."""
         if tensor.tag in _FOLLOWED and tensor.movable:
-            if tensor.tag is Tag.PARAM and not write:
-                if tensor is self._read and tensor.place.resident:
-                    # Another parameter of the same group.
-                    return
-                self._read = tensor
+            if tensor is self._read and not write and tensor.place.resident:
+                # Another parameter of the same group, with nothing in between.
+                return
+            self._read = tensor if tensor.tag is Tag.PARAM else None
             if self.beside is not None:
                 self.beside.look()
             self._see(tensor, Use.WRITE if write else Use.READ)
@@ -133,6 +132,7 @@ class Following:
     def created(self, tensor: PagedTensor) -> None:
         """See `Adviser`."""
         if tensor.tag is Tag.GRAD and tensor.movable:
+            self._read = None
             self._see(tensor, Use.CREATE)
 
     def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
