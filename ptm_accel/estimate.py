@@ -11,10 +11,11 @@ from torch import nn
 from ptm_accel.config import DEFAULT_PAGE_SIZE
 from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import check_model, small_bytes, take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, Appetite, least_budget
 from ptm_accel.model.forecast import ShapeSpec, forecast
-from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.model.slots import SlotTable
 from ptm_accel.units import parse_bytes
 
 _OPENED_PAGES = 4

@@ -15,10 +15,11 @@ from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
+from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import Paged, leave_meta, small_bytes, take_parameters
 from ptm_accel.model.grouping import group_sizes
 from ptm_accel.model.residency import Residency
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.needs import Needs
 from ptm_accel.sizing import idle_fits_below

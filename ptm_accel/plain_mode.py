@@ -20,11 +20,12 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.addresses import Members
 from ptm_accel.model.away import bare
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
 from ptm_accel.model.residency import shapes_of
-from ptm_accel.model.slots import Members, ParamSlot
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pages import Pages
 

@@ -11,10 +11,11 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import Part, placeholder
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.grouping import groups_of
 from ptm_accel.model.groups import ParamGroup
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ParamSlot, SlotTable
 
 _WRAPPERS = {
     "DeepSpeedEngine": "DeepSpeed",

@@ -28,8 +28,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import placeholder
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.away import AwayParameter, is_transformed, slot_of
-from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ParamSlot, SlotTable
 
 LOWER_PRECISION_OPS = frozenset(
     {F.linear, torch.addbmm, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__}

@@ -9,8 +9,9 @@ from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ParamSlot, SlotTable
 
 Outline = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
 """The parameters of a model under all their names, in order: name, identity, shape, type."""

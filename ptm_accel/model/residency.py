@@ -26,12 +26,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.memory.paged import Pin
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
 from ptm_accel.model.hooks import Hook, RootHook
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
-from ptm_accel.model.slots import ExtentTable, ParamSlot, SlotTable, owned_by
+from ptm_accel.model.slots import ParamSlot, SlotTable, owned_by
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ptm_accel.errors import StaleGraphError
+from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.away import AwayParameter, bare
-from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot
+from ptm_accel.model.slots import ParamSlot
 
 Hook = Callable[[Any], Any]
 """Packs a tensor into anything, or unpacks it again."""

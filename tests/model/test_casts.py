@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.casts import CastCache
 from ptm_accel.model.grouping import group_of
-from ptm_accel.model.slots import CastSource, ExtentTable, ParamSlot, SlotTable
+from ptm_accel.model.slots import ParamSlot, SlotTable
 from tests.plain_loop import same_bits
 from tests.tiers import PAGE, at_floor
 

@@ -20,9 +20,10 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
+from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
-from ptm_accel.model.slots import ExtentTable, SlotTable
+from ptm_accel.model.slots import SlotTable
 from ptm_accel.pages import Pages
 from tests.mock_device import MockDevice
 from tests.plain_loop import Recipe, adamw, assert_same, sgd, train, train_with_masters

@@ -1,0 +1,145 @@
+"""Finds the parameter in whose values a tensor lies, by the address of its storage."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ptm_accel.model.away import AwayParameter
+
+if TYPE_CHECKING:
+    from ptm_accel.model.slots import ParamSlot
+
+
+class ExtentTable:
+    """Finds the parameter in whose buffer (or cast copy) a tensor lies, by the address of the tensor's storage.
+
+    Addresses are reused: an entry is valid only while the storage it was made for lives.
+    """
+
+    kinds: tuple[type, ...] = (torch.Tensor, nn.Parameter, AwayParameter)
+    """The types of the tensors that are looked up. Other subclasses (quantised, fake) may have no storage."""
+
+    @staticmethod
+    def address(tensor: torch.Tensor) -> int:
+        """The key of `tensor`'s storage."""
+        return tensor.untyped_storage().data_ptr()
+
+    def __init__(self) -> None:
+        self.addresses: dict[int, tuple[Members | CastSource, StorageWeakRef]] = {}
+
+    def add(self, tensor: torch.Tensor, source: Members | CastSource) -> int:
+        """Notes that `tensor`'s storage holds the values of `source`; returns its key."""
+        address = self.address(tensor)
+        self.addresses[address] = (source, StorageWeakRef(tensor.untyped_storage()))
+        return address
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        """Forgets `tensor`'s storage."""
+        self.addresses.pop(self.address(tensor), None)
+
+    def find(self, tensor: torch.Tensor) -> ParamSlot | CastSource | None:
+        """The source whose values lie in `tensor`'s storage, if any."""
+        if tensor.layout is not torch.strided:
+            # A sparse one has no storage.
+            return None
+        address = self.address(tensor)
+        known = self.addresses.get(address)
+        if known is None:
+            return None
+        if known[1].expired():
+            del self.addresses[address]
+            return None
+        source = known[0]
+        return source.at(tensor) if isinstance(source, Members) else source
+
+    def sweep(self, addresses: list[int]) -> list[int]:
+        """Forgets those of `addresses` whose storage has been freed; returns the others."""
+        living = []
+        for address in addresses:
+            known = self.addresses.get(address)
+            if known is None:
+                continue
+            if known[1].expired():
+                del self.addresses[address]
+            else:
+                living.append(address)
+        return living
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+
+class CastSource:
+    """A lower-precision copy of a paged parameter, or of a view of one; `make` casts it anew from the parameter."""
+
+    __slots__ = ("__weakref__", "dtype", "generation", "offset", "shape", "slot", "strides", "version")
+
+    def __init__(self, slot: ParamSlot, view: torch.Tensor, dtype: torch.dtype) -> None:
+        self.slot = slot
+        self.dtype = dtype
+        self.shape = view.shape
+        self.strides = view.stride()
+        self.offset = slot.offset_of(view)
+        self.generation = slot.generation
+        self.version = slot.param._version
+
+    def make(self) -> torch.Tensor:
+        """The copy, cast from the parameter's present values."""
+        return self.slot.cast(self.shape, self.strides, self.offset, self.dtype)
+
+
+class Members:
+    """The parameters whose values lie in one block, in its order: they come and go together.
+
+    Args:
+        table: finds them by the address of the block.
+    """
+
+    __slots__ = ("_addresses", "_table", "slots")
+
+    def __init__(self, table: ExtentTable) -> None:
+        self.slots: list[ParamSlot] = []
+        self._addresses: list[int] = []
+        self._table = table
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """Called by the pool after it has loaded the block."""
+        self._table.add(tensor, self)
+        for slot in self.slots:
+            slot.arrived(slot.value.of(tensor))
+        self._addresses = [slot.address for slot in self.slots]
+
+    def leaving(self, tensor: torch.Tensor) -> None:
+        """Called by the pool before it evicts the block."""
+        self._table.remove(tensor)
+        for slot in self.slots:
+            slot.leaving(tensor.device)
+
+    @property
+    def views(self) -> int:
+        """Each parameter has one."""
+        return len(self.slots)
+
+    def was_written(self) -> bool:
+        """Whether torch has counted an in-place change of one since the last call, or since they were loaded."""
+        written = [slot.was_written() for slot in self.slots]
+        return True in written
+
+    def at(self, view: torch.Tensor) -> ParamSlot | None:
+        """The parameter in whose values a view of the block begins, if one has them still."""
+        address = view.data_ptr()
+        at = bisect_right(self._addresses, address) - 1
+        if at < 0:
+            return None
+        found = self.slots[at]
+        return found if address - found.address < found.value.nbytes else None
+
+    def remove(self, slot: ParamSlot) -> None:
+        """A parameter has left the block."""
+        self.slots.remove(slot)
+        self._addresses = [other.address for other in self.slots]
