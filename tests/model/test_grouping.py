@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from ptm_accel.model.grouping import MOST_GROUP_BYTES, group_sizes, groups_of
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.opening import open_memory
 from tests.plain_loop import same_bits
-from tests.tiers import PAGE, in_groups, members, needs, on_pages
+from tests.tiers import MEMORIES, PAGE, in_groups, members, needs, on_pages
 
 LARGE = 1 << 40
 
@@ -162,4 +164,109 @@ def test_odd_sizes_have_the_bits_of_plain(clip: float | None, tmp_path: Path) ->
         found = run(model, engine)
         assert members(engine) > 1
         assert engine.pool.stats.evictions > 0
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Late(nn.Module):
+    """A block with a member that has no gradient before the third step, and one that is frozen for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
+        hidden = self.first(hidden).tanh()
+        if number >= 2:
+            hidden = hidden + self.late(hidden)
+        return self.last(hidden)
+
+
+def momentum(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+
+
+def filled(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.5)
+
+
+def adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize("make", [adamw, momentum, filled])
+def test_members_that_come_late_are_frozen_changed_and_loaded(
+    make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer], kind: str, tmp_path: Path
+) -> None:
+    def build() -> nn.ModuleList:
+        torch.manual_seed(5)
+        return nn.ModuleList([Late() for _ in range(8)])
+
+    def run(model: nn.ModuleList, engine: Engine | None) -> list[torch.Tensor]:
+        optimizer = make(model.parameters())
+        if engine is not None:
+            optimizer = engine.bind_optimizer(optimizer)
+        for number in range(9):
+            if number in (4, 6):
+                model[1].first.requires_grad_(number == 6)
+            if number == 5:
+                state = copy.deepcopy(optimizer.state_dict())
+                for param in model[2].parameters():
+                    param.data = param.data * 0.5
+            if number == 7:
+                optimizer.load_state_dict(state)
+            hidden = torch.linspace(-1, 1, 64 * 4).view(4, 64)
+            for block in model:
+                hidden = hidden + block(hidden, number)
+            hidden.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.clone() for value in model.state_dict().values()]
+
+    expected = run(build(), None)
+    _, need = needs(build(), tmp_path, kind, optimizer=lambda model: make(model.parameters()))
+    model = build()
+    with in_groups(), on_pages(model, kind, need // 2, tmp_path) as engine:
+        found = run(model, engine)
+        assert members(engine) > 1
+        assert engine.pool.stats.evictions > 0
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_member_that_is_given_another_shape_leaves_its_group(away: bool, tmp_path: Path) -> None:
+    def build() -> nn.ModuleList:
+        torch.manual_seed(6)
+        return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(8)])
+
+    def run(model: nn.ModuleList, engine: Engine | None) -> list[torch.Tensor]:
+        if engine is not None and away:
+            for block in {slot.value.block for slot in engine.slots}:
+                if block in engine.pool.shelf:
+                    engine.pool.evict(block)
+        last = model[7][1]
+        last.weight.data = last.weight.data[:32].clone()
+        last.bias.data = last.bias.data[:32].clone()
+        if engine is not None:
+            engine.follow()
+        optimizer = adamw(model.parameters())
+        if engine is not None:
+            optimizer = engine.bind_optimizer(optimizer)
+        for number in range(4):
+            hidden = torch.linspace(-1, 1, 64 * 4).view(4, 64) + number
+            for block in model:
+                hidden = block(hidden)
+            hidden.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.clone() for value in model.state_dict().values()]
+
+    expected = run(build(), None)
+    _, need = needs(build(), tmp_path, "host+disk")
+    model = build()
+    with in_groups(), on_pages(model, "host+disk", need // 2, tmp_path) as engine:
+        assert engine.slots.by_name["7.1.weight"].value.block.parts > 1
+        found = run(model, engine)
+        assert engine.slots.by_name["7.1.weight"].value.block.parts == 1
+        assert engine.slots.by_name["7.0.weight"].value.block.parts > 1
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
