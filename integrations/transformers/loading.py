@@ -296,6 +296,8 @@ def from_config(
     _check_class(auto_cls)
     dials = PTMConfig.load(ptm_config)
     resolved, memory = open_memory(dials, memory)
+    # Blocks that modules leave behind in the heap would be filled later by what is read and converted.
+    set_kept_blocks(large=False)
     try:
         with one_at_a_time:
             build = auto_cls.from_config if hasattr(auto_cls, "from_config") else auto_cls._from_config
