@@ -65,7 +65,7 @@ class Engine:
         self.slots = self.pages.slots
         self.table = self.pages.table
         self.residency = self.pages.residency
-        self.residency.owner = self
+        self.residency.forwards.owner = self
         self.run_ahead = self.pages.run_ahead
         self.state_dicts = self.pages.state_dicts
         self.metrics = self.pages.metrics
@@ -446,7 +446,7 @@ class Engine:
     def abort(self) -> None:
         """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
         self.training.plain.make_way()
-        self.residency.abort()
+        self.residency.forwards.abort()
         with bare():
             for slot in self.slots:
                 # Autograd was broken off between leaving it there and telling us.

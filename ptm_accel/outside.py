@@ -42,7 +42,7 @@ def _gather(engine: Engine, stack: ExitStack, part: nn.Module, *, grads: bool, w
         engine.training.look_at_gradients()
     slots = [slot for slot in map(engine.slots.of, part.parameters()) if slot is not None]
     refuse_gathering(engine.memory, dict.fromkeys(slot.value.block for slot in slots))
-    saved = engine.residency.saved.cover()
+    saved = engine.residency.forwards.saved.cover()
     if saved is not None:
         # What is computed with parameters meanwhile may have its backward after it.
         stack.enter_context(saved)

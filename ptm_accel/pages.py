@@ -62,9 +62,9 @@ class Pages:
         self.slots = SlotTable()
         self.table = ExtentTable()
         self.residency = Residency(self.pool, self.slots, self.table)
-        self.run_ahead = self.residency.run_ahead
+        self.run_ahead = self.residency.forwards.run_ahead
         self.state_dicts = StateDictHooks(self.pool, self.slots)
-        self.residency.snapshots_of = self.state_dicts.modules
+        self.residency.accesses.snapshots_of = self.state_dicts.modules
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out
         self.needs = Needs(model, self.slots, memory, config)
@@ -131,7 +131,7 @@ class Pages:
             elif read is None and slot.param not in blank:
                 slot.adopt()
                 left += slot.value.nbytes
-            slot.come_onto_pages(self.residency, pool.compute.device)
+            slot.come_onto_pages(self.residency.accesses, pool.compute.device)
             if left > _RETURN_EVERY_BYTES:
                 left = 0
                 give_back_freed()

@@ -22,9 +22,9 @@ from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import Members
 from ptm_accel.model.away import bare
+from ptm_accel.model.forwards import shapes_of
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
-from ptm_accel.model.residency import shapes_of
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pages import Pages
@@ -86,7 +86,7 @@ class PlainMode:
             and pool.owed is None
             and (tide is None or not tide.warming)
             and not pages.residency.regions.running()
-            and not pages.residency.under_way
+            and not pages.residency.forwards.under_way
             and optimizer.can_be_plain()
             # Sums that no step has used, such as those of parameters that another optimizer has.
             and not gradients.arrived()
@@ -153,8 +153,8 @@ class PlainMode:
         self._optimizer.end_plain()
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
-        pages.residency.saved.off_in_backward = True
-        pages.residency.between = _weakly(self._let_values_go)
+        pages.residency.forwards.saved.off_in_backward = True
+        pages.residency.forwards.between = _weakly(self._let_values_go)
         self._gradients.take_again(pages.slots)
         self._optimizer, self._gradients, self._seen = None, None, []
 
@@ -171,8 +171,8 @@ class PlainMode:
 
     def _let_values_go(self) -> None:
         self.graphs.let_go()
-        self._pages.residency.between = None
-        self._pages.residency.saved.off_in_backward = False
+        self._pages.residency.forwards.between = None
+        self._pages.residency.forwards.saved.off_in_backward = False
 
     def _root_hook(self) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -195,7 +195,7 @@ class PlainMode:
     def _end_before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Ends it at the beginning of a forward, which is then as any other."""
         self.end()
-        self._pages.residency.enter_root(module, args, kwargs)
+        self._pages.residency.forwards.enter_root(module, args, kwargs)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

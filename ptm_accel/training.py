@@ -68,11 +68,11 @@ class Training:
         self._forbidden = 0
         self._told_of_lost: str | None = None
         # The pool, which outlives the model, holds some of these.
-        pages.residency.beginning = _weakly(self._meet_newcomers, None)
-        pages.residency.outside = _weakly(self._used_outside, None)
-        pages.residency.ended = _weakly(self._forward_ended, None)
-        pages.residency.gradient_of = _weakly(self._shown_gradient, None)
-        pages.residency.set_gradient_of = _weakly(self._set_gradient, None)
+        pages.residency.forwards.beginning = _weakly(self._meet_newcomers, None)
+        pages.residency.accesses.outside = _weakly(self._used_outside, None)
+        pages.residency.forwards.ended = _weakly(self._forward_ended, None)
+        pages.residency.accesses.gradient_of = _weakly(self._shown_gradient, None)
+        pages.residency.accesses.set_gradient_of = _weakly(self._set_gradient, None)
         pages.residency.regions.found = _weakly(self._meet_region, None)
         pages.state_dicts.given = _weakly(self._warn_of_lost_step, None)
         pages.run_ahead.sums = _weakly(self._sums, Sums.NONE)

@@ -230,10 +230,10 @@ class CompiledRegions:
             if torch.compiler.is_dynamo_compiling():
                 return compiled(*args, **kwargs)
             try:
-                residency.enter(module, region)
+                residency.forwards.enter(module, region)
                 return compiled(*args, **kwargs)
             finally:
-                residency.leave(module)
+                residency.forwards.leave(module)
 
         module._compiled_call_impl = call
         self._in_place.append((region, call, compiled))

@@ -19,7 +19,7 @@ from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.groups import ParamGroup
 
 if TYPE_CHECKING:
-    from ptm_accel.model.residency import Residency
+    from ptm_accel.model.accesses import Accesses
 
 
 class ParamSlot:
@@ -69,7 +69,7 @@ class ParamSlot:
         self.value = value
         self.generation = 0
         # Weak: the pool, which outlives the model, holds this object.
-        self._accesses: weakref.ref[Residency] | None = None
+        self._accesses: weakref.ref[Accesses] | None = None
         self._writes = 0
         self._version = param._version
         self._pool = pool
@@ -82,7 +82,7 @@ class ParamSlot:
 
     # ---- what its parameter is -------------------------------------------------------------------------------------
 
-    def come_onto_pages(self, accesses: Residency, device: torch.device) -> None:
+    def come_onto_pages(self, accesses: Accesses, device: torch.device) -> None:
         """Makes the parameter an `AwayParameter`, with its buffer or a placeholder as its data.
 
         Args:
@@ -126,7 +126,7 @@ class ParamSlot:
         pool.forget(read)
 
     @property
-    def accesses(self) -> Residency:
+    def accesses(self) -> Accesses:
         """Serves uses of the parameter while it is an `AwayParameter`."""
         accesses = None if self._accesses is None else self._accesses()
         if accesses is None:
@@ -298,8 +298,8 @@ class ParamSlot:
     def _reshape(self, data: torch.Tensor) -> None:
         """Moves the parameter to a group of its own, with values of another shape."""
         value, accesses = self.value, None if self._accesses is None else self._accesses()
-        if accesses is not None and accesses.between is not None:
-            accesses.between()
+        if accesses is not None:
+            accesses.let_go()
         if value.block.pins:
             raise PagedModelError(
                 f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "

@@ -252,8 +252,8 @@ def test_forwards_cut_off_without_their_hooks_are_ended_by_abort(tmp_path: Path)
     """As Ctrl-C in the middle of a hook can do."""
     plain, paged = twins(lambda: nn.Sequential(linear(), linear()))
     with at_floor(paged, tmp_path) as engine:
-        engine.residency.enter(paged)
-        engine.residency.enter(paged[0])
+        engine.residency.forwards.enter(paged)
+        engine.residency.forwards.enter(paged[0])
         assert engine.pool.pinned()
         engine.abort()
         assert not engine.pool.pinned()
@@ -323,9 +323,9 @@ def test_a_model_that_calls_itself_is_not_taken_for_one_that_was_torn_down(
     plain, paged = twins(Again)
     depths: list[int] = []
     with at_floor(paged, tmp_path) as engine:
-        residency = engine.residency
-        monkeypatch.setattr(residency, "abort", lambda: depths.append(len(residency._frames.stack)))
-        paged.inner.register_forward_pre_hook(lambda *_: depths.append(len(residency._frames.stack)))
+        forwards = engine.residency.forwards
+        monkeypatch.setattr(forwards, "abort", lambda: depths.append(len(forwards._running.frames)))
+        paged.inner.register_forward_pre_hook(lambda *_: depths.append(len(forwards._running.frames)))
 
         def run(model: nn.Module) -> dict[str, torch.Tensor]:
             x = inputs().requires_grad_()

@@ -1,0 +1,106 @@
+"""Uses of parameters and gradients outside of the forwards of their own modules."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.forwards import Forwards
+from ptm_accel.model.slots import ParamSlot, SlotTable
+
+logger = logging.getLogger(__name__)
+
+
+class Accesses:
+    """What an `AwayParameter` asks of its engine.
+
+    Args:
+        pool: where the parameters live.
+        slots: the model's slots.
+        forwards: those that are under way.
+
+    Attributes:
+        outside: called before a parameter is used outside of its module's forward.
+        gradient_of: returns `p.grad` of a parameter.
+        set_gradient_of: called with what `p.grad` of a parameter was set to.
+        snapshots_of: modules with a hook that puts the values into their state dictionaries.
+    """
+
+    def __init__(self, pool: Pool, slots: SlotTable, forwards: Forwards) -> None:
+        self.outside: Callable[[], object] | None = None
+        self.gradient_of: Callable[[ParamSlot], torch.Tensor | None] | None = None
+        self.set_gradient_of: Callable[[ParamSlot, torch.Tensor | None], None] | None = None
+        self.snapshots_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._pool = pool
+        self._slots = slots
+        self._forwards = forwards
+        self._told = False
+
+    @contextmanager
+    def values(self, slot: ParamSlot, *, changes: bool) -> Iterator[torch.Tensor]:
+        """A context in which the values are resident, in an ordinary parameter; gives their storage's view.
+
+        They stay afterwards while there is room (LRU).
+
+        Args:
+            slot: the parameter.
+            changes: the values count as changed in any case.
+        """
+        within = self._forwards.meet_autocast()
+        if not within:
+            self._tell_of_outside(slot)
+        if self.outside is not None:
+            self.outside()
+        # Where no forward does that already.
+        saved = self._forwards.saved.cover() if torch.is_grad_enabled() and not within else None
+        with self._pool.pin(slot.value) as tensor, saved or nullcontext():
+            if changes:
+                slot.changed()
+            slot.show()
+            try:
+                yield tensor
+            finally:
+                slot.hide()
+        self._pool.shelf.spare(slot.value.block)
+
+    def alias_given(self, slot: ParamSlot) -> None:
+        """A view of the values was given to user code; writes to it outside of forwards are not noticed otherwise."""
+        if not self._forwards.under_way:
+            slot.changed()
+
+    def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
+        """What `p.grad` of a parameter is."""
+        return None if self.gradient_of is None else self.gradient_of(slot)
+
+    def set_gradient(self, slot: ParamSlot, gradient: torch.Tensor | None) -> None:
+        """Takes what `p.grad` of a parameter was set to."""
+        if self.set_gradient_of is not None:
+            self.set_gradient_of(slot, gradient)
+
+    def let_go(self) -> None:
+        """Releases what is only pinned until the next forward."""
+        if self._forwards.between is not None:
+            self._forwards.between()
+
+    def snapshot_follows(self, module: nn.Module) -> bool:
+        """Whether a hook puts the values into the state dictionary that `module` makes."""
+        return module in self.snapshots_of
+
+    def _tell_of_outside(self, slot: ParamSlot) -> None:
+        """Warns once if a step uses all parameters outside of forwards."""
+        self._forwards.outside_uses += 1
+        if self._forwards.outside_uses == 2 * len(self._slots) and self._forwards.run_ahead.enabled and not self._told:
+            self._told = True
+            logger.warning(
+                "all %d parameters are used outside of the forwards of their modules, the last one %s (an average of "
+                "the weights, say, or the step of an optimizer that was not prepared). The numbers are right; each use "
+                "brings one parameter in and waits for it, which is slow if it happens in every step.",
+                len(self._slots),
+                slot.name,
+            )

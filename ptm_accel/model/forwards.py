@@ -1,0 +1,331 @@
+"""Forwards under way: what each module's forward has pinned, shown and put on, until it ends.
+
+A module's own parameters are pinned, and ordinary parameters (`ParamSlot.show`), while its forward runs; where it owns
+a whole group, all of that. A compiled region (`ptm_accel.model.compiled`) pins all under its module.
+
+Within forwards the saved-tensor hooks of `ptm_accel.model.saved` are active, inside any other such hooks.
+Recomputation inside backward (activation checkpointing) calls modules again and is an outermost forward of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptm_accel.memory.paged import Pin
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.addresses import ExtentTable
+from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
+from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
+from ptm_accel.model.run_ahead import RunAhead
+from ptm_accel.model.saved import SavedTensors
+from ptm_accel.model.slots import ParamSlot, SlotTable, owned_by
+
+_CALL = nn.Module._call_impl.__code__
+"""The code that is on the stack while a module is being called."""
+
+_READS_ITS_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that pass parameters of their submodules to one kernel, if all of those are ordinary parameters."""
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One running module forward.
+
+    Attributes:
+        module: the module.
+        pins: of the module's own parameters.
+        shown: the slots whose parameters are ordinary ones while it runs.
+        saved: the saved-tensor hooks, if this forward has put them on.
+        casting: the casting mode, if this forward has entered it.
+        bared: the hooks that a compiled region has removed.
+        suspended: the casting mode of a forward around a compiled region, whose graph casts for itself.
+        covered: modules under it whose forwards need no frame: all their parameters are pinned here.
+    """
+
+    module: nn.Module
+    pins: list[Pin] = field(default_factory=list)
+    shown: list[ParamSlot] = field(default_factory=list)
+    saved: AbstractContextManager[Any] | None = None
+    casting: Casting | None = None
+    bared: Bared | None = None
+    suspended: Suspended | None = None
+    covered: Collection[nn.Module] = ()
+
+
+def shapes_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors among a forward's arguments."""
+    return tuple(tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+
+
+def _being_called() -> list[nn.Module]:
+    """The modules whose calls are under way in this thread, the innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
+
+
+class _Stack(threading.local):
+    """The forwards that are running in one thread, and whether one of them casts."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.casting = False
+
+
+class Forwards:
+    """Begins and ends the forwards of a model's modules.
+
+    Args:
+        pool: where the parameters live.
+        slots: the model's slots.
+        table: finds the slot of a storage.
+        regions: the model's compiled regions.
+
+    Attributes:
+        root: the model.
+        owner: an object that the model keeps alive, through its hooks.
+        hooked: the hooks of each module that has them.
+        trusted: modules in whose forwards no write to a parameter is missed.
+        outside_uses: number of uses of parameters outside of forwards since the model's own forward began.
+        between: called before the model's own forward, outside of backward, if it is set.
+        beginning: called before an outermost forward with gradients.
+        ended: called after an outermost forward with gradients.
+    """
+
+    def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable, regions: CompiledRegions) -> None:
+        self.casts = CastCache(pool, slots, table)
+        self.saved = SavedTensors(table)
+        self.run_ahead = RunAhead(pool)
+        self.root: nn.Module | None = None
+        self.owner: object = None
+        self.hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
+        self.trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.outside_uses = 0
+        self.between: Callable[[], object] | None = None
+        self.beginning: Callable[[], object] | None = None
+        self.ended: Callable[[], object] | None = None
+        self._pool = pool
+        self._slots = slots
+        self._regions = regions
+        self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[list[ParamSlot], set[nn.Module]]]
+        self._owners = weakref.WeakKeyDictionary()
+        self._running = _Stack()
+        self._refuse = refusal(regions.name_of)
+
+    def find_owners(self, model: nn.Module) -> None:
+        """Finds the modules whose parameters are a group."""
+        self._owners.clear()
+        for module in model.modules():
+            slots = owned_by(module, self._slots)
+            if slots:
+                self._owners[module] = slots, {part for part in module.modules() if part in self.hooked}
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward is running in this thread."""
+        return bool(self._running.frames)
+
+    def call_begins(self, module: nn.Module, args: Any) -> None:
+        """The hook before a module's forward."""
+        if torch.compiler.is_dynamo_compiling():
+            self._refuse(module)
+        frames = self._running.frames
+        if frames:
+            if module in frames[-1].covered and self.saved.on_top:
+                return
+            if frames[0].module is module:
+                self._end_torn_down(module)
+        self.enter(module)
+
+    def call_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The hook after a module's forward."""
+        frames = self._running.frames
+        if torch.compiler.is_dynamo_compiling() or not frames:
+            return
+        if frames[-1].module is module or module not in frames[-1].covered:
+            self.leave(module)
+
+    def enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The hook before the model's own forward."""
+        if torch.compiler.is_dynamo_compiling():
+            self._refuse(module)
+        if self._running.frames:
+            self._end_torn_down(module)
+        if not self._running.frames and torch._C._current_graph_task_id() == -1:
+            if self.between is not None:
+                self.between()
+            grad = torch.is_grad_enabled()
+            kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
+            self._pool.room.begin_pass(kind[-1], evaluates=not grad)
+            self.run_ahead.begin(kind, evaluates=evaluates)
+        self.enter(module)
+
+    def _end_torn_down(self, module: nn.Module) -> None:
+        """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.
+
+        torch calls the hooks at a forward's end after an `Exception`, but not after a `KeyboardInterrupt`, after which
+        a loop may go on without a call of `abort`. Python's stack tells whether forwards still run; a model that calls
+        itself is on it twice.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            # Recomputation within a backward.
+            return
+        calls, frames = _being_called(), self._running.frames
+        # If the call that begins here is not on the stack, modules are called in an unknown way.
+        if calls and calls[0] is module and not any(f.module is call for f in frames for call in calls[1:]):
+            self.abort()
+
+    def meet_autocast(self) -> bool:
+        """Before a parameter is used outside of its own module's forward.
+
+        Returns:
+            whether a forward is under way.
+        """
+        frames = self._running.frames
+        if frames:
+            self._meet_autocast(frames[-1])
+            self.saved.cover_others()
+        return bool(frames)
+
+    def enter(self, module: nn.Module, region: Region | None = None) -> None:
+        """A module's forward begins: pins its own parameters, or those of the compiled region that begins here."""
+        frames = self._running.frames
+        if not frames:
+            self._begin_outermost(module)
+        entered = None if region is not None else module
+        region = region or self._regions.at(module)
+        frame = _Frame(module, saved=self.saved.cover())
+        if frame.saved is not None:
+            frame.saved.__enter__()
+        self.casts.enter()
+        frames.append(frame)
+        if region is not None:
+            self._enter_region(frame, region, entered)
+            return
+        if module in self._owners and self._enter_group(frame):
+            return
+        if module._parameters or isinstance(module, _READS_ITS_PARTS):
+            self._pool.room.glance()
+            shows = self._shows(module)
+            for slot in self._used_by(module):
+                if slot.group.movable:
+                    frame.pins.append(self._pool.pin(slot.value))
+                if shows:
+                    frame.shown.append(slot)
+                    slot.show()
+            self._meet_autocast(frame)
+
+    def _begin_outermost(self, module: nn.Module) -> None:
+        self._pool.shelf.end_sparing()
+        if module is self.root:
+            self._regions.scan()
+            if torch._C._current_graph_task_id() == -1:
+                self.outside_uses = 0
+        if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.beginning()
+
+    def _enter_group(self, frame: _Frame) -> bool:
+        """Pins the group of a repeated block for all of its forward, if nothing in there asks for more care."""
+        if self._running.casting or autocast_dtype(self._pool.compute.device) is not None or self._regions.running():
+            return False
+        slots, modules = self._owners[frame.module]
+        for module in modules:
+            if not self._shows(module):
+                return False
+        self._pool.room.glance()
+        for block in dict.fromkeys([slot.value.block for slot in slots if slot.group.movable]):
+            frame.pins.append(self._pool.pin(block))
+        for slot in slots:
+            frame.shown.append(slot)
+            slot.show()
+        frame.covered = modules
+        return True
+
+    def _shows(self, module: nn.Module) -> bool:
+        """Whether a module's own parameters may be ordinary ones in its forward: no uncounted writes are possible."""
+        # Only our hooks: others may write.
+        return module in self.trusted and len(module._forward_pre_hooks) == 1 == len(module._forward_hooks)
+
+    def _used_by(self, module: nn.Module) -> list[ParamSlot]:
+        if isinstance(module, _READS_ITS_PARTS):
+            params = list(module.parameters())
+        else:
+            params = [param for param in module._parameters.values() if param is not None]
+        return [slot for param in params if (slot := self._slots.of(param)) is not None]
+
+    def _enter_region(self, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
+        for slot in region.slots:
+            if slot.group.movable:
+                frame.pins.append(self._pool.pin(slot.value))
+            frame.shown.append(slot)
+            slot.show()
+        frames = self._running.frames
+        running = next((f.casting for f in frames if f.casting is not None), None)
+        if running is not None and not any(f.suspended for f in frames):
+            frame.suspended = Suspended(running)
+        frame.bared = Bared(region, entered, self.hooked)
+
+    def leave(self, module: nn.Module) -> None:
+        """A module's forward has returned, well or not."""
+        frames = self._running.frames
+        # An exception may have torn down inner forwards whose hooks were not called; they end with this one.
+        if not frames or (frames[-1].module is not module and not any(frame.module is module for frame in frames)):
+            return
+        while frames[-1].module is not module:
+            self._pop()
+        self._pop()
+
+    def _pop(self) -> None:
+        """Ends the innermost forward."""
+        running = self._running
+        frame = running.frames.pop()
+        if frame.bared is not None:
+            frame.bared.restore()
+        if frame.suspended is not None:
+            frame.suspended.resume()
+        if frame.casting is not None:
+            frame.casting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            running.casting = False
+        if frame.saved is not None:
+            frame.saved.__exit__(None, None, None)
+        self.casts.leave()
+        for slot in frame.shown:
+            slot.hide()
+        for pin in frame.pins:
+            pin.release()
+        if not running.frames:
+            self.casts.end()
+            if self.ended is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                self.ended()
+            if frame.module is self.root:
+                self.run_ahead.forward_ended()
+
+    def _meet_autocast(self, frame: _Frame) -> None:
+        """Enters the casting mode for the rest of `frame`, if autocast is on and the mode is not."""
+        if self._running.casting or frame.bared is not None:
+            return
+        device = self._pool.compute.device
+        if autocast_dtype(device) is not None:
+            frame.casting = Casting(self.casts, device)
+            frame.casting.__enter__()  # type: ignore[no-untyped-call]
+            self._running.casting = True
+
+    def abort(self) -> None:
+        """Ends forwards whose hooks an exception has skipped (Ctrl-C)."""
+        self.run_ahead.give_up()
+        while self._running.frames:
+            self._pop()
