@@ -23,6 +23,7 @@ from tests.tiers import AMPLE, MEMORIES, needs, on_pages
 WIDTH, STEPS = 32, 6
 
 Optimizer = torch.optim.Optimizer
+Nothing = Callable[[], object]
 Action = Callable[[nn.Module, Optimizer], object]
 
 
@@ -186,33 +187,46 @@ def test_same_numbers(
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_it_may_end_between_a_forward_and_its_backward(kind: str, tmp_path: Path) -> None:
-    def train(model: nn.Module, optimizer: Optimizer, end: Callable[[], object]) -> None:
+@pytest.mark.parametrize("thaws", [False, True], ids=["frozen", "thawed"])
+def test_it_may_end_between_a_forward_and_its_backward(kind: str, thaws: bool, tmp_path: Path) -> None:
+    """What was frozen in the forward, and is not any more, was saved without a node that adds up its gradient."""
+
+    def train(model: nn.Module, optimizer: Optimizer, end: Nothing, leave: Nothing) -> None:
         for number in range(STEPS):
             loss = model(batch(number)).square().mean()
             if number == 3:
+                model.norm.requires_grad_(True)
                 end()
+                # What is pinned until the next forward only may leave now.
+                with torch.no_grad():
+                    model(batch(70))
+                leave()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
     expected, model = Net(), Net()
+    for each in (expected, model):
+        each.norm.requires_grad_(not thaws)
     oracle = make_adamw(expected)
-    train(expected, oracle, lambda: None)
+    train(expected, oracle, lambda: None, lambda: None)
     with on_pages(model, kind, AMPLE, tmp_path) as engine:
         ended = []
 
         def end() -> None:
             ended.append(engine.training.plain.active)
             engine.settle()
+            leave()
+            ended.append(engine.training.plain.active)
+
+        def leave() -> None:
             for slot in engine.slots:
                 if slot.value.block in engine.pool.shelf:
                     engine.pool.evict(slot.value.block)
             assert engine.pool.pinned()
-            ended.append(engine.training.plain.active)
 
         optimizer = engine.bind_optimizer(make_adamw(model))
-        train(model, optimizer, end)
+        train(model, optimizer, end, leave)
         assert ended == [True, False]
         assert_same(model, optimizer, expected, oracle)
         engine.check_integrity()
