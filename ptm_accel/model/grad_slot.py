@@ -233,10 +233,10 @@ class GradSlot:
         return known
 
     def _end_view(self) -> None:
-        known = None if self._view is None else self._view()
-        if known is not None:
-            known.source = None
-        self._view = None
+        if self._view is not None:
+            known, self._view = self._view(), None
+            if known is not None:
+                known.source = None
 
     @contextmanager
     def used_by(self) -> Iterator[torch.Tensor]:
@@ -259,8 +259,8 @@ class GradSlot:
     def drop(self) -> None:
         """Forgets the sum."""
         self._norm, self.spent = None, False
-        self._end_view()
         if self.value is not None:
+            self._end_view()
             value, self.value = self.value, None
             self._let_go(value)
             self._pool.forget(value)

@@ -134,24 +134,22 @@ class _Pack:
         return self._known() is table or (isinstance(self._other, _Pack) and self._other.covers(table))
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        kind = type(tensor)
-        if kind is AwayParameter:
+        table, kind, source = self._known(), type(tensor), None
+        if table is None:
+            pass
+        elif kind is AwayParameter:
             # Saved by a custom autograd function.
             with bare():
-                return self._pack(tensor, kind)
-        return self._pack(tensor, kind)
-
-    def _pack(self, tensor: torch.Tensor, kind: type) -> Any:
-        table = self._known()
-        if (
-            table is not None
-            and kind in table.kinds
+                source = table.find(tensor)
+        elif (
+            kind in table.kinds
             and tensor.layout is torch.strided
             # Most are activations, of which nothing is known.
             and tensor.untyped_storage().data_ptr() in table.addresses
         ):
             source = table.find(tensor)
-            if source is not None:
+        if source is not None:
+            with bare():
                 return SavedView(source, tensor, checked=not self.recomputed)
         if self._other is not None:
             return self._other(tensor)
@@ -175,7 +173,7 @@ class _Unpack:
         return tensor if tensor._version == version else look(packed)
 
 
-CALLED_BY_AUTOGRAD = (_Pack.__call__, _Pack._pack, _Unpack.__call__)
+CALLED_BY_AUTOGRAD = (_Pack.__call__, _Unpack.__call__)
 """The functions that autograd calls in the middle of user code."""
 
 

@@ -144,21 +144,21 @@ class ParamSlot:
     def show(self) -> None:
         """Makes it an ordinary parameter until `hide`; the caller has pinned the values."""
         self._shown += 1
-        if self.on_pages:
+        if self._accesses is not None:
             self.param.__class__ = nn.Parameter
 
     def hide(self) -> None:
         """Ends `show`."""
         self._shown -= 1
-        if not self._shown and self.on_pages:
+        if not self._shown and self._accesses is not None:
             self.param.__class__ = AwayParameter
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The values are in the compute tier, as `tensor`."""
         self.address = tensor.data_ptr()
-        if self.on_pages:
-            self._give(tensor)
         with away.bare():
+            if self._accesses is not None:
+                self.param.data = tensor
             self._version = self.param._version
 
     def leaving(self, device: torch.device) -> None:
