@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import yaml
@@ -53,15 +53,7 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         """Checks the paths' form (not yet whether they exist) and the limit."""
-        texts = _path_texts(self.paths)
-        seen: dict[str, str] = {}
-        for text in texts:
-            folder = os.path.realpath(expand(text))
-            if folder in seen:
-                first = seen[folder]
-                raise ConfigError(f"disk.paths: {text!r} is the same folder as {first!r}; name each folder once.")
-            seen[folder] = text
-        object.__setattr__(self, "paths", texts)
+        object.__setattr__(self, "paths", _path_texts(self.paths))
         if self.limit is not None and _check_size("disk.limit", self.limit) == 0:
             raise ConfigError("disk.limit: 0 B leaves no room for pages; raise it, or leave disk out.")
 
@@ -239,13 +231,14 @@ def resolve(
         BudgetError: more is asked than the machine or its control group has.
         ConfigError: a disk path that cannot be used, or a budget smaller than a page.
     """
-    page_bytes = _check_page_size(config.page_size)
-    host_bytes, host_origin = _resolve_host(config.host_memory, page_bytes, processes)
-    device_bytes, device_origin = _resolve_device(
-        config.device_memory, device_total_bytes, device_free_bytes, page_bytes
-    )
+    host_bytes, host_origin = _resolve_host(config.host_memory, processes)
+    device_bytes, device_origin = _resolve_device(config.device_memory, device_total_bytes, device_free_bytes)
     disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes)
-    default_page = page_bytes == parse_bytes(DEFAULT_PAGE_SIZE)
+    page_bytes = parse_bytes(config.page_size)
+    _check_holds_a_page("host_memory", host_bytes, page_bytes)
+    if device_bytes is not None:
+        _check_holds_a_page("device_memory", device_bytes, page_bytes)
+    default = PTMConfig()
     return ResolvedConfig(
         page_bytes=page_bytes,
         host_bytes=host_bytes,
@@ -258,8 +251,8 @@ def resolve(
             "device_memory": device_origin,
             "host_memory": host_origin,
             "disk": disk_origin,
-            "update": "default" if config.update == UPDATE_MODES[0] else "given",
-            "page_size": "default" if default_page else "given",
+            "update": "default" if config.update == default.update else "given",
+            "page_size": "default" if page_bytes == parse_bytes(default.page_size) else "given",
             "master_weights": "default" if config.master_weights is None else "given",
         },
     )
@@ -271,11 +264,6 @@ def check_disk_path(path: Path) -> None:
     Raises:
         ConfigError: the folder does not exist, is not a folder, or nothing can be written there.
     """
-    remedy = "set disk.paths to an existing, writable folder"
-    if not path.exists():
-        raise ConfigError(f"disk: no such directory: {path}; {remedy}.")
-    if not path.is_dir():
-        raise ConfigError(f"disk: not a directory: {path}; {remedy}.")
     try:
         # Permissions do not tell of read-only or full file systems, so a file is really made (unnamed, so that
         # nothing is left behind).
@@ -283,70 +271,73 @@ def check_disk_path(path: Path) -> None:
             scratch.write(b"\0")
             scratch.flush()
     except OSError as error:
-        raise ConfigError(f"disk: not writable: {path} ({error.strerror}); {remedy}.") from error
+        raise ConfigError(
+            f"disk: no file can be made in {path} ({error.strerror}); set disk.paths to an existing, writable folder."
+        ) from error
 
 
-def _resolve_host(asked: str | int | None, page_bytes: int, processes: int) -> tuple[int, str]:
+def _resolve_host(asked: str | int | None, processes: int) -> tuple[int, str]:
     limit = machine.host_limit()
-    if asked is None:
-        available = machine.available_bytes()
-        nbytes = parse_bytes(HOST_SHARE, total_bytes=available // processes)
-        origin = (
-            f"derived from {HOST_SHARE} of {format_bytes(available)} available{_each(processes)}; "
-            f"the {limit.origin} is {format_bytes(limit.bytes)}"
-        )
-    else:
-        nbytes = _check_size("host_memory", asked, total_bytes=limit.bytes // processes)
-        of = f"given, {asked} of the {limit.origin} {format_bytes(limit.bytes)}{_each(processes)}"
-        origin = of if _is_share(asked) else "given"
-    if nbytes > limit.bytes // processes:
-        _refuse_too_much("host_memory", nbytes, f"the {limit.origin}{_each(processes)}", limit.bytes // processes)
-    _check_holds_a_page("host_memory", nbytes, page_bytes)
-    return nbytes, origin
+    if asked is not None:
+        return _given("host_memory", asked, limit.bytes // processes, f"the {limit.origin}{_each(processes)}")
+    available = machine.available_bytes()
+    return parse_bytes(HOST_SHARE, total_bytes=available // processes), (
+        f"derived from {HOST_SHARE} of {format_bytes(available)} available{_each(processes)}; "
+        f"the {limit.origin} is {format_bytes(limit.bytes)}"
+    )
 
 
-def _each(processes: int) -> str:
-    return f", over {processes} processes" if processes > 1 else ""
-
-
-def _resolve_device(
-    asked: str | int | None, total_bytes: int | None, free_bytes: int | None, page_bytes: int
-) -> tuple[int | None, str]:
+def _resolve_device(asked: str | int | None, total_bytes: int | None, free_bytes: int | None) -> tuple[int | None, str]:
     if total_bytes is None:
         return None, "no device" if asked is None else "ignored: no device"
-    card = f"the card's {format_bytes(total_bytes)}"
-    if asked is None:
-        nbytes, origin = parse_bytes(DEVICE_SHARE, total_bytes=total_bytes), f"derived from {DEVICE_SHARE} of {card}"
-        if free_bytes is not None and free_bytes < nbytes:
-            nbytes = parse_bytes(DEVICE_SHARE, total_bytes=free_bytes)
-            origin = f"derived from {DEVICE_SHARE} of {format_bytes(free_bytes)}, which others leave of {card}"
-    else:
-        nbytes = _check_size("device_memory", asked, total_bytes=total_bytes)
-        origin = f"given, {asked} of {card}" if _is_share(asked) else "given"
-    if nbytes > total_bytes:
-        _refuse_too_much("device_memory", nbytes, "the card's memory", total_bytes)
-    _check_holds_a_page("device_memory", nbytes, page_bytes)
-    return nbytes, origin
+    if asked is not None:
+        return _given("device_memory", asked, total_bytes, "the card's memory")
+    nbytes, of = parse_bytes(DEVICE_SHARE, total_bytes=total_bytes), f"the card's {format_bytes(total_bytes)}"
+    if free_bytes is not None and free_bytes < nbytes:
+        nbytes = parse_bytes(DEVICE_SHARE, total_bytes=free_bytes)
+        of = f"{format_bytes(free_bytes)}, which others leave of {of}"
+    return nbytes, f"derived from {DEVICE_SHARE} of {of}"
 
 
 def _resolve_disk(config: PTMConfig, processes: int) -> tuple[tuple[Path, ...], int | None, str]:
     if config.disk is None:
         return (), None, "off: no path given"
     disk = DiskConfig.load(config.disk)
-    paths = tuple(Path(os.path.realpath(expand(text))) for text in disk.paths)
+    # A folder that is named twice, or by a link as well, is one folder.
+    paths = tuple(dict.fromkeys(Path(os.path.realpath(expand(text))) for text in disk.paths))
     for path in paths:
         check_disk_path(path)
     # Paths on one file system share its free space, so each file system counts once.
     file_systems = {path.stat().st_dev: path for path in paths}
     free_bytes = sum(psutil.disk_usage(str(path)).free for path in file_systems.values()) // processes
-    asked = DISK_SHARE if disk.limit is None else disk.limit
-    nbytes = _check_size("disk.limit", asked, total_bytes=free_bytes)
-    if nbytes > free_bytes:
-        _refuse_too_much("disk.limit", nbytes, f"the free space of its paths{_each(processes)}", free_bytes)
-    if disk.limit is None:
-        origin = f"paths given, limit derived from {DISK_SHARE} of {format_bytes(free_bytes)} free{_each(processes)}"
-        return paths, nbytes, origin
-    return paths, nbytes, "given"
+    if disk.limit is not None:
+        return paths, *_given("disk.limit", disk.limit, free_bytes, f"the free space of its paths{_each(processes)}")
+    origin = f"paths given, limit derived from {DISK_SHARE} of {format_bytes(free_bytes)} free{_each(processes)}"
+    return paths, parse_bytes(DISK_SHARE, total_bytes=free_bytes), origin
+
+
+def _each(processes: int) -> str:
+    return f", over {processes} processes" if processes > 1 else ""
+
+
+def _given(dial: str, asked: str | int, total_bytes: int, name: str) -> tuple[int, str]:
+    """The bytes of a dial that was given, and where they come from.
+
+    Args:
+        dial: its name.
+        asked: its value.
+        total_bytes: the most that there is.
+        name: what that is.
+
+    Raises:
+        BudgetError: it asks for more.
+    """
+    nbytes, total = _check_size(dial, asked, total_bytes=total_bytes), format_bytes(total_bytes)
+    if nbytes > total_bytes:
+        # What is shown may have been rounded up.
+        most = total if parse_bytes(total) <= total_bytes else str(total_bytes)
+        raise BudgetError(f"{dial}: asked {format_bytes(nbytes)}, {name} is {total}; set {dial} to at most {most}.")
+    return nbytes, f"given, {asked} of {total}, {name}" if str(asked).strip().endswith("%") else "given"
 
 
 def _check_page_size(value: str | int) -> int:
@@ -392,25 +383,11 @@ def _check_holds_a_page(dial: str, nbytes: int, page_bytes: int, asked: str | in
         )
 
 
-def _refuse_too_much(dial: str, asked_bytes: int, limit_name: str, limit_bytes: int) -> NoReturn:
-    """Says that a dial asks for more than there is."""
-    limit = format_bytes(limit_bytes)
-    # What is shown may have been rounded up.
-    most = limit if parse_bytes(limit) <= limit_bytes else str(limit_bytes)
-    raise BudgetError(
-        f"{dial}: asked {format_bytes(asked_bytes)}, {limit_name} is {limit}; set {dial} to at most {most}."
-    )
-
-
-def _is_share(value: str | int) -> bool:
-    """Whether a size is given as a part of something."""
-    return isinstance(value, str) and value.strip().endswith("%")
-
-
 def _check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
     """Says that a dial has a value that there is not, if so."""
     if value not in choices:
-        raise ConfigError(f"{dial}: {value!r} is unknown; set it to {' or '.join(repr(name) for name in choices)}.")
+        written = " or ".join(f"{dial}: {name}" for name in choices)
+        raise ConfigError(f"{dial}: got {value!r}, which it cannot be; write {written}.")
 
 
 _MEANT = {
@@ -438,16 +415,14 @@ def _check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
 
 def _path_texts(paths: object) -> tuple[str, ...]:
     """The paths as texts; accepts one path too, since configurations come from files and callers without types."""
-    if isinstance(paths, str | os.PathLike):
-        paths = (paths,)
-    if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
-        raise ConfigError(f"disk.paths: {paths!r} is not a path or a list of paths; name existing folders.")
-    texts = tuple(os.fspath(path) for path in paths)
+    given = paths if isinstance(paths, list | tuple) else [paths]
+    texts = [os.fspath(path) if isinstance(path, str | os.PathLike) else "" for path in given]
     if not texts or not all(text.strip() for text in texts):
         raise ConfigError(
-            f"disk.paths: {list(texts)!r} names no folder; name at least one, or leave disk out to train without."
+            f"disk: got {paths!r}, which names no folder; write disk: /mnt/ssd, several as disk: [/mnt/a, /mnt/b], or "
+            "leave it out to train without."
         )
-    return texts
+    return tuple(texts)
 
 
 def expand(text: str) -> str:

@@ -67,7 +67,7 @@ def test_the_questionnaire_writes_the_section(tmp_path: Path) -> None:
     found = RUNNER.invoke(cli.app, ["config", "--config_file", str(file)], input="\n".join(answers) + "\n")
     assert found.exit_code == 0, found.output
     assert "host_memory: " in found.output, "an answer that cannot be used is asked for again"
-    assert "no such directory: /no/such/folder" in found.output
+    assert "no file can be made in /no/such/folder" in found.output
     written = yaml.safe_load(file.read_text())
     assert written["ptm_config"] == {
         "host_memory": "8GB",

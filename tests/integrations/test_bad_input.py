@@ -66,7 +66,7 @@ def assert_still_trains(tiny: ModuleType, model: Any, folder: Path) -> None:
         ({"disk": {"path": "/tmp"}}, r"disk: unknown key 'path'; did you mean 'paths'\?"),
         ({"host_memory": "lots"}, r"host_memory: 'lots' is not a byte count; use .* like \"10GB\""),
         ({"host_memory": "1MiB"}, r"host_memory: 1\.00 MiB cannot hold one page of 4\.00 MiB; raise host_memory, or"),
-        ({"update": "later"}, r"update: 'later' is unknown; set it to 'exact'"),
+        ({"update": "later"}, r"update: got 'later', which it cannot be; write update: exact or"),
     ],
     ids=["unknown", "nested", "size", "contradiction", "update"],
 )
@@ -76,12 +76,16 @@ def test_dials_are_refused_at_once(dials: dict[str, Any], message: str, tiny: Mo
 
 
 def _no_folder(folder: Path) -> tuple[dict[str, Any], type[Exception], str]:
-    return {"disk": str(folder / "none")}, ConfigError, r"disk: no such directory: .*none; set disk\.paths"
+    return (
+        {"disk": str(folder / "none")},
+        ConfigError,
+        r"disk: no file can be made in .*none \(No such file.*set disk\.paths",
+    )
 
 
 def _no_permission(folder: Path) -> tuple[dict[str, Any], type[Exception], str]:
     # Nobody, not even root, makes files there.
-    return {"disk": "/proc/self"}, ConfigError, r"disk: not writable: /proc/\d+.*set disk\.paths"
+    return {"disk": "/proc/self"}, ConfigError, r"disk: no file can be made in /proc/\d+.*set disk\.paths"
 
 
 def _more_than_the_machine(folder: Path) -> tuple[dict[str, Any], type[Exception], str]:
@@ -193,7 +197,9 @@ def test_a_disk_that_is_full_at_the_start(small_disk: Callable[[str], Path], tin
     disk = small_disk("1m")
     fill(disk / "other")
     trainer = build(tiny, tmp_path, tiny.budget("tight", disk))
-    with pytest.raises(ConfigError, match=r"disk: not writable: .*No space left on device.*set disk\.paths to"):
+    with pytest.raises(
+        ConfigError, match=r"disk: no file can be made in .*No space left on device.*set disk\.paths to"
+    ):
         trainer.train()
     assert_still_trains(tiny, trainer.model, tmp_path / "plain")
 

@@ -211,7 +211,7 @@ def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_pat
         (["--use_ptm", "--ptm-disc=/x"], "unknown flag --ptm-disc; did you mean --ptm_disk?"),
         (["--ptm_host_memory", "4GB"], "--ptm_host_memory does nothing without --use_ptm; add --use_ptm."),
         (["--use_ptm", "--ptm_host_memory", "lots"], "host_memory: "),
-        (["--use_ptm", "--ptm_update", "lock_free"], "update: 'lock_free' is unknown; set it to 'exact' or 'blocking'"),
+        (["--use_ptm", "--ptm_update", "lock_free"], "update: got 'lock_free', which it cannot be; write"),
         (["--use_ptm", "--ptm_disk_limit", "4GB"], "is a limit without a disk; set disk as well."),
         (["--use_ptm", "--ptm_config_file", "none.yaml"], "none.yaml: no such file"),
         (["--use_ptm", "--ptm_config_file", "bad.yaml"], "bad.yaml: not valid YAML"),
