@@ -15,16 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
-from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
-from ptm_accel.memory.paged import Part, Place
+from ptm_accel.memory.paged import Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import Paged, check_model, small_bytes
 from ptm_accel.model.away import bare
 from ptm_accel.model.changes import Changes, Outline, changes_of, outline, refuse_changes
-from ptm_accel.model.floor import Floor
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.slots import ParamSlot, same_place
 from ptm_accel.opening import open_memory
@@ -49,7 +47,7 @@ class Engine:
         pool: where its tensors are.
         pages: its parameters on pages.
         training: its gradients, its optimizer and its replicas.
-        slots, table, residency, run_ahead, state_dicts, metrics: see `Pages`.
+        slots, table, residency, run_ahead, state_dicts, metrics, needs: see `Pages`.
     """
 
     count: ClassVar[int] = 0
@@ -69,6 +67,7 @@ class Engine:
         self.run_ahead = self.pages.run_ahead
         self.state_dicts = self.pages.state_dicts
         self.metrics = self.pages.metrics
+        self.needs = self.pages.needs
         self._outline: Outline = ()
         self._finaliser = weakref.finalize(model, _close_unasked, memory, self.training.plain.graphs)
 
@@ -86,16 +85,6 @@ class Engine:
     def optimizer(self) -> PagedOptimizer | None:
         """The optimizer bound to it, if any."""
         return self.training.optimizer
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """Keeps it and those of other processes alike, where there are some."""
-        return self.training.replicas
-
-    @property
-    def floor(self) -> Floor:
-        """The least budget it can train under."""
-        return self.pages.needs.floor
 
     # ---- beginning and end -----------------------------------------------------------------------------------
 
@@ -128,25 +117,22 @@ class Engine:
         """
         existing = engine_of(model) or engine_holding(model.parameters())
         if existing is not None:
-            existing._check_same(config)
-            existing._check_place(device)
+            _refuse_other(existing, config, device)
             existing.follow(model)
-            needs = existing.pages.needs
-            if evaluates and existing.optimizer is None and not needs.evaluates:
-                needs.evaluates = True
-                needs.say()
+            if evaluates and existing.optimizer is None:
+                existing.needs.evaluates = True
+                existing.needs.say()
             return existing
         check_model(model)
         asked = config or PTMConfig()
         resolved, memory = open_memory(asked, memory, device)
         engine = cls(model, asked, resolved, memory)
-        engine.pages.needs.evaluates = evaluates
+        engine.needs.evaluates = evaluates
         try:
             engine._install({})
         except BaseException:
             engine.detach(check=False)
             raise
-        _engines[model] = weakref.ref(engine)
         return engine
 
     @classmethod
@@ -175,27 +161,11 @@ class Engine:
             # The values are nowhere else, and may be more than the memory holds: this model is of no use any more.
             memory.close()
             raise
-        _engines[model] = weakref.ref(engine)
         return engine
-
-    @classmethod
-    def rehearse(cls, model: nn.Module, config: PTMConfig, resolved: ResolvedConfig, memory: Memory) -> None:
-        """Refuses a model that `attach` would refuse for its size, without changing it; it may be on the meta device.
-
-        Raises:
-            BudgetError: less than the least budget the model can train under with any optimizer.
-        """
-        engine = cls(model, config, resolved, memory)
-        engine._finaliser.detach()
-        try:
-            engine.pages.size_up({})
-        finally:
-            for slot in engine.slots:
-                memory.pool.forget(slot.value)
 
     def _install(self, values: Mapping[nn.Parameter, Paged]) -> None:
         self.pages.size_up(values)
-        self._adapt_others()
+        _adapt_others(self)
         # What stays for long among activations leaves holes there.
         self.pool.copies_in = self.pool.card is not None
         self._bring_in(list(self.slots), values)
@@ -203,6 +173,7 @@ class Engine:
             self.pages.watch_activations(self.pool.card)
         hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
         Engine.count += 1
+        _engines[self.model] = weakref.ref(self)
 
     def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         self.pages.bring_in(slots, values)
@@ -235,15 +206,15 @@ class Engine:
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
             if self.optimizer is not None and self.optimizer.states.are_of(changes.slots):
-                floor = self.pages.needs.estimate(self.optimizer.appetite, model, changes.slots)
-                self.pages.needs.check(floor, floor, floor)
+                floor = self.needs.estimate(self.optimizer.appetite, model, changes.slots)
+                self.needs.check(floor, floor, floor)
             else:
-                self.pages.needs.expect_optimizer(model, changes.slots)
+                self.needs.expect_optimizer(model, changes.slots)
         except BaseException:
             for slot in changes.new:
                 self.pool.forget(slot.value)
             raise
-        self._adapt_others()
+        _adapt_others(self)
         self._change(model, changes)
 
     def _change(self, model: nn.Module, changes: Changes) -> None:
@@ -251,7 +222,7 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.apply_scale()
         assert self.gradients is not None
-        sums = self.gradients.lift()
+        sums, replicas = self.gradients.lift(), self.training.replicas
         self.gradients.remove()
         self.pages.remove_hooks()
         self.run_ahead.forget()
@@ -264,12 +235,12 @@ class Engine:
             self._finaliser.detach()
             self._finaliser = weakref.finalize(model, _close_unasked, self.memory, self.training.plain.graphs)
             self.pages.become(model)
-            if self.replicas is not None:
-                self.replicas.follow(model)
+            if replicas is not None:
+                replicas.follow(model)
         self._bring_in(changes.new, {})
         self.gradients.take_over(sums, self.slots)
-        if self.replicas is not None:
-            self.replicas.share_values(changes.new, ())
+        if replicas is not None:
+            replicas.share_values(changes.new, ())
         self.training.follow()
 
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
@@ -287,7 +258,7 @@ class Engine:
                 f"{type(other.model).__name__}, which are both on pages. Make one optimizer for each."
             )
         bound = self.training.bind(optimizer)
-        self._adapt_others()
+        _adapt_others(self)
         return bound
 
     # ---- what a loop asks for ----------------------------------------------------------------------------------
@@ -370,19 +341,17 @@ class Engine:
         self.training.plain.end(refuses=False)
         if check:
             self.settle()
-            refuse_oversized_model(self.memory, [*(s.value for s in self.slots), *self._sums_to_show()])
+            refuse_oversized_model(self.memory, [*(s.value for s in self.slots), *self.training.sums()])
         if isinstance(self.pool.compute, CudaTier):
             # Whether the card has room was asked above; the budget need not.
             self.pool.compute.limit(None)
         if check:
             self.pages.leave_card()
-        sums = self._sums_off_pages() if check else []
+        sums = self.training.take_off_sums() if check else []
         self.training.plain.close()
         self.abort()
         self.training.end()
         self.pages.remove_hooks()
-        if self.replicas is not None:
-            self.replicas.remove()
         for slot in self.slots:
             if slot.value.place is Place.BLANK and not (check and slot.on_pages):
                 # Never put on pages (it still has its own data), or without values in a model that is given up.
@@ -394,25 +363,6 @@ class Engine:
             slot.param.grad = total
         self.close()
         return self.model
-
-    def _sums_to_show(self) -> list[Part]:
-        """The gradients that there are, as a step would use them."""
-        if self.gradients is None:
-            return []
-        if self.optimizer is not None:
-            self.optimizer.apply_scale()
-        return self.gradients.sums_of(self.slots)
-
-    def _sums_off_pages(self) -> list[tuple[ParamSlot, torch.Tensor]]:
-        """As `_sums_to_show`, in ordinary memory."""
-        sums = []
-        for grad in [] if self.gradients is None else self.gradients.present():
-            assert grad.value is not None
-            total = self.pool.snapshot(grad.value)
-            sums.append((grad.slot, total.to(self.pool.compute.device, grad.slot.value.dtype, copy=True)))
-            del total
-            grad.drop()
-        return sums
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters have no values afterwards, unless it was detached."""
@@ -428,12 +378,7 @@ class Engine:
         finally:
             if self.optimizer is not None:
                 self.optimizer.on_host.close()
-        self._adapt_others()
-
-    def _adapt_others(self) -> None:
-        for other in living_engines():
-            if other is not self and other.memory.users is self.memory.users:
-                other.adapt()
+        _adapt_others(self)
 
     def adapt(self) -> None:
         """Another model has come to the tiers or has left them, or needs something else: plans are made anew."""
@@ -454,21 +399,28 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.in_backward.abandon()
 
-    def _check_same(self, config: PTMConfig | None) -> None:
-        if config is not None and config != PTMConfig() and config != self.asked:
-            raise ConfigError(
-                f"this model is already on pages with {self.asked}, and cannot be moved to {config} while it "
-                "is. Use the same ptm_config, or call `engine_of(model).detach()` first."
-            )
 
-    def _check_place(self, device: torch.device | None) -> None:
-        here = self.pool.compute.device
-        if device is not None and not same_place(device, here):
-            raise ConfigError(
-                f"this model is on pages of {here} already, and was to be put on {device}. Where several processes "
-                "have a card each, begin with the Accelerator or with TrainingArguments, which choose it, and read or "
-                "build the model after that."
-            )
+def _refuse_other(engine: Engine, config: PTMConfig | None, device: torch.device | None) -> None:
+    """Refuses to put a model that is on pages on others: with other dials, or on another device."""
+    if config is not None and config != PTMConfig() and config != engine.asked:
+        raise ConfigError(
+            f"this model is already on pages with {engine.asked}, and cannot be moved to {config} while it "
+            "is. Use the same ptm_config, or call `engine_of(model).detach()` first."
+        )
+    here = engine.pool.compute.device
+    if device is not None and not same_place(device, here):
+        raise ConfigError(
+            f"this model is on pages of {here} already, and was to be put on {device}. Where several processes "
+            "have a card each, begin with the Accelerator or with TrainingArguments, which choose it, and read or "
+            "build the model after that."
+        )
+
+
+def _adapt_others(engine: Engine) -> None:
+    """Has the other models on the same tiers make their plans anew."""
+    for other in living_engines():
+        if other is not engine and other.memory.users is engine.memory.users:
+            other.adapt()
 
 
 def _close_unasked(memory: Memory, graphs: LiveGraphs) -> None:

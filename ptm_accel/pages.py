@@ -196,3 +196,17 @@ class Pages:
             # Nothing more comes onto pages: kept for that, they would lie beside the copies.
             self.pool.room.collect()
             compute.reclaim(compute.kept_bytes)
+
+
+def refuse_too_large(model: nn.Module, config: PTMConfig, resolved: ResolvedConfig, memory: Memory) -> None:
+    """Refuses a model for its size as `Engine.attach` would, without changing it; it may be on the meta device.
+
+    Raises:
+        BudgetError: less than the least budget the model can train under with any optimizer.
+    """
+    pages = Pages(model, config, resolved, memory)
+    try:
+        pages.size_up({})
+    finally:
+        for slot in pages.slots:
+            memory.pool.forget(slot.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -22,12 +22,15 @@ from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import Members
 from ptm_accel.model.away import bare
-from ptm_accel.model.forwards import shapes_of
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
+from ptm_accel.model.forwards import shapes_of
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pages import Pages
+
+_Given = ParamSpec("_Given")
+_Answer = TypeVar("_Answer")
 
 _MOST_ENDS = 2
 """How often a batch may be too large for it; the run keeps its hooks after that."""
@@ -113,7 +116,7 @@ class PlainMode:
             slot.show()
             slot.separate()
         self._seen = [(slot.param, slot.param.data_ptr(), slot.param.requires_grad) for slot in pages.slots]
-        optimizer.begin_plain(_weakly(self.end))
+        optimizer.begin_plain(weakly(self.end, None))
         self._optimizer, self._gradients = optimizer, gradients
         self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
         self.active = True
@@ -154,7 +157,7 @@ class PlainMode:
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
         pages.residency.forwards.saved.off_in_backward = True
-        pages.residency.forwards.between = _weakly(self._let_values_go)
+        pages.residency.forwards.between = weakly(self._let_values_go, None)
         self._gradients.take_again(pages.slots)
         self._optimizer, self._gradients, self._seen = None, None, []
 
@@ -198,13 +201,13 @@ class PlainMode:
         self._pages.residency.forwards.enter_root(module, args, kwargs)
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def weakly(method: Callable[_Given, _Answer], otherwise: _Answer) -> Callable[_Given, _Answer]:
+    """A method that is called without keeping its object alive; `otherwise` is its answer once that is gone."""
     known = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Answer:
         alive = known()
-        if alive is not None:
-            alive()
+        return otherwise if alive is None else alive(*args, **kwargs)
 
     return call
 

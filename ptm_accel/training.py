@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import ParamSpec, TypeVar
 
 import torch
 
 from ptm_accel.config import BLOCKING
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.paged import Part
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.model.away import bare
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
 from ptm_accel.model.floor import Appetite
-from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import appetite_of, grain_of, measured_state
 from ptm_accel.pages import Pages
-from ptm_accel.plain_mode import PlainMode
+from ptm_accel.plain_mode import PlainMode, weakly
 
 logger = logging.getLogger(__name__)
-
-_Given = ParamSpec("_Given")
-_Answer = TypeVar("_Answer")
 
 _LARGEST_BATCH_BYTES = 256 << 20
 """The most that an optimizer step holds at a time."""
@@ -68,16 +62,16 @@ class Training:
         self._forbidden = 0
         self._told_of_lost: str | None = None
         # The pool, which outlives the model, holds some of these.
-        pages.residency.forwards.beginning = _weakly(self._meet_newcomers, None)
-        pages.residency.accesses.outside = _weakly(self._used_outside, None)
-        pages.residency.forwards.ended = _weakly(self._forward_ended, None)
-        pages.residency.accesses.gradient_of = _weakly(self._shown_gradient, None)
-        pages.residency.accesses.set_gradient_of = _weakly(self._set_gradient, None)
-        pages.residency.regions.found = _weakly(self._meet_region, None)
-        pages.state_dicts.given = _weakly(self._warn_of_lost_step, None)
-        pages.run_ahead.sums = _weakly(self._sums, Sums.NONE)
-        pages.run_ahead.in_backward = _weakly(self._may_update_in_backward, False)
-        pages.run_ahead.on_host_possible = _weakly(self._may_update_on_host, False)
+        pages.residency.forwards.beginning = weakly(self._meet_newcomers, None)
+        pages.residency.accesses.outside = weakly(self._used_outside, None)
+        pages.residency.forwards.ended = weakly(self._forward_ended, None)
+        pages.residency.accesses.gradient_of = weakly(self._shown_gradient, None)
+        pages.residency.accesses.set_gradient_of = weakly(self._set_gradient, None)
+        pages.residency.regions.found = weakly(self._meet_region, None)
+        pages.state_dicts.given = weakly(self._warn_of_lost_step, None)
+        pages.run_ahead.sums = weakly(self._sums, Sums.NONE)
+        pages.run_ahead.in_backward = weakly(self._may_update_in_backward, False)
+        pages.run_ahead.on_host_possible = weakly(self._may_update_on_host, False)
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
@@ -87,7 +81,7 @@ class Training:
             trainable = [s for s in self._slots if s.param.requires_grad]
         self.gradients = Gradients(trainable, self._pool, wide=self._masters)
         self.gradients.hold_arrival()
-        self.gradients.looking = _weakly(self.look_at_gradients, None)
+        self.gradients.looking = weakly(self.look_at_gradients, None)
         self.hold_norms()
 
     def end(self) -> None:
@@ -99,6 +93,27 @@ class Training:
         if self.gradients is not None:
             self.gradients.remove()
             self.gradients = None
+        if self.replicas is not None:
+            self.replicas.remove()
+
+    def sums(self) -> list[Part]:
+        """The gradients that there are, as a step would use them."""
+        if self.gradients is None:
+            return []
+        if self.optimizer is not None:
+            self.optimizer.apply_scale()
+        return [grad.value for grad in self.gradients.present() if grad.value is not None]
+
+    def take_off_sums(self) -> list[tuple[ParamSlot, torch.Tensor]]:
+        """Copies `sums` into ordinary memory, one after the other, and drops them here."""
+        sums = []
+        for grad in [] if self.gradients is None else self.gradients.present():
+            assert grad.value is not None
+            values, dtype = self._pool.snapshot(grad.value), grad.slot.value.dtype
+            sums.append((grad.slot, values.to(self._pool.compute.device, dtype, copy=True)))
+            del values
+            grad.drop()
+        return sums
 
     @property
     def _masters(self) -> bool:
@@ -228,15 +243,15 @@ class Training:
             self._pool,
             master_weights=self._masters,
             window_bytes=self._pages.config.page_bytes,
-            batch_bytes=_weakly(self._batch_bytes, 0),
+            batch_bytes=weakly(self._batch_bytes, 0),
             run_ahead=self._pages.run_ahead,
-            grown=_weakly(self._meet_appetite, None),
-            overlap=_weakly(self._may_overlap, False),
-            synchronise=_weakly(self.synchronise, None),
-            stepped=_weakly(self._pages.metrics.step_ended, None),
+            grown=weakly(self._meet_appetite, None),
+            overlap=weakly(self._may_overlap, False),
+            synchronise=weakly(self.synchronise, None),
+            stepped=weakly(self._pages.metrics.step_ended, None),
             state_tensors=state_tensors,
         )
-        self.optimizer.ended = _weakly(self._step_ended, None)
+        self.optimizer.ended = weakly(self._step_ended, None)
         return self.optimizer
 
     def _step_ended(self) -> None:
@@ -283,14 +298,12 @@ class Training:
         return wanted and not self._needs.all_fits and least <= self._pool.share_bytes
 
     def _may_update_in_backward(self) -> bool:
-        optimizer = self.optimizer
-        return (
-            optimizer is not None
-            and self.replicas is None
-            and self._may_overlap()
-            and self.updates_in_backward()
-            and optimizer.expects_backward()
-        )
+        return self._step_follows() and self.optimizer is not None and self.optimizer.expects_backward()
+
+    def _step_follows(self) -> bool:
+        """Whether the update comes right after the next backward, and there is room for both at once."""
+        one = self.optimizer is not None and self.replicas is None
+        return one and self._may_overlap() and self.updates_in_backward()
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
@@ -306,8 +319,8 @@ class Training:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
-        possible = not self._forbidden and self.replicas is None and not self.plain.active
-        if self.optimizer is not None and possible and self._may_overlap() and self.updates_in_backward():
+        possible = not self._forbidden and not self.plain.active
+        if self.optimizer is not None and possible and self._step_follows():
             self.optimizer.look_at_groups()
             with self.optimizer.in_backward.permitted():
                 yield
@@ -324,68 +337,43 @@ class Training:
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""
-        if self.plain.active:
-            clipped = [slot.param for slot in self._slots] if parameters is None else parameters
-            return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        others = [] if parameters is None else self.other_gradients(parameters)
-        norm, present = self._grad_norm(float(norm_type), error_if_nonfinite, parameters)
-        coefficient = clip_coefficient(norm, float(max_norm))
-        if present:
-            self.scale_gradients(coefficient.to(self._pool.compute.device), present)
-        for gradient in others:
-            gradient.mul_(coefficient.to(gradient.device))
-        return norm
-
-    def other_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of those parameters that are not the model's, in order."""
-        return [param.grad for param in parameters if self._slots.of(param) is None and param.grad is not None]
-
-    def _grad_norm(
-        self, norm_type: float, error_if_nonfinite: bool, parameters: Sequence[torch.Tensor] | None
-    ) -> tuple[torch.Tensor, list[GradSlot]]:
+        given = [slot.param for slot in self._slots] if parameters is None else list(parameters)
+        if self.plain.active or not self._has_all_of(given):
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         assert self.gradients is not None
         self.synchronise()
         if self.optimizer is not None:
             self.optimizer.apply_scale()
-        present = self.gradients.arrived() if parameters is None else self.gradients.among(parameters)
-        if parameters is None:
-            norms = [grad.norm(norm_type) for grad in present]
-        else:
-            norms = []
-            for param in parameters:
-                norms += [grad.norm(norm_type) for grad in self.gradients.among([param])]
-                norms += [norm_of(gradient, norm_type) for gradient in self.other_gradients([param])]
-        norm = total_norm(norms, norm_type)
+        norms, others = [], []
+        for param in given:
+            slot = self._slots.of(param)
+            if slot is not None:
+                norms += [grad.norm(float(norm_type)) for grad in self.gradients.among([param])]
+            elif param.grad is not None:
+                others.append(param.grad)
+                norms.append(norm_of(param.grad, float(norm_type)))
+        norm = total_norm(norms, float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"The total norm of order {norm_type} of {len(present)} gradients is {norm.item()}, so they cannot be "
+                f"The total norm of order {norm_type} of {len(norms)} gradients is {norm.item()}, so they cannot be "
                 "clipped. Set error_if_nonfinite=False to multiply them by it anyway."
             )
-        return norm, present
+        coefficient = clip_coefficient(norm, float(max_norm))
+        if len(norms) > len(others):
+            self._scale_gradients(coefficient.to(self._pool.compute.device))
+        for gradient in others:
+            gradient.mul_(coefficient.to(gradient.device))
+        return norm
 
-    def holds_gradients_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether there are gradients on pages, and all of them belong to `parameters`."""
+    def _has_all_of(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether all gradients of the model are on pages and of `given`, which names each parameter once."""
         assert self.gradients is not None
-        if self.plain.active:
-            return False
-        given = {id(param) for param in parameters}
-        return all(id(grad.slot.param) in given for grad in self.gradients.arrived())
+        known = {id(param) for param in given}
+        return len(known) == len(given) and all(id(grad.slot.param) in known for grad in self.gradients.arrived())
 
-    def scale_gradients(self, coefficient: torch.Tensor, given: Sequence[GradSlot]) -> None:
-        """Multiplies all gradients by `coefficient`, as torch's clipping does.
-
-        Args:
-            coefficient: a scalar.
-            given: all that there are; one that is there twice is multiplied twice, as in torch.
-
-        Raises:
-            UnsupportedError: updates that have begun in backward have used some up.
-        """
+    def _scale_gradients(self, coefficient: torch.Tensor) -> None:
+        """Multiplies all gradients on pages by a scalar; those of the optimizer's parameters when they are used."""
         assert self.gradients is not None
-        for grad, times in Counter(given).items():
-            if times > 1 and self.optimizer is not None:
-                self.optimizer.in_backward.refuse("gradients were multiplied twice")
-            self.gradients.multiply(coefficient, [grad] * (times - 1))
         if self.optimizer is not None:
             self.optimizer.scale_gradients(coefficient)
         else:
@@ -440,17 +428,6 @@ class Training:
                 lost,
             )
         self._told_of_lost = lost
-
-
-def _weakly(method: Callable[_Given, _Answer], otherwise: _Answer) -> Callable[_Given, _Answer]:
-    """A method that is called without keeping its object alive; `otherwise` is its answer once that is gone."""
-    known = weakref.WeakMethod(method)
-
-    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Answer:
-        alive = known()
-        return otherwise if alive is None else alive(*args, **kwargs)
-
-    return call
 
 
 def _no() -> bool:

@@ -51,7 +51,7 @@ def test_the_least_is_what_training_is_refused_below(dtype: torch.dtype, masters
     staging = engine.memory.budgets[Tier.HOST].used_by_tag().get(Tag.STAGING, 0)
     assert staging in (0, bounce_bytes(1, PAGE))
     assert int(figure[1]) - staging == found.least_bytes - bounce_bytes(1, PAGE)
-    assert engine.floor.states_bytes - staging == found.states_bytes
+    assert engine.needs.floor.states_bytes - staging == found.states_bytes
     engine.close()
 
 

@@ -127,7 +127,7 @@ def test_before_activations_are_known_pages_keep_what_has_no_other_place(tmp_pat
         return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 
     with on_pages(net(), "mock+host", AMPLE, tmp_path, host_bytes=64 << 10) as engine:
-        floor = engine.floor
+        floor = engine.needs.floor
         assert floor.whole_bytes - (64 << 10) > floor.total_bytes * 5 // 4
         assert engine.pages.needs.least_beside_activations() == floor.whole_bytes - (64 << 10)
     with on_pages(net(), "mock+host", AMPLE, tmp_path, host_bytes=AMPLE) as engine:

@@ -19,6 +19,7 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.memory.tide import Tide
+from ptm_accel.pages import refuse_too_large
 from tests.plain_loop import adamw, sgd
 from tests.tiers import AMPLE, MEMORIES, config, needs, open_memory
 
@@ -188,7 +189,7 @@ def test_one_that_fails_or_is_forgotten_leaves_nothing(tmp_path: Path, attached:
     first = attached(net(), given)
     used = {tier: budget.used_bytes for tier, budget in first.memory.budgets.items()}
     resolved, memory = opening.open_memory(given, device=CPU)
-    Engine.rehearse(net(1), given, resolved, memory)
+    refuse_too_large(net(1), given, resolved, memory)
     memory.pool.hold(4096, Tag.PARAM, "what is missing")
     assert first.pool.share_bytes < 3 * floor
     memory.close()
@@ -290,6 +291,6 @@ def test_a_card_has_one_tide_for_all(tmp_path: Path) -> None:
     before = card.budget.capacity_bytes
     second = Engine.attach(net(1), config(), memory=memory)
     assert second.pool.room is card
-    assert card.budget.capacity_bytes == 2 * before == 2 * (first.floor.total_bytes * 5 // 4)
+    assert card.budget.capacity_bytes == 2 * before == 2 * (first.needs.floor.total_bytes * 5 // 4)
     for engine in (first, second):
         engine.close()

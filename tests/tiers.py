@@ -132,7 +132,7 @@ def needs(
         engine = Engine.attach(model, config(**dials), memory=memory)
     if optimizer is not None:
         engine.bind_optimizer(optimizer(model))
-    floor, need = engine.floor.total_bytes, engine.floor.whole_bytes
+    floor, need = engine.needs.floor.total_bytes, engine.needs.floor.whole_bytes
     engine.detach()
     return floor, need
 

@@ -283,7 +283,7 @@ class PTMAccelerator(PagedStates):
                 stack.enter_context(engine.training.backward())
             super().backward(loss, **kwargs)
         for engine in list(self._attached):
-            if engine.replicas is not None and engine.replicas.due:
+            if (replicas := engine.training.replicas) is not None and replicas.due:
                 engine.training.synchronise()
 
     @contextmanager
@@ -303,9 +303,7 @@ class PTMAccelerator(PagedStates):
             norm: torch.Tensor | None = super().clip_grad_norm_(given, max_norm, norm_type)
             return norm
         self.unscale_gradients()
-        if engine.training.holds_gradients_of(given):
-            return engine.clip_grad_norm_(max_norm, norm_type, parameters=given)
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+        return engine.training.clip_grad_norm_(max_norm, norm_type, parameters=given)
 
     def free_memory(self, *objects: Any) -> Any:
         """As `Accelerator.free_memory`; also ends what an exception has left half done, and drops gradients."""

@@ -30,6 +30,7 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import Paged, small_bytes
 from ptm_accel.model.grouping import group_of
 from ptm_accel.opening import open_memory
+from ptm_accel.pages import refuse_too_large
 
 from . import saving
 from .weights import (
@@ -190,7 +191,7 @@ class _Reader:
                 twin = copy.deepcopy(model)
                 if isinstance(twin, PreTrainedModel):
                     twin.tie_weights()
-                Engine.rehearse(twin, self._config, *self._opened)
+                refuse_too_large(twin, self._config, *self._opened)
         # What is loaded after the model is on pages (an adapter) is ordinary memory until the engine follows.
         return self._opened if self._engine is None else None
 

@@ -305,7 +305,7 @@ def test_a_budget_below_the_floor_is_refused_before_anything_is_read(saved: Save
 def test_the_floor_of_a_tied_model_counts_its_weight_once(saved: Save, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(saved("llama-tied"))
     engine = Engine.attach(plain, config(), memory=open_memory("host+disk", 8 << 20, tmp_path))
-    whole = engine.floor.whole_bytes
+    whole = engine.needs.floor.whole_bytes
     engine.detach()
     exact = {"host_memory": whole, "page_size": PAGE}
     ours = from_pretrained(AutoModelForCausalLM, saved("llama-tied"), exact)

@@ -165,7 +165,7 @@ def test_a_changed_model_trains_as_ever(change: Callable[[Net], nn.Module], kind
             assert not changed(batch(9)).isnan().any()
         assert Engine.attach(changed, engine.asked) is engine
         assert engine_of(changed) is engine is not None
-        assert engine.floor.total_bytes == needs(change(net()), tmp_path, kind)[0]
+        assert engine.needs.floor.total_bytes == needs(change(net()), tmp_path, kind)[0]
         assert engine.model is changed
         assert train(changed, engine) == expected
         assert_same_state(changed, plain_after)
@@ -240,14 +240,14 @@ class Late:
 def test_what_is_held_for_a_moment_does_not_count_as_needed(tmp_path: Path) -> None:
     model = net()
     with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
-        floor, room = engine.floor, engine.pool.room
+        floor, room = engine.needs.floor, engine.pool.room
         reservation, block = room.take_block(1 << 20, Tag.STAGING, "a window that was written")
         assert block.buffer is not None
         room.leave(block.buffer, block, reservation, Late())
         del block
         assert engine.pool.budget.used_by_tag()[Tag.STAGING] > 1 << 20
         engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        assert engine.floor == floor
+        assert engine.needs.floor == floor
 
 
 def test_an_optimizer_of_other_parameters_is_given_up(tmp_path: Path) -> None:
@@ -278,12 +278,12 @@ def test_what_left_the_model_keeps_its_values(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_any_more_stays_as_it_was(tmp_path: Path) -> None:
     model, plain = net(), net()
     with on_pages(model, "host+disk", needs(net(), tmp_path, "host+disk")[0], tmp_path) as engine:
-        names, floor = list(engine.slots.by_name), engine.floor
+        names, floor = list(engine.slots.by_name), engine.needs.floor
         expected = train(plain, None)
         small, model.head = model.head, nn.Linear(WIDTH, 64 * WIDTH)
         with pytest.raises(BudgetError, match=r"cannot train under less than .* head\.weight"):
             Engine.attach(model)
-        assert (list(engine.slots.by_name), engine.floor) == (names, floor)
+        assert (list(engine.slots.by_name), engine.needs.floor) == (names, floor)
         model.head = small
         assert train(model, engine) == expected
         assert_same_state(model, plain)
@@ -297,7 +297,7 @@ def test_a_model_that_grows_is_measured_by_the_optimizer_that_it_keeps(make: Mak
             optimizer = engine.bind_optimizer(make(model))
             engine.follow(Wrapper(model))
             assert engine.optimizer is optimizer
-            return engine.floor.total_bytes
+            return engine.needs.floor.total_bytes
 
     before, grown = needs(net(), tmp_path, "host+disk", optimizer=make)[0], after(4 << 20)
     assert before < grown

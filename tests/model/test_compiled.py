@@ -155,7 +155,7 @@ def _tight(name: str, way: str, directory: Path) -> int:
     with on_pages(base, "host+disk", FITS, directory) as engine:
         part = base if way in WHOLE else _layers(base)[0]
         region = sum(2 * p.nbytes for p in part.parameters())
-        return engine.floor.total_bytes + region + 32 * PAGE
+        return engine.needs.floor.total_bytes + region + 32 * PAGE
 
 
 BOTH = (False, True)

@@ -99,7 +99,7 @@ def test_a_region_larger_than_the_budget_is_refused_with_the_figure_that_works(t
         assert engine.pool.stats.evictions > 0
     layer = Net().layers[0]
     with on_pages(layer, "host+disk", FITS, tmp_path) as engine:
-        enough = engine.floor.total_bytes
+        enough = engine.needs.floor.total_bytes
     layer = Net().layers[0]
     layer.compile(backend="eager")
     with pytest.raises(BudgetError, match="Compile smaller parts of it"):

@@ -92,7 +92,7 @@ def test_a_copy_is_an_ordinary_model(tmp_path: Path, evict: bool) -> None:
 
 def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_owed(tmp_path: Path) -> None:
     model, twin = build(), build()
-    floor = Engine.attach(build(), PTMConfig(host_memory="1MiB", disk=str(tmp_path), page_size=4096)).floor
+    floor = Engine.attach(build(), PTMConfig(host_memory="1MiB", disk=str(tmp_path), page_size=4096)).needs.floor
     budget = floor.total_bytes + floor.moving_bytes + 4096
     engine = Engine.attach(model, PTMConfig(host_memory=budget, disk=str(tmp_path), page_size=4096))
     optimizers = [engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))]

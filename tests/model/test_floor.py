@@ -252,7 +252,7 @@ def test_without_a_home_there_is_a_figure_too(
         patch.setattr(Pages, "grouped", False)
         model, engine = attach(1 << 26)
     engine.bind_optimizer(recipe.optimizer(model))
-    whole, states = engine.floor.whole_bytes, engine.floor.states_bytes
+    whole, states = engine.needs.floor.whole_bytes, engine.needs.floor.states_bytes
     engine.close()
     assert states < whole
 
@@ -369,7 +369,7 @@ def test_what_is_enough_for_one_optimizer_is_refused_to_another_when_it_comes(ki
         with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {floor} bytes[.]$"):
             engine.bind_optimizer(adamw(model))
         assert engine.optimizer is kept
-        assert engine.floor.total_bytes == least
+        assert engine.needs.floor.total_bytes == least
 
 
 def test_the_landing_is_part_of_the_floor(tmp_path: Path) -> None:
@@ -378,8 +378,8 @@ def test_the_landing_is_part_of_the_floor(tmp_path: Path) -> None:
     with on_pages(model, "mock+host", floor, tmp_path) as engine:
         landing = engine.pool.budget.used_by_tag()[Tag.GRAD]
         assert landing == max(p.numel() * 4 for p in model.parameters())
-        assert engine.floor.fixed_bytes >= landing
-        assert engine.floor.fixed_bytes <= landing + round_up(1 << 10)
+        assert engine.needs.floor.fixed_bytes >= landing
+        assert engine.needs.floor.fixed_bytes <= landing + round_up(1 << 10)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(), lambda: nn.ReLU()])

@@ -89,14 +89,14 @@ def test_what_fits_is_charged(tmp_path: Path) -> None:
     other = MODEST(expected)
     with on_pages(model, "host+disk", much, tmp_path) as engine:
         optimizer = engine.bind_optimizer(MODEST(model))
-        assert engine.floor.total_bytes < much
+        assert engine.needs.floor.total_bytes < much
         for each in (optimizer, other):
             for name, value in (("fused", False), ("foreach", False), ("amsgrad", True)):
                 switch_on(each, name, value)
         for number in range(3):
             step(model, optimizer, number)
             step(expected, other, number)
-        assert engine.floor.total_bytes == much
+        assert engine.needs.floor.total_bytes == much
         assert optimizer.appetite.state_tensors == 3
         values = model.state_dict()
         assert all(same_bits(values[name], value) for name, value in expected.state_dict().items())

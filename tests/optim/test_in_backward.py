@@ -472,7 +472,7 @@ def test_windows_that_are_open_give_way_to_backward(kind: str, seed: int, tmp_pa
     memory = open_memory(kind, 64 << 20, tmp_path)
     engine = Engine.attach(Uneven(seed), config(), memory=memory)
     engine.bind_optimizer(adamw(engine.model))
-    least = engine.floor.total_bytes + engine.floor.moving_bytes
+    least = engine.needs.floor.total_bytes + engine.needs.floor.moving_bytes
     engine.detach()
     model = Uneven(seed)
     with on_pages(model, kind, least + 4096 * (seed % 3), tmp_path) as engine:
