@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ptm_accel import __version__, autoload, machine
-from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, DiskConfig, PTMConfig, check_disk_path, expand
+from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, PTMConfig
 from ptm_accel.environment import SWITCH, TEXT_DIALS
-from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
+from ptm_accel.errors import ConfigError, PTMError
 from ptm_accel.units import format_bytes
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def estimate(
     meta = host.meta_model(model, dtypes[dtype], checkpointing=checkpointing)
     needs = partial(work_out, meta, master_weights=dials.master_weights is not None, page_size=dials.page_size)
     batch: Any = host.text_batch(meta, batch_size, length)
-    found, unknown = None, None
+    found, unknown = needs(), None
     own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
     if batch is None:
         kind = f"{type(meta).__name__} takes {meta.main_input_name}"
@@ -157,16 +157,9 @@ def estimate(
     else:
         try:
             found = needs(batch, autocast_dtype=torch.bfloat16 if bf16 else None)
-        except UnsupportedError as error:
-            unknown = str(error)
-        except Exception as error:  # whatever a model raises that wants another batch
+        except Exception as error:  # whatever a model raises that wants another batch, or cannot be traced
             reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
-            unknown = (
-                f"{type(meta).__name__} does not take the batch of text that this was to be worked out with "
-                f"({reason}): {own}"
-            )
-    if found is None:
-        found = needs()
+            unknown = f"{type(meta).__name__} does not take the batch of text that was made up ({reason}): {own}"
     if as_json:
         typer.echo(json.dumps({**asdict(found), "unknown": unknown}, indent=1))
         return
@@ -206,25 +199,25 @@ def config(
         file, option = Path(import_module("accelerate.commands.config.config_args").default_yaml_config_file), ""
     limit = machine.host_limit()
     typer.echo(f"This machine lets a process use {format_bytes(limit.bytes)} ({limit.origin}). Enter keeps a default.")
-    answers = {dial: _answer(dial) for dial in _ASKED}
+    answers = {dial: _asked_for(dial) for dial in _ASKED}
     write_section(file, {dial: answer for dial, answer in answers.items() if answer})
     typer.echo(f"Written to {file}. Train with: accelerate launch{option} train.py")
 
 
-def _answer(dial: str) -> str | list[str]:
+def _asked_for(dial: str) -> str | list[str]:
     """What is answered for a dial, once it can be used; empty for the default."""
-    question = f"{dial} ({TEXT_DIALS[dial].replace('%%', '%')})"
-    while answer := typer.prompt(question, default="", show_default=False).strip():
-        value = [part.strip() for part in answer.split(",")] if dial == "disk" else answer
+
+    def checked(answer: str) -> str | list[str]:
+        value = [part.strip() for part in answer.split(",")] if dial == "disk" and answer else answer.strip()
         try:
-            disk = PTMConfig.load({dial: value}).disk
-            for path in DiskConfig.load(disk).paths if disk is not None else ():
-                check_disk_path(Path(expand(path)))
-        except PTMError as error:
-            typer.echo(f"  {error}", err=True)
-        else:
-            return value
-    return ""
+            PTMConfig.load({dial: value} if value else {})
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        return value
+
+    question = f"{dial} ({TEXT_DIALS[dial].replace('%%', '%')})"
+    found: str | list[str] = typer.prompt(question, default="", show_default=False, value_proc=checked)
+    return found
 
 
 def write_section(file: Path, dials: dict[str, Any]) -> None:

@@ -19,8 +19,6 @@ from ptm_accel.memory.setup import Capacities, Memory, build_memory
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_DIALS = ("device_memory", "host_memory", "disk", "page_size")
-
 
 def _speeds(paths: Sequence[Path]) -> list[float] | None:
     """The speed of each of several disks for equal reads and writes; None where one is not known."""
@@ -84,8 +82,14 @@ def open_memory(
     elif str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     opened = _living(device) if memory is None else None
-    # The same memory is asked for, or none in particular.
-    if opened is not None and _of_memory(config) in (_of_memory(opened.asked), _of_memory(PTMConfig())):
+    if opened is not None:
+        # The same memory is asked for, or none in particular.
+        if _of_memory(config) not in (_of_memory(opened.asked), PTMConfig()):
+            raise ConfigError(
+                f"models of one process share their memory on {device}: one is on pages already with "
+                f"{_of_memory(opened.asked)}, and another was given {_of_memory(config)}. Give all of them the same, "
+                "or take those that are not used any more off their pages: engine_of(model).detach()."
+            )
         resolved = replace(opened.resolved, update=config.update, master_weights=config.master_weights)
         return resolved, opened.users[0].join()
     total = free = None
@@ -94,14 +98,6 @@ def open_memory(
     resolved = resolve(config, device_total_bytes=total, device_free_bytes=free, processes=local_processes())
     if memory is not None:
         return resolved, memory.join() if memory.pool.need.least_bytes else memory
-    if opened is not None:
-        if _figures(resolved) != _figures(opened.resolved):
-            raise ConfigError(
-                f"models of one process share their memory on {device}: one is on pages already with "
-                f"{_figures(opened.resolved)}, and another was given {_figures(resolved)}. Give all of them the same, "
-                "or take those that are not used any more off their pages: engine_of(model).detach()."
-            )
-        return resolved, opened.users[0].join()
     capacities = Capacities(
         page_bytes=resolved.page_bytes,
         host_bytes=resolved.host_bytes,
@@ -129,7 +125,3 @@ def _living(device: torch.device) -> _Opened | None:
 def _of_memory(config: PTMConfig) -> PTMConfig:
     """The configuration with the defaults for all that is not about memory."""
     return replace(config, update=PTMConfig().update, master_weights=None)
-
-
-def _figures(resolved: ResolvedConfig) -> str:
-    return ", ".join(line.partition(" (")[0] for line in resolved.lines() if line.startswith(_MEMORY_DIALS))

@@ -54,7 +54,7 @@ class PlainMode:
         self._pool = pages.pool
         self._optimizer: PagedOptimizer | None = None
         self._gradients: Gradients | None = None
-        self._kept = _Kept(pages.pool)
+        self._stay = _Stay(self, pages.pool)
         self._hook: RemovableHandle | None = None
         self._seen: list[tuple[nn.Parameter, int, bool]] = []
         self._too_large = 0
@@ -103,12 +103,12 @@ class PlainMode:
         made = optimizer.unmade_bytes()
         try:
             gradients.leave_alone()
-            self._kept.hold(arriving, Tag.GRAD, "gradients in p.grad")
-            self._kept.hold(made, Tag.STATE, "optimizer state to come")
-            self._kept.pin([*pages.slots.blocks(), *optimizer.kept()])
+            self._stay.hold(arriving, Tag.GRAD, "gradients in p.grad")
+            self._stay.hold(made, Tag.STATE, "optimizer state to come")
+            self._stay.pin([*pages.slots.blocks(), *optimizer.kept()])
         except BudgetError:
             self._too_large += 1
-            self._kept.release()
+            self._stay.release()
             gradients.take_again(pages.slots)
             return
         pages.remove_hooks()
@@ -120,7 +120,7 @@ class PlainMode:
         self._optimizer, self._gradients = optimizer, gradients
         self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
         self.active = True
-        pool.owed = _EndsPlainMode(self, self._kept)
+        pool.owed = self._stay
 
     def end(self, *, refuses: bool = True) -> None:
         """Puts the hooks on again: parameters, gradients and state are what they have become.
@@ -145,7 +145,7 @@ class PlainMode:
         self.active = False
         self._pool.owed = None
         self._hook.remove()
-        self._kept.release()
+        self._stay.release()
         for (_, _, trained), slot in zip(self._seen, pages.slots, strict=True):
             slot.hide()
             slot.take_in()
@@ -269,42 +269,34 @@ class LiveGraphs:
         self.values, self._held = [], []
 
 
-class _Kept:
-    """Room for what comes, and tensors that stay where they are."""
+class _Stay:
+    """What stays in the compute tier while the hooks are off. Whoever uses it through the pool ends that first.
 
-    def __init__(self, pool: Pool) -> None:
+    Keeps no model alive: the pool, which has it as what is owed, outlives the model.
+    """
+
+    def __init__(self, mode: PlainMode, pool: Pool) -> None:
+        self._mode = weakref.ref(mode)
         self._pool = pool
-        self._pins: list[Pin] = []
+        self._held: list[Pin | Reservation] = []
         self._tensors: list[PagedTensor] = []
-        self._reservations: list[Reservation] = []
 
     def hold(self, nbytes: int, tag: Tag, name: str) -> None:
         """Keeps room free."""
         if nbytes:
-            self._reservations.append(self._pool.hold(nbytes, tag, name))
+            self._held.append(self._pool.hold(nbytes, tag, name))
 
     def pin(self, tensors: list[PagedTensor]) -> None:
         """Keeps tensors in the compute tier."""
         for tensor in tensors:
-            self._pins.append(self._pool.pin(tensor))
+            self._held.append(self._pool.pin(tensor))
             self._tensors.append(tensor)
 
-    def release(self) -> list[PagedTensor]:
-        """Ends all that; returns what was pinned."""
-        for pin in self._pins:
-            pin.release()
-        for reservation in self._reservations:
-            reservation.release()
-        pinned, self._tensors, self._pins, self._reservations = self._tensors, [], [], []
-        return pinned
-
-
-class _EndsPlainMode:
-    """Whoever uses a tensor through the pool ends the mode first. Keeps no model alive: the pool outlives it."""
-
-    def __init__(self, mode: PlainMode, kept: _Kept) -> None:
-        self._mode = weakref.ref(mode)
-        self._kept = kept
+    def release(self) -> None:
+        """Ends all that."""
+        for each in self._held:
+            each.release()
+        self._held, self._tensors = [], []
 
     def before_use(self, tensor: PagedTensor) -> None:
         """Puts the hooks on again."""
@@ -330,7 +322,9 @@ class _EndsPlainMode:
 
     def give_up(self) -> None:
         """The pool is closed: lets go of what is on it. Whoever has kept a parameter finds it away."""
-        for tensor in self._kept.release():
+        tensors = self._tensors
+        self.release()
+        for tensor in tensors:
             if isinstance(tensor.occupant, Members):
                 for slot in tensor.occupant.slots:
                     slot.hide()

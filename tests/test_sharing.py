@@ -259,7 +259,7 @@ def test_without_a_tier_below_all_of_both_must_fit(tmp_path: Path, attached: Cal
 def test_other_figures_are_refused_with_both(tmp_path: Path, attached: Callable[..., Engine]) -> None:
     floor = needs(net(), tmp_path, "host+disk")[0]
     first = attached(net(), dials(4 * floor, tmp_path))
-    text = r"one is on pages already with .*host_memory: .*, disk: .*, page_size: .*, and another was given .*host_mem"
+    text = r"one is on pages already with .*host_memory=.*, disk=.*, page_size=.*, and another was given .*host_mem"
     with pytest.raises(ConfigError, match=text):
         attached(net(1), dials(5 * floor, tmp_path))
     # What says nothing of memory, or nothing at all, is no other figure.

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -333,19 +333,12 @@ class SavedState:
             raise self._differs("the state", words[masters], words[optimizer.states.masters], remedy)
 
     def _check_groups(self, optimizer: PagedOptimizer) -> None:
-        saved, groups = self.index[_GROUPS], optimizer.states.groups()
-        if len(groups) != len(saved):
-            raise self._differs("the number of parameter groups", len(saved), len(groups))
-        for number, (there, slots) in enumerate(zip(saved, groups, strict=True)):
-            names, here = there["params"], [slot.name for slot in slots]
-            if names == here:
-                continue
-            if len(names) != len(here):
-                extra = sorted(set(names) ^ set(here))[:1]
-                what = f"parameter group {number} (first difference: {', '.join(extra) or 'a repeated name'})"
-                raise self._differs(what, f"{len(names)} parameters", f"{len(here)}")
-            first = next(i for i in range(len(names)) if names[i] != here[i])
-            raise self._differs(f"parameter {first} of group {number}", names[first], here[first])
+        saved = (group["params"] for group in self.index[_GROUPS])
+        groups = ([slot.name for slot in slots] for slots in optimizer.states.groups())
+        for number, names in enumerate(zip_longest(saved, groups, fillvalue=())):
+            for place, (there, here) in enumerate(zip_longest(*names, fillvalue="no more")):
+                if there != here:
+                    raise self._differs(f"parameter {place} of group {number}", there, here)
 
     def _check_parameter(self, slot: ParamSlot | Other) -> None:
         there, here = self.described(slot), _description(slot)
