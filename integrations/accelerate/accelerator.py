@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,10 +26,6 @@ from ptm_accel.optim.optimizer import PagedOptimizer
 
 from ..peft import refuse_adapters
 from .states import PagedStates
-
-logger = logging.getLogger(__name__)
-
-_ONE_AT_A_TIME = "a model on pages has one optimizer at a time"
 
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -184,15 +179,14 @@ class PTMAccelerator(PagedStates):
         return any(engine.model is model for engine in self._attached)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As `Accelerator.prepare`; an optimizer may come before its model.
+        """As `Accelerator.prepare`; an optimizer may come before its model. Of several for one model the last counts.
 
         Raises:
-            UnsupportedError: several optimizers for one model, besides what `attach` and `prepare_optimizer` raise.
+            ConfigError, UnsupportedError, BudgetError: as `attach` and `prepare_optimizer`.
         """
         for item in args:
             if isinstance(item, nn.Module):
                 self.attach(item)
-        _refuse_several(item for item in args if isinstance(item, torch.optim.Optimizer))
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -227,18 +221,7 @@ class PTMAccelerator(PagedStates):
                 one has taken its place since.
         """
         if not isinstance(optimizer, AcceleratedOptimizer):
-            engine = self._engine_of_optimizer(optimizer)
-            before = engine.optimizer
-            paged = engine.bind_optimizer(optimizer)
-            known = any(other.optimizer is before for other in self._optimizers)
-            if before is not None and before is not paged and known:
-                logger.warning(
-                    "the optimizer %s takes the place of %s, which was prepared for the same model and loses its "
-                    "state: %s. Its step() will be refused.",
-                    type(optimizer).__name__,
-                    type(before.inner).__name__,
-                    _ONE_AT_A_TIME,
-                )
+            paged = self._engine_of_optimizer(optimizer).bind_optimizer(optimizer)
             optimizer = PagedAcceleratedOptimizer(paged, device_placement=False, scaler=self.scaler)
         else:
             self._check_bound(optimizer)
@@ -264,14 +247,11 @@ class PTMAccelerator(PagedStates):
                 f"the optimizer {type(inner).__name__} was prepared by an Accelerator without pages. "
                 "Pass the optimizer itself to prepare()."
             )
-        engine = self._engine_of_optimizer(inner)
-        if engine.optimizer is not inner:
-            why = "another optimizer was prepared for the same model; a model on pages has one at a time"
-            if engine.optimizer is None:
-                why = "some of its parameters were replaced or resized in the model (new tokens, another head)"
+        if self._engine_of_optimizer(inner).optimizer is not inner:
             raise UnsupportedError(
-                f"the state of this optimizer ({type(inner.inner).__name__}) was given up when {why}. Make a new "
-                "optimizer, or a new Trainer."
+                f"the state of this optimizer ({type(inner.inner).__name__}) was given up, when another one was "
+                "prepared for the same model, or some of its parameters were replaced or resized in the model (new "
+                "tokens, another head). Make a new optimizer, or a new Trainer."
             )
 
     # ---- gradients -------------------------------------------------------------------------------------------
@@ -311,21 +291,6 @@ class PTMAccelerator(PagedStates):
             engine.abort()
             engine.zero_grad()
         return super().free_memory(*objects)
-
-
-def _refuse_several(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Says that a model was given several optimizers, before the first of them loses its place to the next."""
-    by_model: dict[Engine, list[str]] = {}
-    for optimizer in dict.fromkeys(optimizers):
-        engine = engine_holding([param for group in optimizer.param_groups for param in group["params"]])
-        if engine is not None:
-            by_model.setdefault(engine, []).append(type(optimizer).__name__)
-    for engine, names in by_model.items():
-        if len(names) > 1:
-            raise UnsupportedError(
-                f"prepare() was given {len(names)} optimizers ({', '.join(names)}) of parameters of one model "
-                f"({type(engine.model).__name__}); {_ONE_AT_A_TIME}. Make one with a parameter group for each."
-            )
 
 
 def _refuse_plugins(given: Mapping[str, Any]) -> None:

@@ -93,9 +93,7 @@ class Replicas:
         return share
 
     def share_gradients(self, gradients: Gradients) -> None:
-        """Makes every gradient the mean over all processes, unless none has arrived here since that was done."""
-        if self.have_shared(gradients):
-            return
+        """Makes every gradient the mean over all processes; all of them take part."""
         slots = gradients.slots()
         there = torch.tensor([_kind(grad) for grad in slots], dtype=torch.uint8).to(self._pool.compute.device)
         dist.all_reduce(there, dist.ReduceOp.MAX)

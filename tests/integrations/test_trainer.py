@@ -117,9 +117,7 @@ def test_a_second_trainer_on_the_same_model_takes_over(tiny: ModuleType, dials: 
         runs.append((tiny.history(second), tiny.weights(model)))
     assert runs[0][0] == runs[1][0]
     assert tiny.same(runs[1][1], runs[0][1])
-    with pytest.raises(
-        UnsupportedError, match=r"state of this optimizer \(AdamW\) was given up when another optimizer"
-    ):
+    with pytest.raises(UnsupportedError, match=r"state of this optimizer \(AdamW\) was given up, when another one"):
         first.train()
 
 
@@ -130,7 +128,7 @@ def test_a_trainer_whose_model_was_resized_is_told_why_its_optimizer_is_of_no_us
     trainer = _build(tiny, Trainer, tmp_path, dials, max_steps=1)
     trainer.train()
     trainer.model.resize_token_embeddings(tiny.VOCABULARY + 8)
-    with pytest.raises(UnsupportedError, match=r"given up when some of its parameters were replaced or resized"):
+    with pytest.raises(UnsupportedError, match=r"given up, .* some of its parameters were replaced or resized"):
         trainer.train()
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.train()
