@@ -27,7 +27,7 @@ _UNITS = {
     "gib": GIB,
     "tib": TIB,
 }
-_QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>%|[a-z]*)", re.IGNORECASE | re.ASCII)
+_QUANTITY = re.compile(rf"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>%|{'|'.join(_UNITS)})", re.IGNORECASE | re.ASCII)
 
 
 def format_bytes(n: int) -> str:
@@ -61,25 +61,16 @@ def parse_bytes(text: str | int, *, total_bytes: int | None = None) -> int:
     Raises:
         ConfigError: the text does not parse, is negative, is a share above 100%, or is a share of nothing known.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
-            raise ConfigError(f"{text} is not a byte count: it is negative; use {ACCEPTED_FORMS}.")
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = _QUANTITY.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ConfigError(f"{text!r} is not a byte count; use {ACCEPTED_FORMS}.")
-    number, unit = Fraction(match["number"]), match["unit"].lower()
-    if unit == "%":
-        return _share(text, number, total_bytes)
-    if unit not in _UNITS:
-        known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
-        raise ConfigError(f"{text!r} has the unknown unit {match['unit']!r} (known: {known}); use {ACCEPTED_FORMS}.")
-    return int(number * _UNITS[unit])
-
-
-def _share(text: str | int, percent: Fraction, total_bytes: int | None) -> int:
-    if percent > 100:
+    number = Fraction(match["number"])
+    if match["unit"] != "%":
+        return int(number * _UNITS[match["unit"].lower()])
+    if number > 100:
         raise ConfigError(f'{text!r} is more than the whole; use at most "100%".')
     if total_bytes is None:
         raise ConfigError(f'{text!r} is a share, and here there is no total to take it of; use a size such as "10GB".')
-    return int(percent * total_bytes / 100)
+    return int(number * total_bytes / 100)

@@ -90,7 +90,7 @@ class TestDials:
         ({"device_memory": 8}, "device_memory: 8 B cannot hold one page of 4.00 MiB (a number without a unit is bytes"),
         ({"host_memory": "1GiB", "page_size": "2GiB"}, "host_memory: 1.00 GiB cannot hold one page of 2.00 GiB; raise"),
         ({"device_memory": "0GB"}, "device_memory: 0 B cannot hold one page of 4.00 MiB; raise device_memory"),
-        ({"device_memory": "3XB"}, "device_memory: '3XB' has the unknown unit 'XB'"),
+        ({"device_memory": "3XB"}, "device_memory: '3XB' is not a byte count; use"),
         ({"page_size": "1%"}, "page_size: '1%' is a share, and here there is no total to take it of; use a size"),
         (
             {"page_size": "3MiB"},

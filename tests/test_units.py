@@ -52,12 +52,12 @@ def test_refuses_what_is_no_size(value: object) -> None:
 
 
 def test_refuses_negative_int() -> None:
-    with pytest.raises(ConfigError, match=r"^-1 is not a byte count: it is negative; use a whole number of bytes"):
+    with pytest.raises(ConfigError, match=r"^-1 is not a byte count; use a whole number of bytes"):
         parse_bytes(-1)
 
 
 def test_refuses_unknown_unit() -> None:
-    with pytest.raises(ConfigError, match=r"'10XB' has the unknown unit 'XB' \(known: B, kB, .* TiB\); use .*\"10GB\""):
+    with pytest.raises(ConfigError, match=r"'10XB' is not a byte count; use .*\"10GB\""):
         parse_bytes("10XB")
 
 

@@ -62,7 +62,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                     super().save_state(str(staging), *args, **kwargs)
             finally:
                 self.project_configuration.automatic_checkpoint_naming = naming
-            if self._writes:
+            if self.is_main_process:
                 for number, optimizer in enumerate(optimizers):
                     folder = _state_folder(staging, number)
                     folder.mkdir(exist_ok=True)
@@ -70,11 +70,6 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         if naming:
             self._remove_surplus(final)
         return final if naming else output_dir
-
-    @property
-    def _writes(self) -> bool:
-        each = self.project_configuration.save_on_each_node
-        return bool(self.is_local_main_process if each else self.is_main_process)
 
     def _next_directory(self) -> Path:
         """As accelerate names checkpoints; what killed saves have left beside them is removed.

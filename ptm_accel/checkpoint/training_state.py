@@ -37,6 +37,9 @@ VERSION = 1
 OUTDATED = re.compile(r"optimizer(_\d+)?\.bin|optimizer\.pt|optimizer-\d{5}-of-\d{5}\.safetensors")
 """Names of files that a state which is saved beside them puts out of date: plain states, and shards of an older one."""
 
+SHARD_BYTES = 1 << 30
+"""The largest shard, unless one tensor alone is larger."""
+
 _SHARD = "optimizer-{number:05d}-of-{count:05d}.safetensors"
 _GROUPS = "param_groups"
 
@@ -61,7 +64,7 @@ def saved_last(directory: Path, plain: Iterable[Path]) -> Path | None:
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shard_bytes: int = 1 << 30) -> None:
+def save_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
     """Writes an optimizer's state; needs no memory beyond the budgets but for the part of a shard without values yet.
 
     There is no state dictionary here, so hooks on one (`register_state_dict_post_hook` and its like) are not run.
@@ -70,7 +73,6 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
         optimizer: the optimizer.
         directory: an existing directory; optimizer state that it holds is replaced, plain one too. Write into one from
             `ptm_accel.checkpoint.directory.staged`, so that a save that fails loses nothing.
-        max_shard_bytes: the largest shard, unless one tensor alone is larger.
 
     Raises:
         CheckpointError: the state holds something that JSON and safetensors cannot.
@@ -104,7 +106,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, *, max_shar
                 "it would come back as text. Use an optimizer whose state has names for keys."
             )
         index["state"].setdefault(name, {})[key] = _encoded(value, f"{name}/{key}", tensors)
-    index["weight_map"] = _write_shards(optimizer, tensors, directory, max_shard_bytes)
+    index["weight_map"] = _write_shards(optimizer, tensors, directory)
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
@@ -126,14 +128,12 @@ def _encoded(value: Any, path: str, tensors: dict[str, Entry]) -> Any:
     )
 
 
-def _write_shards(
-    optimizer: PagedOptimizer, tensors: dict[str, Entry], directory: Path, max_shard_bytes: int
-) -> dict[str, str]:
+def _write_shards(optimizer: PagedOptimizer, tensors: dict[str, Entry], directory: Path) -> dict[str, str]:
     """Writes `tensors` into shards, one shard at a time; returns the shard of each."""
     shards: list[list[str]] = []
     filled = 0
     for name, tensor in tensors.items():
-        if not shards or filled + tensor.nbytes > max_shard_bytes:
+        if not shards or filled + tensor.nbytes > SHARD_BYTES:
             shards.append([])
             filled = 0
         shards[-1].append(name)

@@ -193,12 +193,13 @@ def test_state_that_the_checkpoint_lacks_is_forgotten(tmp_path: Path) -> None:
     assert not list(used.optimizer.states.named_entries())
 
 
-def test_the_layout_is_plain_safetensors_and_json(tmp_path: Path) -> None:
+def test_the_layout_is_plain_safetensors_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_state, "SHARD_BYTES", 40_000)
     run = Run(tmp_path, budget=SCANT)
     run.train(0, 1)
     (tmp_path / "optimizer-00001-of-00099.safetensors").touch()
     assert saved_last(tmp_path, ()) is None
-    save_optimizer_state(run.optimizer, tmp_path, max_shard_bytes=40_000)
+    save_optimizer_state(run.optimizer, tmp_path)
     assert saved_last(tmp_path, ()) == tmp_path / INDEX_NAME
     files = sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("optimizer"))
     count = len(files) - 1
@@ -407,10 +408,13 @@ def swap_shards(directory: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_state_is_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_a_damaged_state_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_state, "SHARD_BYTES", 100_000)
     run = Run(tmp_path)
     run.train(0, 1)
-    save_optimizer_state(run.optimizer, tmp_path, max_shard_bytes=100_000)
+    save_optimizer_state(run.optimizer, tmp_path)
     damage(tmp_path)
     run.train(1, 2)
     before = run.numbers()
@@ -426,6 +430,7 @@ import json, sys
 from pathlib import Path
 from types import FrameType
 import torch
+from ptm_accel.checkpoint import training_state
 from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
@@ -449,7 +454,8 @@ for number, slot in enumerate(engine.slots):
 out = Path(sys.argv[1]) / "state"
 out.mkdir()
 with Peak() as saving:
-    save_optimizer_state(optimizer, out, max_shard_bytes=SHARD)
+    training_state.SHARD_BYTES = SHARD
+    save_optimizer_state(optimizer, out)
 engine.close()
 del engine, optimizer, state, slot
 engine, optimizer = build()
