@@ -125,8 +125,7 @@ class Engine:
             return existing
         check_model(model)
         asked = config or PTMConfig()
-        resolved, memory = open_memory(asked, memory, device)
-        engine = cls(model, asked, resolved, memory)
+        engine = cls(model, asked, *open_memory(asked, memory, device))
         engine.needs.evaluates = evaluates
         try:
             engine._install({})
@@ -178,25 +177,29 @@ class Engine:
     def _bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         self.pages.bring_in(slots, values)
         self.training.begin()
-        self.refresh_compiled()
+        self.residency.regions.refresh(self.model)
         self._outline = outline(self.model)
 
     def follow(self, model: nn.Module | None = None) -> None:
         """Follows what has become of the model: wrapped, given adapters or another head, resized, merged.
 
         What it has now that is not on pages comes onto pages, and what it no longer has comes off them. Whoever trains
-        it calls this (the Trainer does); until then what is new is ordinary memory, and everything works.
+        it calls this (the Trainer does); until then what is new is ordinary memory, and everything works. What
+        `torch.compile` has compiled is found as well, which is needed only after `model.compile()` on the whole model.
 
         Args:
             model: what wraps or replaces it, if it is another module now.
 
         Raises:
-            UnsupportedError: what is new cannot be paged, or `model` is only a part of what is on pages.
-            BudgetError: less than the least budget that it can train under now.
+            UnsupportedError: what is new cannot be paged, or `model` is only a part of what is on pages; or a mode of
+                `torch.compile` that cannot work on pages.
+            BudgetError: less than the least budget that it can train under now, or than a compiled region needs.
         """
         self.training.plain.make_way()
-        model = self.model if model is None else model
+        given = self.model if model is None else model
+        model = self.model if getattr(given, "_orig_mod", None) is self.model else given
         if model is self.model and outline(model) == self._outline and self.residency.covers(model):
+            self.residency.regions.refresh(given)
             self.training.meet_trainable()
             return
         check_model(model, {slot.param for slot in self.slots})
@@ -281,7 +284,7 @@ class Engine:
             max_norm: the most that their norm may be.
             norm_type: the p of the p-norm.
             error_if_nonfinite: a norm that is infinite or NaN is an error.
-            parameters: all that have gradients, in the order in which to sum; by default that of the model.
+            parameters: those to clip, in the order in which to sum; by default all of the model, in its order.
 
         Returns:
             the norm before clipping, a scalar.
@@ -302,21 +305,6 @@ class Engine:
             DiskError: a transfer failed.
         """
         self.pages.settle()
-
-    def refresh_compiled(self, model: nn.Module | None = None) -> None:
-        """Looks for what `torch.compile` has compiled since the model was put on pages.
-
-        Needed only after `model.compile()` on the whole model; everything else is found by itself.
-
-        Args:
-            model: what wraps or replaces the model now, if it is another module.
-
-        Raises:
-            UnsupportedError: a compile mode that cannot work on pages, by name.
-            BudgetError: a compiled region whose parameters and gradients do not fit at once.
-        """
-        self.training.plain.end()
-        self.residency.regions.refresh(self.model if model is None else model)
 
     def check_integrity(self) -> None:
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle."""

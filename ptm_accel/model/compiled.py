@@ -44,8 +44,8 @@ Handles = tuple[RemovableHandle, RemovableHandle]
 
 _REMEDY = (
     "Compile the model or its layers themselves (`torch.compile(model)`, `layer.compile()`); after `model.compile()` "
-    "on a model that is already on pages, call `engine.refresh_compiled()`; for one that `torch.compile(model)` was "
-    "called on before, `engine.refresh_compiled(compiled)`. For generate(), pass disable_compile=True."
+    "on a model that is already on pages, call `engine.follow()`; for one that `torch.compile(model)` was "
+    "called on before, `engine.follow(compiled)`. For generate(), pass disable_compile=True."
 )
 
 

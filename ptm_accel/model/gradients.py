@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.paged import Part
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.grad_slot import GradSlot
@@ -240,11 +239,6 @@ class Gradients:
         """The gradients of `arrived` that belong to `parameters`, in that order, with repetitions."""
         known = [self._by_param.get(id(param)) for param in parameters]
         return [g for g in known if g is not None and (g.value is not None or g.spent)]
-
-    def sums_of(self, slots: Iterable[ParamSlot]) -> list[Part]:
-        """The gradient sums of `slots` that exist."""
-        known = [self.known(slot) for slot in slots]
-        return [grad.value for grad in known if grad is not None and grad.value is not None]
 
     def sums(self) -> Sums:
         """What happens when the next gradients arrive."""

@@ -314,7 +314,7 @@ def test_refresh_finds_what_was_compiled_on_pages(tmp_path: Path) -> None:
         with on_pages(module, "host+disk", FITS, tmp_path) as engine:
             if compiled is None:
                 module.compile(backend="eager")
-            engine.refresh_compiled(compiled)
+            engine.follow(compiled)
             assert [region.name for region in engine.residency.regions.running()] == ["the model"]
             (module if compiled is None else compiled)(**inputs(0)).backward()
             engine.zero_grad()

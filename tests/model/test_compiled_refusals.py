@@ -84,7 +84,7 @@ def test_a_region_larger_than_the_budget_is_refused_with_the_figure_that_works(t
     with on_pages(net, "host+disk", 600 << 10, tmp_path) as engine:
         compiled = torch.compile(net, backend="aot_eager")
         with pytest.raises(BudgetError, match=r"Compile per layer .* host_memory to at least \d+ bytes") as refusal:
-            engine.refresh_compiled(compiled)
+            engine.follow(compiled)
         with pytest.raises(BudgetError, match="is compiled as one region"):
             compiled(**inputs(0))
     figure = int(re.findall(r"at least (\d+) bytes", str(refusal.value))[0])
