@@ -41,7 +41,6 @@ class InBackward:
 
     Attributes:
         chase: what has begun; None if nothing has.
-        lost: the gradients turned out to have no finite norm.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class InBackward:
         begin: Callable[[], Chase],
     ) -> None:
         self.chase: Chase | None = None
-        self.lost = False
         self._sweep = sweep
         self._run_ahead = run_ahead
         self._entry_of = entry_of
@@ -111,34 +109,30 @@ class InBackward:
         if self.chase is not None:
             self.chase.refuse_open(what)
 
-    def meet(self, coefficient: torch.Tensor) -> bool:
-        """Gradients, some of which have been used up, are to be multiplied by `coefficient`.
-
-        Returns:
-            whether that changes anything: they had no finite norm, and become NaN as in torch's clipping.
+    def refuse_scale(self, coefficient: torch.Tensor) -> None:
+        """Gradients, some of which have been used up, are to be multiplied by `coefficient`, as clipping does.
 
         Raises:
-            UnsupportedError: it is neither 1 nor NaN.
+            UnsupportedError: it is not 1.
         """
-        if bool(coefficient == 1.0):
-            return False
-        self.lost = bool(coefficient.isnan())
-        if not self.lost:
+        if bool(coefficient.isnan()):
+            raise UnsupportedError(
+                "the gradients have no finite norm, and updates have begun with some of them: in a plain run all "
+                "weights would be NaN after this step. Resume from the last checkpoint with update='blocking', and "
+                "look for what overflows."
+            )
+        if not bool(coefficient == 1.0):
             raise UnsupportedError(
                 f"the gradients are to be multiplied by {float(coefficient):.3g} (clipping) after updates have begun: "
                 "something clips that is not the Trainer. Set update='blocking', or max_grad_norm."
             )
-        return True
 
-    def close(self, work: Work, order: dict[str, int]) -> Work:
+    def close(self, work: Work, order: dict[str, int]) -> None:
         """The step has come: what is left of it runs beside the next forward.
 
         Args:
             work: what is to be updated beside what has begun.
             order: the place of each parameter in the next forward, by name.
-
-        Returns:
-            all that it goes over.
 
         Raises:
             UnsupportedError: the groups or their hyperparameters have been changed since backward.
@@ -152,11 +146,10 @@ class InBackward:
                 "the last checkpoint."
             )
         chase.close(work, order)
-        return chase.work
 
     def end(self) -> None:
         """The step is over, well or not."""
-        chase, self.chase, self.lost = self.chase, None, False
+        chase, self.chase = self.chase, None
         for grad in self._spent:
             grad.drop()
         self._spent.clear()

@@ -213,7 +213,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._run_ahead.exclude(time.perf_counter() - self._pool.stats.stall_s - begin)
         if begun:
             assert order is not None
-            self._overlap.close(later, order, scale)
+            self._overlap.close(later, order)
         elif order is not None and later:
             self._overlap.begin(later, order, scale)
         if others is not None:
@@ -360,7 +360,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Multiplies every gradient by `coefficient`; those of its own parameters at the latest when they are used."""
         if self._leave_plain is not None:
             self._leave_plain()
-        if self.in_backward.chase is not None and not self.in_backward.meet(coefficient):
+        if self.in_backward.chase is not None:
+            self.in_backward.refuse_scale(coefficient)
             return
         if self._scale is not None:
             self.apply_scale()

@@ -96,13 +96,12 @@ class Overlap:
         chase.begin(ordered(work, order))
         chase.pump()
 
-    def close(self, later: Work, order: dict[str, int], scale: torch.Tensor | None) -> None:
+    def close(self, later: Work, order: dict[str, int]) -> None:
         """The step has come whose updates have begun during backward: what is left of it runs beside the next forward.
 
         Args:
             later: what is to be updated beside what has begun.
             order: the place of each parameter in the next forward, by name.
-            scale: what gradients are multiplied by first, if anything; only NaN is possible.
 
         Raises:
             UnsupportedError: the groups or their hyperparameters have been changed since backward.
@@ -110,18 +109,8 @@ class Overlap:
         """
         chase = self.chase
         assert chase is not None
-        begun = [state for _, state, _ in chase.work]
-        if scale is None:
-            self.in_backward.close(_handed_over(later), order)
-            chase.pump()
-        else:
-            # NaN times anything: torch's own clipping makes all gradients NaN if one of them is not finite, and the
-            # update makes of that what nothing can be told from.
-            self.in_backward.close([], order)
-            self.settle()
-            self.run(later, scale)
-            for part in [part for state in begun for part in state.tensors()]:
-                self._sweep.pool.fault(part, write=True).fill_(float("nan"))
+        self.in_backward.close(_handed_over(later), order)
+        chase.pump()
 
     def _entry_of(self, grad: GradSlot) -> Entry | None:
         state, group = self._states.met(grad.slot), self._groups.get(id(grad.slot.param))
