@@ -223,7 +223,7 @@ class Engine:
     def _change(self, model: nn.Module, changes: Changes) -> None:
         self.settle()
         if self.optimizer is not None:
-            self.optimizer.apply_scale()
+            self.optimizer.gradients.apply_scale()
         assert self.gradients is not None
         sums, replicas = self.gradients.lift(), self.training.replicas
         self.gradients.remove()
@@ -359,7 +359,7 @@ class Engine:
         for slot in self.slots:
             slot.lose()
         if self.optimizer is not None:
-            self.optimizer.in_backward.end()
+            self.optimizer.updates.end_early()
         self._finaliser.detach()
         try:
             self.memory.close()
@@ -385,7 +385,7 @@ class Engine:
                 # Autograd was broken off between leaving it there and telling us.
                 slot.param.grad = None
         if self.optimizer is not None:
-            self.optimizer.in_backward.abandon()
+            self.optimizer.updates.abandon()
 
 
 def _refuse_other(engine: Engine, config: PTMConfig | None, device: torch.device | None) -> None:

@@ -22,9 +22,9 @@ from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import Members
 from ptm_accel.model.away import bare
+from ptm_accel.model.forwards import shapes_of
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
-from ptm_accel.model.forwards import shapes_of
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pages import Pages
@@ -100,12 +100,12 @@ class PlainMode:
     def _begin(self, optimizer: PagedOptimizer, gradients: Gradients) -> None:
         pages, pool = self._pages, self._pool
         arriving = sum(grad.slot.value.nbytes for grad in gradients.slots())
-        made = optimizer.unmade_bytes()
+        made = optimizer.states.unmade_bytes() * optimizer.appetite.state_tensors
         try:
             gradients.leave_alone()
             self._stay.hold(arriving, Tag.GRAD, "gradients in p.grad")
             self._stay.hold(made, Tag.STATE, "optimizer state to come")
-            self._stay.pin([*pages.slots.blocks(), *optimizer.kept()])
+            self._stay.pin([*pages.slots.blocks(), *optimizer.states.kept()])
         except BudgetError:
             self._too_large += 1
             self._stay.release()

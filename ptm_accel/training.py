@@ -101,7 +101,7 @@ class Training:
         if self.gradients is None:
             return []
         if self.optimizer is not None:
-            self.optimizer.apply_scale()
+            self.optimizer.gradients.apply_scale()
         return [grad.value for grad in self.gradients.present() if grad.value is not None]
 
     def take_off_sums(self) -> list[tuple[ParamSlot, torch.Tensor]]:
@@ -139,10 +139,10 @@ class Training:
             # In a hook during backward, where nothing is pending.
             return
         if self.optimizer is not None:
-            self.optimizer.in_backward.refuse("a gradient was looked at or set")
+            self.optimizer.updates.refuse("a gradient was looked at or set")
         self.synchronise()
         if self.optimizer is not None:
-            self.optimizer.apply_scale()
+            self.optimizer.gradients.apply_scale()
         self._used_outside()
 
     def _used_outside(self) -> None:
@@ -171,7 +171,7 @@ class Training:
         self.begin()
         self._meet_regions()
         if self.optimizer is not None:
-            self.optimizer.follow(self.gradients)
+            self.optimizer.gradients.follow(self.gradients)
 
     def _meet_newcomers(self) -> None:
         """Takes over the gradients of parameters that have become trainable in the middle of training (unfreezing)."""
@@ -273,7 +273,7 @@ class Training:
         if self.optimizer is not None:
             assert self.gradients is not None
             if self.optimizer.states.are_of(self._slots):
-                self.optimizer.follow(self.gradients)
+                self.optimizer.gradients.follow(self.gradients)
             else:
                 self.optimizer.close()
                 self.optimizer = None
@@ -321,8 +321,7 @@ class Training:
         """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
         possible = not self._forbidden and not self.plain.active
         if self.optimizer is not None and possible and self._step_follows():
-            self.optimizer.look_at_groups()
-            with self.optimizer.in_backward.permitted():
+            with self.optimizer.updates.in_backward():
                 yield
         else:
             yield
@@ -343,7 +342,7 @@ class Training:
         assert self.gradients is not None
         self.synchronise()
         if self.optimizer is not None:
-            self.optimizer.apply_scale()
+            self.optimizer.gradients.apply_scale()
         norms, others = [], []
         for param in given:
             slot = self._slots.of(param)
@@ -375,7 +374,7 @@ class Training:
         """Multiplies all gradients on pages by a scalar; those of the optimizer's parameters when they are used."""
         assert self.gradients is not None
         if self.optimizer is not None:
-            self.optimizer.scale_gradients(coefficient)
+            self.optimizer.gradients.multiply(coefficient)
         else:
             self.gradients.multiply(coefficient)
 
@@ -404,7 +403,7 @@ class Training:
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:
-            self.optimizer.apply_scale()
+            self.optimizer.gradients.apply_scale()
         self.replicas.share_gradients(self.gradients)
 
     def zero_grad(self) -> None:
@@ -419,7 +418,7 @@ class Training:
             self.gradients.drop()
 
     def _warn_of_lost_step(self) -> None:
-        lost = None if self.optimizer is None else self.optimizer.lost
+        lost = None if self.optimizer is None else self.optimizer.updates.lost
         if lost is not None and lost != self._told_of_lost:
             logger.warning(
                 "state_dict() and what saves by it give weights that are between two steps: the update %s (counted "

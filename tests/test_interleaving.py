@@ -143,7 +143,7 @@ class Twins:
             self.compare(run)
             norm = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), float("inf"))
             assert same_bits(self.engine.clip_grad_norm_(float("inf")), norm)
-            self.begun += self.optimizer.in_backward.chase is not None
+            self.begun += self.optimizer.updates.early is not None
             self.inner.step()
             self.optimizer.step()
         finally:

@@ -62,7 +62,7 @@ class PagedGradScaler(torch.amp.GradScaler):
                 )
             torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, inv_scale)
 
-        optimizer.change_gradients(unscale)
+        optimizer.gradients.change(unscale)
         return {found_inf.device: found_inf}
 
     def _maybe_opt_step(
@@ -71,7 +71,7 @@ class PagedGradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, PagedOptimizer):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         if any(found.item() for found in optimizer_state["found_inf_per_device"].values()):
-            optimizer.drop_gradients()
+            optimizer.gradients.drop()
             # A fused optimizer is called all the same and skips inside its kernel; to accelerate that is a step, after
             # which the scheduler moves on. Ours is then a step without gradients.
             if not getattr(optimizer.inner, "_step_supports_amp_scaling", False):
@@ -92,7 +92,7 @@ class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().step(closure)
         if self.gradient_state.sync_gradients:
             # As in torch, parameters that are not the model's keep theirs until somebody drops them.
-            self.optimizer.drop_gradients()
+            self.optimizer.gradients.drop()
             params = (param for group in self.param_groups for param in group["params"])
             engine = engine_holding(params) if self.step_was_skipped else None
             if engine is not None:

@@ -47,7 +47,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             LostStepError: an update has failed since a state was loaded last.
         """
         for optimizer in self._optimizers:
-            _paged(optimizer).refuse_lost_step()
+            _paged(optimizer).updates.refuse_lost()
         naming = self.project_configuration.automatic_checkpoint_naming
         if not naming and not output_dir:
             raise ConfigError(

@@ -157,7 +157,7 @@ class StockOnPages(_StockHost):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         engine = self._engine
         if engine is not None and engine.optimizer is not None:
-            engine.optimizer.refuse_lost_step()
+            engine.optimizer.updates.refuse_lost()
         run_dir = Path(self._get_output_dir(trial))
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         before = self.state.best_model_checkpoint

@@ -257,7 +257,9 @@ def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> D
                 "another checkpoint into it."
             )
     if engine.optimizer is not None:
-        engine.optimizer.weights_changed()
+        # They were written from outside: masters are taken from them anew.
+        for state in engine.optimizer.states:
+            state.mastered = 0
     return found
 
 

@@ -80,7 +80,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         LostStepError: an update has failed since the state was loaded last.
     """
     directory = Path(directory)
-    optimizer.refuse_lost_step()
+    optimizer.updates.refuse_lost()
     for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
         stale.unlink(missing_ok=True)
     tensors: dict[str, Entry] = {}

@@ -1,91 +1,247 @@
-"""Batches of a step under way: the transfers of one run while the other is updated."""
+"""The work of a step in batches of windows: the transfers of one run while another is updated.
+
+Where there is room, the next batch is opened before the present one is computed; where there is none, it waits. So a
+step needs room for a single window at the least.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ptm_accel.errors import DiskError
-from ptm_accel.optim.sweep import Sweep
-from ptm_accel.optim.units import Cursor, Unit
+from ptm_accel.errors import BudgetError, DiskError
+from ptm_accel.memory.windows import window_elements
+from ptm_accel.optim.compute_updates import ComputeUpdates
+from ptm_accel.optim.units import Unit, Work, group_at, ordered
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""
 
+_MANY = 16
+"""Of tensors that are on a card anyway, and never leave it, a batch may have so many times the bytes: one call of the
+optimizer does for hundreds of them, nearly as without pages. What is allocated beside them counts in full.
+"""
+
 
 class Batches:
-    """Those that are open, in the order in which they are updated.
+    """Cuts work into windows, opens them a batch at a time, and has them updated in that order.
 
     Args:
-        sweep: opens them, and carries them out.
-        cursor: how far they have come.
+        compute: opens windows, and carries updates out.
+        work: what it goes over; more may be appended.
+        stays: parameters are read right after their update, so that they are brought in whole if they can be; then
+            nothing is waited for to open a window, unless it must be open now.
+        sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
+            been done there is no use in opening windows of it.
+
+    Attributes:
+        work: see above.
+        sparing: parts of a parameter are opened one at a time: what is read next is something else, and what leaves for
+            them would have to come back.
+        done: how many parameters have been updated.
     """
 
-    def __init__(self, sweep: Sweep, cursor: Cursor) -> None:
-        self._sweep = sweep
-        self._cursor = cursor
-        self._opened: list[Unit] = []
+    def __init__(
+        self,
+        compute: ComputeUpdates,
+        work: Work,
+        *,
+        stays: bool = False,
+        sent_for: Callable[[str], bool] | None = None,
+    ) -> None:
+        self.work = work
+        self.sparing = False
+        self.done = 0
+        self._compute = compute
+        self._pool = compute.pool
+        self._stays = stays
+        self._sent_for = sent_for
         self._batches: deque[list[Unit]] = deque()
+        # The parameter it is at; the first of its elements that is in no window yet; and whether the optimizer had not
+        # met it before this step.
+        self._index = self._start = 0
+        self._new = False
+        self._group: tuple[int, Unit | None] = (-1, None)
 
     def __bool__(self) -> bool:
+        """Whether a batch is open."""
         return bool(self._batches)
 
     @property
-    def enough(self) -> bool:
-        """Whether as many are open as may be."""
-        return len(self._batches) >= _AT_ONCE
-
-    @property
-    def could_open(self) -> bool:
-        """Whether one more may be open, and what it needs need not be sent for first."""
-        return not self.enough and self._sweep.could_open(self._cursor)
+    def begun(self) -> int:
+        """How many parameters it is past or in the middle of."""
+        return self._index + (self._start > 0)
 
     @property
     def pinned_bytes(self) -> int:
-        """What they alone pin of tensors that move, where a whole parameter is updated."""
-        involved = (block for unit in self._opened if unit.whole for block in unit.blocks.values())
+        """What open windows alone pin of tensors that move, where a whole parameter is updated."""
+        whole = (unit for batch in self._batches for unit in batch if unit.whole)
+        involved = (block for unit in whole for block in unit.blocks.values())
         pinned = (block.extent for block in involved if block.movable and block.pins == 1)
         return sum(extent.reservation.nbytes for extent in pinned if extent is not None)
 
-    def arrived(self) -> bool:
-        """Whether there is a first one, and nothing would have to be waited for to update it."""
-        return bool(self._batches) and all(unit.arrived() for unit in self._batches[0])
+    def reorder(self, order: dict[str, int]) -> None:
+        """Puts what has not begun in the order in which it will be needed."""
+        self.work[self.begun :] = ordered(self.work[self.begun :], order)
+        self._group = -1, None
 
-    def open(self, *, insist: bool) -> None:
-        """Opens one more, if not enough are open; with `insist` it has one window at least.
+    # ---- opening ---------------------------------------------------------------------------------------------
+
+    @property
+    def could_open(self) -> bool:
+        """Whether `open` has something to begin with that it need not be made to open: a quick look."""
+        if len(self._batches) >= _AT_ONCE:
+            return False
+        unit = self._next()
+        return unit is not None and not self._is_to_come(unit)
+
+    def open(self, *, insist: bool) -> list[Unit]:
+        """Opens one more batch, if not enough are open, with as many windows as there is room for.
+
+        Args:
+            insist: it has one window at least.
 
         Raises:
             BudgetError: there is no room for the one.
         """
-        if not self.enough:
-            batch = self._sweep.open(self._cursor, self._opened, insist=insist)
-            if batch:
-                self._batches.append(batch)
+        batch: list[Unit] = []
+        if len(self._batches) >= _AT_ONCE:
+            return batch
+        cost = 0
+        # Known from the first window on, so that all of them are ended after a failure.
+        self._batches.append(batch)
+        try:
+            while (unit := self._next()) is not None:
+                needed = self._compute.cost_bytes(unit)
+                held = needed
+                if self._pool.fits_on_card:
+                    held = max(self._compute.beside_bytes(unit), needed // _MANY)
+                if batch and cost + held > self._compute.batch_bytes():
+                    break
+                opened = self._open(unit, needed, must=insist and not batch)
+                if opened is None:
+                    break
+                batch.append(opened)
+                cost += held
+                self._advance(opened)
+                if self.sparing and not opened.whole:
+                    break
+        finally:
+            if not batch:
+                self._batches.pop()
+        return batch
+
+    def _open(self, unit: Unit, needed: int, *, must: bool) -> Unit | None:
+        """Opens a window, or a part of it if it `must` and there is no room for more; None if there is none."""
+        if not must and (self._is_to_come(unit) or not self._finds_way(unit)):
+            return None
+        if needed <= self._pool.budget.free_bytes or needed <= self._pool.room.available_bytes():
+            try:
+                self._compute.open(unit)
+                return unit
+            except BudgetError:
+                # What was to come free may be in somebody's use. A part of it may do.
+                if not must:
+                    return None
+        elif not must:
+            return None
+        part = self._next(cut=True)
+        assert part is not None
+        self._slim(part)
+        self._compute.open(part)
+        return part
+
+    def _is_to_come(self, unit: Unit) -> bool:
+        return self._sent_for is not None and self._sent_for(unit.state.block_name) and not unit.under_way()
+
+    def _finds_way(self, unit: Unit) -> bool:
+        return not self._stays or self._pool.ahead.make_way(self._compute.cost_bytes(unit, moving_only=True))
+
+    def _slim(self, unit: Unit) -> None:
+        """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
+        for block in unit.blocks.values():
+            if block in self._pool.shelf and block.numel > unit.stop - unit.start:
+                self._pool.evict(block)
+
+    # ---- cutting ---------------------------------------------------------------------------------------------
+
+    def _next(self, *, cut: bool = False) -> Unit | None:
+        """The next window: the whole parameter if that costs no moving or if it may not be cut, unless `cut`."""
+        if self._index == len(self.work):
+            return None
+        entry, start = self.work[self._index], self._start
+        state = entry[1]
+        if not (cut or start or state.slot.value.block.parts == 1):
+            unit = self._all_of_group()
+            if unit is not None and self._has_room(unit):
+                return unit
+        numel, new = state.slot.value.numel, self._new if start else state.fresh
+        unit = Unit([entry], start, numel, last=True, new=new, stays=self._stays)
+        size = state.wide.dtype.itemsize
+        step = self._compute.window_elements(size)
+        if cut:
+            step = min(step, window_elements(self._compute.window_bytes, size))
+        if self._compute.appetite.whole or numel - start <= step:
+            return unit
+        if start == 0 and not cut and self._has_room(unit):
+            return unit
+        unit.stop, unit.last = start + step, False
+        return unit
+
+    def _all_of_group(self) -> Unit | None:
+        """All parameters of the group that comes next, if they come one after another."""
+        index, unit = self._group
+        if index != self._index or (unit is not None and unit.entries[0] is not self.work[index]):
+            entries = group_at(self.work, self._index)
+            unit = None
+            if entries:
+                stop = entries[0][1].slot.value.block.numel
+                unit = Unit(entries, 0, stop, last=True, new=False, stays=self._stays)
+            elif self._index + self.work[self._index][1].slot.value.block.parts > len(self.work):
+                # More may come.
+                return None
+            self._group = self._index, unit
+        return unit
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether what has to be moved for a unit finds room that is free."""
+        # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
+        free = self._pool.budget.free_bytes + (self._pool.room.ending_bytes if self._stays else 0)
+        return self._compute.cost_bytes(unit, moving_only=True) <= free
+
+    def _advance(self, unit: Unit) -> None:
+        self._new = unit.new
+        last = unit.last
+        self._index, self._start = (self._index + len(unit.entries), 0) if last else (self._index, unit.stop)
+
+    # ---- updating --------------------------------------------------------------------------------------------
+
+    def arrived(self) -> bool:
+        """Whether there is a first batch, and nothing would have to be waited for to update it."""
+        return bool(self._batches) and all(unit.arrived() for unit in self._batches[0])
 
     def wait(self) -> None:
-        """Waits for what the first one reads."""
-        batch = self._batches[0]
-        with self._sweep.pool.traffic.stalled():
-            for transfer in [transfer for unit in batch for transfer in unit.awaited()]:
+        """Waits for what the first batch reads."""
+        with self._pool.traffic.stalled():
+            for transfer in [transfer for unit in self._batches[0] for transfer in unit.awaited()]:
                 # An error is raised again by the update itself.
                 with suppress(DiskError):
                     transfer.order()
 
-    def take(self) -> list[Unit]:
-        """Takes the first one off, to be carried out."""
-        return self._batches.popleft()
-
-    def carry_out(self, batch: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
-        """See `Sweep.carry_out`."""
-        self._sweep.carry_out(batch, self._opened, scale, hyper)
-
-    def clear(self) -> None:
-        """Takes all of them off: none is to be carried out any more."""
-        self._batches.clear()
+    def update(self, scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> list[Unit]:
+        """Updates the first batch (`ComputeUpdates.carry_out`); returns what was in it."""
+        batch = self._batches[0]
+        self._compute.carry_out(batch, scale, hyper)
+        self._batches.popleft()
+        self.done += sum(len(unit.entries) for unit in batch if unit.last)
+        return batch
 
     def abandon(self) -> None:
         """Ends what is open without updating it."""
-        self._sweep.abandon(self._opened)
+        while self._batches:
+            for unit in self._batches.popleft():
+                self._compute.give_up(unit)

@@ -289,16 +289,12 @@ class HostUpdates:
             self._home.let_go(window.run, wrote=wrote and key != "grad")
 
     def _end(self, unit: Unit, after: dict[str, Any]) -> None:
-        (entry,) = unit.entries
-        _, state, grad = entry
-        self._less_owed(entry)
+        self._less_owed(unit.entries[0])
         self._done += 1
-        state.small = after
-        if state.master is not None:
-            state.mastered = state.slot.value.numel
-        grad.drop()
-        state.agree()
-        state.slot.generation += 1
+        unit.state.small = after
+        if unit.state.master is not None:
+            unit.state.mastered = unit.state.slot.value.numel
+        unit.end()
 
     def _less_owed(self, entry: Entry) -> None:
         self._owed -= Counter(part.block for part in _tensors_of(entry))

@@ -27,7 +27,7 @@ class OnHost:
         inner: the user's optimizer.
         pool: where everything lives.
         appetite: of the optimizer.
-        window_bytes: see `Sweep`.
+        window_bytes: see `ComputeUpdates`.
         chosen: tells whether the update of a parameter, by name, is to be done on the CPU.
         spent: is told the seconds of arithmetic that the updates of a step have taken.
         threads: who carries them out.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import Part, Place
+from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -54,7 +54,10 @@ class States:
 
     def held(self) -> Iterator[ParamSlot]:
         """The model's parameters in all groups, in order."""
-        params = (param for group in self._inner.param_groups for param in group["params"])
+        return (slot for group in self._inner.param_groups for slot in self.slots_of(group["params"]))
+
+    def slots_of(self, params: Iterable[torch.Tensor]) -> Iterator[ParamSlot]:
+        """Those of `params` that are the model's."""
         return (slot for param in params if (slot := self._slots.of(param)) is not None)
 
     def groups(self) -> list[list[ParamSlot | Other]]:
@@ -169,6 +172,31 @@ class States:
             if state.master is not None:
                 self.pool.forget(state.master)
         self._met.clear()
+
+    # ---- while the hooks are off (`ptm_accel.plain_mode`) ----------------------------------------------------------
+
+    def kept(self) -> list[PagedTensor]:
+        """What is kept full-size for parameters."""
+        return list(dict.fromkeys(part.block for state in self for part in state.paged.values()))
+
+    def unmade_bytes(self) -> int:
+        """The bytes of each full-size tensor that is still to be made, for parameters without a gradient yet."""
+        return sum(s.wide.slot_bytes for s in self if s.fresh and s.slot.param.requires_grad)
+
+    def lend(self) -> None:
+        """Gives the wrapped optimizer the state, whose pages are pinned."""
+        for state in self:
+            kept = {key: self.pool.fault(tensor, write=True) for key, tensor in state.paged.items()}
+            if state.small or kept:
+                self._inner.state[state.slot.param] = {**state.small, **kept}
+
+    def take_back(self) -> None:
+        """Takes from the wrapped optimizer what it has made of its state."""
+        for state in self:
+            for key, value in self._inner.state.pop(state.slot.param, {}).items():
+                page = state.paged.get(key)
+                if page is None or value.data_ptr() != self.pool.fault(page, write=True).data_ptr():
+                    self.put(state, key, value)
 
     # ---- how it is read ----------------------------------------------------------------------------------------
 

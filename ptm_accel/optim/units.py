@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +53,6 @@ class ParamState:
         self.writes = self.slot.writes
 
     @property
-    def empty(self) -> bool:
-        """Whether the optimizer has not met this parameter yet."""
-        return not self.paged and not self.small
-
-    @property
     def fresh(self) -> bool:
         """Whether an update has nothing to go by: what the optimizer keeps full-size is made in it."""
         return not self.paged and all(entry is None for entry in self.small.values())
@@ -97,7 +91,7 @@ class Unit:
         start, stop: which elements; of a group, all of its blocks'.
         last: whether nothing of the parameters is left behind it.
         new: whether the optimizer makes its state in it.
-        stays: see `Cursor`.
+        stays: parameters are read right after their update (`Batches`).
         extra: the charge for what the optimizer allocates.
         space: the charge for windows of state that the optimizer will make.
         desk: memory for gradients in fp32, with the charge for it; None where torch allocates that.
@@ -153,6 +147,13 @@ class Unit:
     def whole(self) -> bool:
         """Whether this is all of its parameters."""
         return self.start == 0 and self.last
+
+    def end(self) -> None:
+        """All of its parameters has been updated: the gradients are used up."""
+        for _, state, grad in self.entries:
+            grad.drop()
+            state.agree()
+            state.slot.generation += 1
 
     def involved(self) -> dict[str, Part] | dict[str, PagedTensor]:
         """What its update reads and writes, by the key of the window: parts, or all blocks of a group."""
@@ -237,63 +238,6 @@ def group_at(work: Work, index: int) -> list[Entry]:
         return []
     blocks = [{key: part.block for key, part in parts_of(entry).items()} for entry in entries]
     return entries if all(each == blocks[0] for each in blocks) else []
-
-
-@dataclass(slots=True)
-class Cursor:
-    """How far a sweep has come.
-
-    Attributes:
-        work: what it goes over.
-        index: the parameter it is at.
-        start: the first of its elements that is in no window yet.
-        new: whether the optimizer has not met the parameter before this step; of use once part of it has been met.
-        stays: whether parameters are read right after their update, so that they are brought in whole if they can be;
-            then nothing is waited for to open a window, unless it must be open now.
-        sparing: whether what is read next is something else: parts of a parameter are opened one at a time, since what
-            leaves for them would have to come back.
-        sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
-            been done there is no use in opening windows of it.
-    """
-
-    work: Work
-    index: int = 0
-    start: int = 0
-    new: bool = False
-    stays: bool = False
-    sparing: bool = False
-    sent_for: Callable[[str], bool] = lambda name: False
-    _group: tuple[int, Unit | None] = (-1, None)
-
-    def reorder(self, order: dict[str, int]) -> None:
-        """Puts what has not begun in the order in which it will be needed."""
-        self.work[self.begun :] = ordered(self.work[self.begun :], order)
-        self._group = -1, None
-
-    def group(self) -> Unit | None:
-        """All parameters of the group that comes next, if they come one after another."""
-        index, unit = self._group
-        if index != self.index or (unit is not None and unit.entries[0] is not self.work[index]):
-            entries = group_at(self.work, self.index)
-            unit = None
-            if entries:
-                stop = entries[0][1].slot.value.block.numel
-                unit = Unit(entries, 0, stop, last=True, new=False, stays=self.stays)
-            elif self.index + self.work[self.index][1].slot.value.block.parts > len(self.work):
-                # More may come.
-                return None
-            self._group = self.index, unit
-        return unit
-
-    @property
-    def begun(self) -> int:
-        """How many parameters it is past or in the middle of."""
-        return self.index + (self.start > 0)
-
-    def advance(self, unit: Unit) -> None:
-        """Goes on behind `unit`."""
-        self.new = unit.new
-        self.index, self.start = (self.index + len(unit.entries), 0) if unit.last else (self.index, unit.stop)
 
 
 def ordered(work: Work, order: dict[str, int]) -> Work:

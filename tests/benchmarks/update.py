@@ -133,7 +133,7 @@ class Paged:
             param.grad = grad
             self.engine.gradients.take(param)
         if self.scaled:
-            self.optimizer.scale_gradients(torch.tensor(0.5))
+            self.optimizer.gradients.multiply(torch.tensor(0.5))
         # `held` keeps the gradients' memory from being freed while the clock runs.
         begin = time.perf_counter()
         self.optimizer.step()

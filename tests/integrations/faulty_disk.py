@@ -17,7 +17,7 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.model.gradients import Gradients
-from ptm_accel.optim.chase import Chase
+from ptm_accel.optim.update_queue import UpdateQueue
 
 HANGS_S = 2.0
 """How long a call hangs, if nothing else is said."""
@@ -123,7 +123,7 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
         patch.setattr(owner, name, wrapped)
 
     if place == "update":
-        before(Chase, "_update", lambda chase: not in_backward())
+        before(UpdateQueue, "_update", lambda chase: not in_backward())
     elif place == "arrival":
         before(Gradients, "take", lambda gradients, param: True)
     elif place == "gradient":

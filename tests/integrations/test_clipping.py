@@ -193,7 +193,7 @@ def test_zero_grad_leaves_a_step_its_gradients_that_runs_beside_the_next_forward
         for row in tiny.data(4):
             engine.model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
             optimizer.step()
-            running += optimizer._overlap.chase is not None
+            running += optimizer.updates.queue is not None
             drop(engine)
         after: dict[str, torch.Tensor] = tiny.weights(engine.model)
         engine.close()
@@ -214,7 +214,7 @@ def test_zero_grad_is_refused_between_a_backward_with_updates_and_its_step(tiny:
     engine.training.updates_in_backward = lambda: True
     for row in tiny.data(5):
         backward(accelerator, model, row)
-        if engine.optimizer.in_backward.chase is not None:
+        if engine.optimizer.updates.early is not None:
             break
         optimizer.step()
         model.zero_grad()

@@ -99,7 +99,7 @@ def test_a_checkpoint_after_a_lost_update_is_refused(only_model: bool, tiny: Mod
     class Fails(transformers.TrainerCallback):
         def on_step_begin(self, args: Any, state: transformers.TrainerState, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
-                patch.setattr("ptm_accel.optim.sweep.Sweep.carry_out", fails)
+                patch.setattr("ptm_accel.optim.compute_updates.ComputeUpdates.carry_out", fails)
 
     def fails(*args: Any) -> None:
         raise DiskError("the disk is gone")

@@ -17,7 +17,7 @@ from ptm_accel.integrations.transformers.loop import known_loop, step_follows
 from transformers import TrainerCallback
 
 from ptm_accel.engine import engine_of
-from ptm_accel.optim.in_backward import InBackward
+from ptm_accel.optim.updates import Updates
 
 
 class LooksBefore(TrainerCallback):
@@ -115,13 +115,13 @@ def test_updates_begin_in_backward_with_the_same_numbers(
     clip: float, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
-    take = InBackward.take
+    take = Updates.take
 
-    def noted(self: InBackward, grad: Any) -> None:
+    def noted(self: Updates, grad: Any) -> None:
         take(self, grad)
         begun.extend([grad.slot.name] * grad.spent)
 
-    monkeypatch.setattr(InBackward, "take", noted)
+    monkeypatch.setattr(Updates, "take", noted)
     plain = build(tiny, tmp_path / "plain", transformers.Trainer, max_grad_norm=clip)
     plain.train()
     (tmp_path / "scratch").mkdir()

@@ -263,7 +263,7 @@ def test_what_is_between_two_steps_is_not_saved(tiny: ModuleType, tmp_path: Path
     loop.accelerator.save_state(str(tmp_path / "state"))
     loop.run(3, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptm_accel.optim.sweep.Sweep.carry_out", _fails)
+        patch.setattr("ptm_accel.optim.compute_updates.ComputeUpdates.carry_out", _fails)
         with pytest.raises(DiskError, match="the disk is gone"):
             loop.run(4, 5)
     with pytest.raises(LostStepError, match=r"the update of step \d failed, and \d+ parameters were not updated"):

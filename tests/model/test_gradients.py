@@ -92,7 +92,7 @@ def test_clipping_is_torchs(dtypes: tuple[torch.dtype, ...], max_norm: float, no
         theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
         assert same_bits(ours, theirs)
         assert engine.optimizer is not None
-        engine.optimizer.apply_scale()
+        engine.optimizer.gradients.apply_scale()
         expect(engine, plain)
         # The norm of what has been clipped, and once more with what was noted as gradients left.
         theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, norm_type)

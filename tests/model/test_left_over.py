@@ -77,6 +77,6 @@ def test_a_parameter_that_has_just_become_trainable_has_no_gradient(tmp_path: Pa
         step(model, optimizer, 0)
         next(slot for slot in engine.slots if slot.name == "0.weight").param.requires_grad_(True)
         optimizer.zero_grad()
-        optimizer.change_gradients(lambda gradient: gradient.zero_())
+        optimizer.gradients.change(lambda gradient: gradient.zero_())
         optimizer.step()
         step(model, optimizer, 1)

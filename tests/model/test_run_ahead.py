@@ -21,7 +21,7 @@ from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.following import Following
 from ptm_accel.model.route import Route
 from ptm_accel.model.run_ahead import RunAhead
-from ptm_accel.optim.chase import Chase
+from ptm_accel.optim.update_queue import UpdateQueue
 from ptm_accel.pages import Pages
 from ptm_accel.schedule.actions import Action, Move
 from ptm_accel.schedule.choice import Choice, Way, choose_plan
@@ -342,14 +342,14 @@ def test_what_an_open_update_pins_is_not_held_beside_the_plan(
 ) -> None:
     """It has accesses of its own there; counted twice it would take room from what is kept and sent for."""
     pinned: list[int] = []
-    open_bytes = Chase.open_bytes.fget
+    open_bytes = UpdateQueue.open_bytes.fget
     assert open_bytes is not None
 
-    def seen(chase: Chase) -> int:
+    def seen(chase: UpdateQueue) -> int:
         pinned.append(open_bytes(chase))
         return pinned[-1]
 
-    monkeypatch.setattr(Chase, "open_bytes", property(seen))
+    monkeypatch.setattr(UpdateQueue, "open_bytes", property(seen))
     with tight(kind, tmp_path, monkeypatch, share=0.5) as (model, engine, optimizer):
         for number in range(3):
             step(model, optimizer, number)

@@ -205,7 +205,7 @@ def test_beside_updates_that_begin_in_backward(always: bool, tmp_path: Path) -> 
                 loss = loss_of(model, number)
                 losses.append(loss.detach().clone())
                 loss.backward()
-                begun += optimizer.in_backward.chase is not None
+                begun += optimizer.updates.early is not None
             optimizer.step()
             optimizer.zero_grad()
 

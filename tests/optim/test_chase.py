@@ -28,8 +28,8 @@ from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.arithmetic import Arithmetic
+from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.sweep import Sweep
 from ptm_accel.optim.units import Unit
 from ptm_accel.outside import gathered
 from ptm_accel.pages import Pages
@@ -215,7 +215,7 @@ def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkey
             raise RuntimeError("the book")
 
     with chasing(tmp_path) as (_, engine, optimizer):
-        chase = optimizer._overlap.chase
+        chase = optimizer.updates.queue
         assert chase is not None
         with monkeypatch.context() as patch:
             patch.setattr(GradSlot, "drop", fails)
@@ -223,7 +223,7 @@ def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkey
                 chase.give_up()
         assert len(dropped) > 1
         assert engine.pool.owed is None
-        assert optimizer._overlap.chase is None
+        assert optimizer.updates.queue is None
         assert not engine.pool.pinned()
         assert not any(is_pending(engine, slot) for slot in engine.slots)
         assert not any(t.name.endswith(GRAD_SUFFIX) for t in engine.pool.tensors())
@@ -320,16 +320,16 @@ def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypat
 
 def test_room_that_does_not_come_free_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
-    take_room = Sweep._take_room
+    take_room = ComputeUpdates._take_room
 
-    def parts_alone(sweep: Sweep, unit: Unit) -> None:
+    def parts_alone(sweep: ComputeUpdates, unit: Unit) -> None:
         # Memory that is on its way out may be in somebody's use for long.
         if unit.whole and unit.stays and unit.stop > window_elements(sweep.window_bytes, 4):
             refused.append(unit.state.slot.name)
             raise BudgetError("no room")
         take_room(sweep, unit)
 
-    monkeypatch.setattr(Sweep, "_take_room", parts_alone)
+    monkeypatch.setattr(ComputeUpdates, "_take_room", parts_alone)
     # Large enough to be cut.
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
     with chasing(tmp_path, warm=5) as (model, engine, _):
@@ -389,8 +389,8 @@ def test_without_room_beside_a_forward_the_step_is_still_owed(kind: str, tmp_pat
         assert isinstance(refused.value, RuntimeError) is (kind == "mock+host")
         assert engine.pool.owed is not None
         engine.abort()
-        assert optimizer._overlap.lost is None
-        done = optimizer._overlap.steps
+        assert optimizer.updates.lost is None
+        done = optimizer.updates.steps
         once = Parent()
         inner = adamw(once)
         for _ in range(done):

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, DiskError, LostStepError, StaleGraphError, UnsupportedError
-from ptm_accel.optim.chase import Chase
+from ptm_accel.optim.batches import Batches
+from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.sweep import Sweep
+from ptm_accel.optim.update_queue import UpdateQueue
 from ptm_accel.outside import gathered
 from tests.plain_loop import same_bits
 from tests.tiers import MEMORIES, config, needs, on_pages, open_memory
@@ -101,7 +102,7 @@ def backward(model: nn.Module, engine: Engine, number: int) -> None:
 def step(model: nn.Module, engine: Engine, optimizer: PagedOptimizer, number: int) -> tuple[int, float]:
     """One step; returns how many updates had begun before it was asked for, and the norm."""
     backward(model, engine, number)
-    chase = optimizer.in_backward.chase
+    chase = optimizer.updates.early
     begun = 0 if chase is None else len(chase.work)
     norm = engine.clip_grad_norm_(float("inf"))
     optimizer.step()
@@ -244,7 +245,7 @@ def test_a_backward_that_nobody_announced_begins_nothing(tmp_path: Path) -> None
     with paged(tmp_path) as (model, _, optimizer):
         for number in range(STEPS):
             loss_of(model, number).backward()
-            assert optimizer.in_backward.chase is None
+            assert optimizer.updates.early is None
             optimizer.step()
             optimizer.zero_grad()
         assert_same_weights(model, plain()[0])
@@ -276,7 +277,7 @@ def test_what_comes_between_a_gradient_and_its_update_is_refused(tmp_path: Path)
         optimizer.param_groups[0]["lr"] = 1.0
         with pytest.raises(UnsupportedError, match="hyperparameters were changed between backward and"):
             optimizer.step()
-        assert optimizer.in_backward.chase is None
+        assert optimizer.updates.early is None
         engine.settle()
 
 
@@ -292,7 +293,7 @@ def test_an_update_that_fails_ends_backward(
         # What is left of the step before would fail in the forward, before any update of the next has begun.
         optimizer.settle()
         with monkeypatch.context() as broken:
-            broken.setattr(Sweep, "carry_out", fail)
+            broken.setattr(ComputeUpdates, "carry_out", fail)
             with caplog.at_level(logging.ERROR), pytest.raises(DiskError, match="the disk is gone"):
                 backward(model, engine, 4)
         assert "between two steps" in caplog.text
@@ -308,7 +309,7 @@ def test_an_update_that_cannot_be_taken_on_leaves_no_gradient_spent(
         for number in range(4):
             step(model, engine, optimizer, number)
         with monkeypatch.context() as broken:
-            broken.setattr(Chase, "add", fail_on_disk)
+            broken.setattr(UpdateQueue, "add", fail_on_disk)
             with pytest.raises(DiskError, match="the disk is gone"):
                 backward(model, engine, 4)
         assert engine.gradients is not None
@@ -328,18 +329,20 @@ def test_a_step_whose_updates_have_failed_before_it_is_refused(
         # On a slow disk the last of these steps may still be owed, if it was not made in backward.
         engine.settle()
         counted = engine.run_ahead.tally.updated_bytes
-        pump, catch_up = Chase.pump, Chase.catch_up
+        pump, catch_up = UpdateQueue.pump, UpdateQueue.catch_up
         with monkeypatch.context() as slow:
-            slow.setattr(Chase, "pump", lambda chase: pump(chase) if len(chase.work) < 6 else None)
-            slow.setattr(Chase, "catch_up", lambda chase, most: catch_up(chase, 0) if len(chase.work) < 6 else None)
+            slow.setattr(UpdateQueue, "pump", lambda queue: pump(queue) if len(queue.work) < 6 else None)
+            slow.setattr(
+                UpdateQueue, "catch_up", lambda queue, most: catch_up(queue, 0) if len(queue.work) < 6 else None
+            )
             backward(model, engine, 4)
-        chase = optimizer.in_backward.chase
+        chase = optimizer.updates.early
         assert chase is not None
         begun, done = len(chase.work), len(chase.updated)
         assert 0 < done < begun
         with monkeypatch.context() as broken:
-            broken.setattr(Sweep, "carry_out", fail_on_disk)
-            broken.setattr(Sweep, "open", fail_on_disk)
+            broken.setattr(ComputeUpdates, "carry_out", fail_on_disk)
+            broken.setattr(Batches, "open", fail_on_disk)
             with pytest.raises(DiskError, match="the disk is gone"):
                 chase.pump()
         assert engine.pool.owed is None
@@ -349,7 +352,7 @@ def test_a_step_whose_updates_have_failed_before_it_is_refused(
         with caplog.at_level(logging.ERROR), pytest.raises(UnsupportedError, match=said):
             optimizer.step()
         assert "between two steps" in caplog.text
-        assert optimizer.in_backward.chase is None
+        assert optimizer.updates.early is None
         assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in chase.updated)
         engine.zero_grad()
         step(model, engine, optimizer, 5)
@@ -368,13 +371,13 @@ def test_what_fails_after_a_step_says_nothing_of_the_weights(tmp_path: Path, cap
         for number in range(4):
             step(model, engine, optimizer, number)
         backward(model, engine, 4)
-        assert optimizer.in_backward.chase is not None
+        assert optimizer.updates.early is not None
         tide, engine.pool.room.tide = engine.pool.room.tide, Ebb()  # type: ignore[assignment]
         with caplog.at_level(logging.ERROR), pytest.raises(BudgetError, match="the tide is out"):
             optimizer.step()
         engine.pool.room.tide = tide
         assert not caplog.text
-        assert optimizer.in_backward.chase is None
+        assert optimizer.updates.early is None
         optimizer.zero_grad()
         assert_same_weights(model, plain(5)[0])
 
@@ -416,7 +419,7 @@ def test_values_that_somebody_else_has_a_view_of_wait_for_the_step(tmp_path: Pat
             loss = run(model, number)
             with engine.training.backward():
                 loss.backward()
-            chase = optimizer.in_backward.chase
+            chase = optimizer.updates.early
             begun.append([] if chase is None else [state.slot.name for _, state, _ in chase.work])
             optimizer.step()
             optimizer.zero_grad()
@@ -472,12 +475,12 @@ def test_nobody_sees_half_a_step(tmp_path: Path) -> None:
         for number in range(4):
             step(model, engine, optimizer, number)
         backward(model, engine, 4)
-        assert optimizer.in_backward.chase is not None
+        assert optimizer.updates.early is not None
         for look in (
             model.state_dict,
             optimizer.state_dict,
             optimizer.zero_grad,
-            lambda: optimizer.change_gradients(lambda gradient: None),
+            lambda: optimizer.gradients.change(lambda gradient: None),
             lambda: backward(model, engine, 5),
             lambda: gathered(engine.model, grads=True).__enter__(),
         ):
@@ -506,7 +509,7 @@ def test_what_is_broken_off_is_lost_even_if_all_that_had_begun_was_done(tmp_path
         before = {name: value.clone() for name, value in model.state_dict().items()}
 
         def broken(gradient: torch.Tensor) -> None:
-            chase = optimizer.in_backward.chase
+            chase = optimizer.updates.early
             assert chase is not None
             chase.catch_up(0)
             raise RuntimeError("of somebody's own")

@@ -17,8 +17,9 @@ from torch import nn
 from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DiskError, LostStepError
+from ptm_accel.optim.batches import Batches
+from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.sweep import Sweep
 from tests.optim.test_chase import assert_same_weights, chasing, net, plain
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, step
@@ -28,15 +29,15 @@ from tests.tiers import MEMORIES, needs, on_pages
 @contextmanager
 def one_failure(after: int) -> Iterator[None]:
     """The update that comes after so many batches fails, and no other."""
-    original, count = Sweep.carry_out, itertools.count()
+    original, count = ComputeUpdates.carry_out, itertools.count()
 
-    def carry_out(self: Sweep, *args: Any) -> None:
+    def carry_out(self: ComputeUpdates, *args: Any) -> None:
         if next(count) == after:
             raise DiskError("the disk is gone")
         original(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sweep, "carry_out", carry_out)
+        patch.setattr(ComputeUpdates, "carry_out", carry_out)
         yield
 
 
@@ -117,7 +118,7 @@ def test_a_failure_that_a_state_dict_meets_is_warned_of_by_the_next(
 def test_a_step_that_was_not_asked_for_is_missed_by_nobody(tmp_path: Path) -> None:
     with chasing(tmp_path, warm=3) as (_, engine, optimizer):
         engine.settle()
-        chase = optimizer._overlap.begin_in_backward()
+        chase = optimizer.updates._begin(early=True)
         chase.give_up()
         optimizer.state_dict()
 
@@ -126,11 +127,11 @@ def test_a_step_that_was_not_asked_for_is_missed_by_nobody(tmp_path: Path) -> No
 def nothing_comes() -> Iterator[None]:
     """No update can begin."""
 
-    def open_none(self: Sweep, *args: Any, **kwargs: Any) -> Any:
+    def open_none(self: Batches, *args: Any, **kwargs: Any) -> Any:
         raise DiskError("the disk is gone")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sweep, "open", open_none)
+        patch.setattr(Batches, "open", open_none)
         yield
 
 

@@ -146,7 +146,7 @@ def test_updates_that_begin_in_backward(tmp_path: Path) -> None:
             else:
                 with engine.training.backward():
                     loss.backward()
-                begun += optimizer.in_backward.chase is not None
+                begun += optimizer.updates.early is not None
             optimizer.step()
             optimizer.zero_grad()
         return begun

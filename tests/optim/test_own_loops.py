@@ -395,7 +395,7 @@ def test_groups_that_change_while_a_step_is_owed(regroup: Regroup, begun: bool, 
                 regroup(optimizer)
             with engine.training.backward():
                 loss.backward()
-            assert (optimizer.in_backward.chase is not None) == begun or number != 5
+            assert (optimizer.updates.early is not None) == begun or number != 5
             if number == 5:
                 regroup(other)
             assert loss == backward(expected, number)
@@ -422,7 +422,7 @@ def test_groups_that_change_after_updates_have_begun(regroup: Regroup, tmp_path:
             if number < 3:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert optimizer.in_backward.chase is not None
+        assert optimizer.updates.early is not None
         regroup(optimizer)
         with pytest.raises(UnsupportedError, match=r"groups or hyperparameters were changed between backward and"):
             optimizer.step()

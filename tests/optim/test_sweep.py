@@ -15,8 +15,9 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, CheckpointError, DiskError, UnsupportedError
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.batches import Batches
+from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.state_dicts import converted
-from ptm_accel.optim.sweep import Sweep
 from ptm_accel.training import Training
 from tests.plain_loop import Recipe, adamw, assert_same, same_bits, train
 from tests.tiers import at_floor, needs, on_pages
@@ -253,20 +254,20 @@ def test_the_next_batch_is_opened_before_the_present_one_is_computed(
 ) -> None:
     """So that its transfers run meanwhile; where there is no room it waits."""
     order: list[str] = []
-    open_batch, update = Sweep.open, Sweep._update
+    open_batch, update = Batches.open, ComputeUpdates.carry_out
 
-    def watched_open(self: Sweep, *args: Any, **kwargs: Any) -> Any:
+    def watched_open(self: Batches, *args: Any, **kwargs: Any) -> Any:
         units = open_batch(self, *args, **kwargs)
         if units:
             order.append("insists" if kwargs["insist"] else "ahead")
         return units
 
-    def watched_update(self: Sweep, *args: Any) -> None:
+    def watched_update(self: ComputeUpdates, *args: Any) -> None:
         order.append("update")
         update(self, *args)
 
-    monkeypatch.setattr(Sweep, "open", watched_open)
-    monkeypatch.setattr(Sweep, "_update", watched_update)
+    monkeypatch.setattr(Batches, "open", watched_open)
+    monkeypatch.setattr(ComputeUpdates, "carry_out", watched_update)
     floor, need = needs(net(), tmp_path, "host+disk")
     for capacity, ahead in ((need // 2, True), (floor, False)):
         order.clear()
@@ -358,13 +359,13 @@ def test_gradients_are_used_up_by_a_step(tmp_path: Path) -> None:
 def test_a_batch_is_no_larger_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = ENTRIES["llama"]
     batches: list[int] = []
-    update = Sweep._update
+    update = ComputeUpdates.carry_out
 
-    def watched(self: Sweep, units: list[Any], *args: Any) -> None:
+    def watched(self: ComputeUpdates, units: list[Any], *args: Any) -> None:
         batches.append(len(units))
         update(self, units, *args)
 
-    monkeypatch.setattr(Sweep, "_update", watched)
+    monkeypatch.setattr(ComputeUpdates, "carry_out", watched)
     plain = train(entry.build(), entry, Recipe())
     counts = {}
     for batch in (0, 100 << 10, 1 << 20):
@@ -385,13 +386,13 @@ def test_windows_are_larger_on_a_device_that_has_room(
 ) -> None:
     """Beside a device each window costs the host time; where there is no room they are as small as anywhere."""
     parts: list[int] = []
-    update = Sweep._update
+    update = ComputeUpdates.carry_out
 
-    def watched(self: Sweep, units: list[Any], *args: Any) -> None:
+    def watched(self: ComputeUpdates, units: list[Any], *args: Any) -> None:
         parts.extend(unit.stop - unit.start for unit in units if not unit.whole)
         update(self, units, *args)
 
-    monkeypatch.setattr(Sweep, "_update", watched)
+    monkeypatch.setattr(ComputeUpdates, "carry_out", watched)
 
     def wide() -> nn.Sequential:
         torch.manual_seed(0)

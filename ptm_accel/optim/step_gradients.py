@@ -1,0 +1,149 @@
+"""The gradients that a step uses: of the parameters of one optimizer, and what they are to be multiplied by first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.gradients import Gradients
+from ptm_accel.optim.states import States
+from ptm_accel.optim.units import Work
+from ptm_accel.optim.updates import Updates
+
+
+class StepGradients:
+    """Drops, multiplies and changes gradients. A clip coefficient is kept until the update, which is over them anyway.
+
+    Args:
+        inner: the user's optimizer.
+        states: what it keeps for each parameter.
+        gradients: of the model.
+        updates: have used some up, where they began during backward.
+        pool: where everything lives.
+        synchronise: makes gradients the mean over several processes, where there are some.
+
+    Attributes:
+        scale: what they are still to be multiplied by, if anything.
+        synchronise: see above.
+        plain: while the hooks are off (`ptm_accel.plain_mode`), the model's parameters that the optimizer has, whose
+            gradients are in `p.grad`.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        states: States,
+        gradients: Gradients,
+        updates: Updates,
+        pool: Pool,
+        synchronise: Callable[[], None],
+    ) -> None:
+        self.scale: torch.Tensor | None = None
+        self.synchronise = synchronise
+        self.plain: list[nn.Parameter] | None = None
+        self._inner = inner
+        self._states = states
+        self._updates = updates
+        self._pool = pool
+        self.follow(gradients)
+
+    def follow(self, gradients: Gradients) -> None:
+        """Takes gradients from `gradients` from now on: other parameters than before are trainable."""
+        self._updates.settle()
+        self._gradients = gradients
+        self.scale = None
+        gradients.taken = self._updates.take
+        # What was to be multiplied is what there was; what is added to it now was not meant.
+        gradients.arriving = self.apply_scale
+
+    # ---- dropped, multiplied, changed --------------------------------------------------------------------------
+
+    def drop(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the model's parameters.
+
+        Args:
+            set_to_none: otherwise zeros are left in their place, also of those that the last step has used up.
+
+        Raises:
+            UnsupportedError: updates have begun during backward, and their step has not come yet.
+        """
+        if self.plain is not None:
+            if self._gradients.used_up:
+                self._gradients.forget_used(zeros=not set_to_none)
+            for param in self.plain:
+                param.grad = None if set_to_none or param.grad is None else param.grad.detach().zero_()
+            return
+        self._updates.refuse("gradients were dropped")
+        self.scale = None
+        for grad in self._held():
+            grad.forget() if set_to_none else grad.zero()
+
+    def multiply(self, coefficient: torch.Tensor) -> None:
+        """Multiplies all gradients of the model by `coefficient`; its own at the latest when they are used."""
+        if self._updates.early is not None:
+            self._updates.refuse_scale(coefficient)
+            return
+        self.apply_scale()
+        # Multiplying by one changes no bit (NaN stays NaN); the host may only look where that costs no device wait.
+        if coefficient.device.type == "cpu" and bool(coefficient == 1.0):
+            return
+        own = set(self._held())
+        self._gradients.multiply(coefficient, [grad for grad in self._gradients.present() if grad not in own])
+        self.scale = coefficient
+
+    def apply_scale(self) -> None:
+        """Carries out a pending `multiply` now: somebody wants to look at the gradients, or something is added."""
+        scale, self.scale = self.scale, None
+        if scale is not None:
+            own = set(self._held())
+            self._gradients.multiply(scale, [grad for grad in self._gradients.present() if grad in own])
+
+    @torch.no_grad()
+    def change(self, change: Callable[[torch.Tensor], object]) -> None:
+        """Changes every gradient of the optimizer's parameters in place, one at a time.
+
+        Args:
+            change: is given each gradient, and changes it in place.
+
+        Raises:
+            UnsupportedError: updates have begun during backward, and their step has not come yet.
+        """
+        if self.plain is not None:
+            params = (param for group in self._inner.param_groups for param in group["params"])
+            for gradient in [param.grad for param in params if param.grad is not None]:
+                change(gradient)
+            return
+        self._updates.refuse("gradients were changed")
+        self.synchronise()
+        self.apply_scale()
+        for gradient in self._states.others.gradients():
+            change(gradient)
+        for grad in self._held():
+            if grad.value is not None:
+                with self._pool.pin(grad.value, write=True) as total:
+                    change(total)
+                grad.changed()
+
+    def _held(self) -> list[GradSlot]:
+        """The gradients of the model's parameters that the optimizer has, in its order."""
+        return [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
+
+    # ---- for a step --------------------------------------------------------------------------------------------
+
+    def work(self) -> Work:
+        """What a step updates, in the optimizer's order; says once if it finds gradients used up and none else."""
+        work: Work = []
+        for index, group in enumerate(self._inner.param_groups):
+            for slot in self._states.slots_of(group["params"]):
+                grad = self._gradients.known(slot)
+                if grad is not None and grad.value is not None:
+                    grad.used = True
+                    work.append((index, self._states.of(slot), grad))
+        if not work and self._updates.early is None:
+            for grad in [grad for grad in self._gradients.slots() if grad.used][:1]:
+                self._gradients.tell_of_used(grad)
+        return work
