@@ -20,7 +20,7 @@ from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.support import appetite_of, grain_of, measured_state
+from ptm_accel.optim.support import appetite_of, is_elementwise, measured_state
 from ptm_accel.pages import Pages
 from ptm_accel.plain_mode import PlainMode, weakly
 
@@ -218,7 +218,7 @@ class Training:
         if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
             return self.optimizer
         self.plain.end()
-        grain_of(optimizer)
+        is_elementwise(optimizer)
         state_tensors = measured_state(optimizer, masters=self._masters, device=self._pool.compute.device)
         self.meet_trainable()
         floor = self._needs.estimate(appetite_of(optimizer, state_tensors=state_tensors))

@@ -56,7 +56,7 @@ class Arithmetic:
         appetite: what its update needs, and whether it may be cut.
         device: where the windows are.
         ready: gives the elements of a window once they have arrived, in the shape of what it is all of, else 1-D.
-        threads: who carries pieces out; the calling thread by itself if it is None.
+        threads: who carries pieces out.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Arithmetic:
         appetite: Appetite,
         device: torch.device,
         ready: Callable[[Any], torch.Tensor],
-        threads: CoreThreads | None = None,
+        threads: CoreThreads,
     ) -> None:
         self._threads = threads
         self._inner = inner
@@ -78,7 +78,7 @@ class Arithmetic:
         """How many elements of a window are updated at a time at the most; None for all of them."""
         if not self._in_pieces(self._inner.param_groups):
             return None
-        return PIECE_ELEMENTS * (1 if self._threads is None else self._threads.count)
+        return PIECE_ELEMENTS * self._threads.count
 
     def _in_pieces(self, groups: list[dict[str, Any]]) -> bool:
         """Whether groups of these hyperparameters are updated in pieces; a state that is loaded may change them."""
@@ -214,10 +214,10 @@ class InPieces(TorchDispatchMode):
 
     Args:
         scale: what gradients are multiplied by first, if anything.
-        threads: who carries pieces out; the calling thread by itself if it is None.
+        threads: who carries pieces out.
     """
 
-    def __init__(self, scale: torch.Tensor | None, threads: CoreThreads | None = None) -> None:
+    def __init__(self, scale: torch.Tensor | None, threads: CoreThreads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._scale = scale
         self._threads = threads
@@ -245,8 +245,7 @@ class InPieces(TorchDispatchMode):
             return grad.to(param.dtype)
         if narrow and desk is None:
             # In this thread: what another allocates the C library keeps for that one.
-            count = 1 if self._threads is None else self._threads.count
-            desk = torch.empty(min(grad.numel(), PIECE_ELEMENTS * count), dtype=torch.float32)
+            desk = torch.empty(min(grad.numel(), PIECE_ELEMENTS * self._threads.count), dtype=torch.float32)
         wide = desk.view(torch.float32) if narrow and desk is not None else None
         self._operands[param.data_ptr()] = _Operand(grad, value, wide)
         if not narrow:
@@ -282,9 +281,9 @@ class InPieces(TorchDispatchMode):
     @contextmanager
     def _given(self, elements: int) -> Iterator[Callable[[Callable[[], object]], object]]:
         """Who carries out the pieces of a call over so many elements, of which each core has one at least."""
-        count = 1 if self._threads is None or not self._operands else self._threads.count
+        count = self._threads.count if self._operands else 1
         self._by_threads = count > 1 and elements >= 2 * LEAST_ELEMENTS
-        if self._threads is None or not self._by_threads:
+        if not self._by_threads:
             self._piece = PIECE_ELEMENTS
             yield _at_once
             return

@@ -57,6 +57,7 @@ class ComputeUpdates:
         self.appetite = appetite
         self.window_bytes = window_bytes
         self.batch_bytes = batch_bytes
+        self.threads = threads
         self._arithmetic = Arithmetic(inner, appetite, pool.compute.device, pool.windows.shaped, threads)
 
     # ---- what it takes ---------------------------------------------------------------------------------------

@@ -60,12 +60,13 @@ class HostUpdates:
     """
 
     def __init__(self, owner: OnHost, scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
-        assert isinstance(owner.pool.home, FrameHome)
         self._owner = owner
-        self._pool = owner.pool
-        self._home = owner.pool.home
-        self._appetite = owner.appetite
-        self._window_bytes = owner.window_bytes
+        self._compute = owner.compute
+        self._pool = owner.compute.pool
+        assert isinstance(self._pool.home, FrameHome)
+        self._home = self._pool.home
+        # A multiple of the alignment of every dtype, which a page holds whole.
+        self._window_elements = window_elements(owner.compute.window_bytes, 4)
         self._hyper = hyper
         self._scale = scale
         self._scale_comes: Transfer | None = None
@@ -125,7 +126,7 @@ class HostUpdates:
         return self._pool.shelf.is_spared(value) or value.viewed
 
     def _can_be_held(self, part: Part) -> bool:
-        block, step = part.block, window_elements(self._window_bytes, 4) * part.dtype.itemsize
+        block, step = part.block, self._window_elements * part.dtype.itemsize
         return (
             block.movable
             and not block.pins
@@ -144,12 +145,10 @@ class HostUpdates:
         """Makes ready for the first update, if there is room for what the arithmetic of one window allocates."""
         if self._arithmetic is not None:
             return True
-        arithmetic = Arithmetic(
-            twin_of(self._owner.inner), self._appetite, torch.device("cpu"), _there, self._owner.threads
-        )
-        elements = window_elements(self._window_bytes, 4)
-        elements = elements if arithmetic.grain is None else min(elements, arithmetic.grain)
-        nbytes = update_extra_bytes(self._appetite, elements, 4, new=False, widened=True)
+        compute, cpu = self._compute, torch.device("cpu")
+        arithmetic = Arithmetic(twin_of(compute.inner), compute.appetite, cpu, _there, compute.threads)
+        elements = min(self._window_elements, arithmetic.grain or self._window_elements)
+        nbytes = update_extra_bytes(compute.appetite, elements, 4, new=False, widened=True)
         self._home.make_room(nbytes)
         try:
             self._scratch = self._home.budget.reserve(nbytes, Tag.STAGING, "updates on the CPU")
@@ -205,7 +204,7 @@ class HostUpdates:
             needed = len(_tensors_of(entry)) * self._home.page_bytes
             if self._open and self._open_bytes + needed > self._owner.most_bytes:
                 return
-            unit = _unit(entry, start, window_elements(self._window_bytes, 4))
+            unit = _unit(entry, start, self._window_elements)
             try:
                 self._hold(unit)
             except BudgetError:

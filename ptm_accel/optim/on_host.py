@@ -8,9 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.pool import Pool
-from ptm_accel.model.floor import Appetite
-from ptm_accel.optim.core_threads import CoreThreads
+from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.worker import Worker
 from ptm_accel.units import format_bytes
 
@@ -24,34 +22,17 @@ class OnHost:
     """What the updates on the CPU of all steps have in common, and whether there can be any.
 
     Args:
-        inner: the user's optimizer.
-        pool: where everything lives.
-        appetite: of the optimizer.
-        window_bytes: see `ComputeUpdates`.
+        compute: carries out those of the device; says what there is to update, and how.
         chosen: tells whether the update of a parameter, by name, is to be done on the CPU.
         spent: is told the seconds of arithmetic that the updates of a step have taken.
-        threads: who carries them out.
 
     Attributes:
-        chosen: see above.
-        threads: see above.
+        compute, chosen, spent: see above.
+        worker: carries them out.
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        pool: Pool,
-        appetite: Appetite,
-        window_bytes: int,
-        chosen: Callable[[str], bool],
-        spent: Callable[[float], None],
-        threads: CoreThreads,
-    ) -> None:
-        self.threads = threads
-        self.inner = inner
-        self.pool = pool
-        self.appetite = appetite
-        self.window_bytes = window_bytes
+    def __init__(self, compute: ComputeUpdates, chosen: Callable[[str], bool], spent: Callable[[float], None]) -> None:
+        self.compute = compute
         self.chosen = chosen
         self.spent = spent
         self.worker = Worker("ptm_accel updates")
@@ -64,15 +45,15 @@ class OnHost:
         who updates what depends on times that were measured: whoever wants each run to have the bits of the last one
         has the device do it all.
         """
-        home = self.pool.home
+        home = self.compute.pool.home
         if not isinstance(home, FrameHome) or torch.are_deterministic_algorithms_enabled():
             return False
-        held_bytes = (2 + self.appetite.state_tensors) * home.page_bytes
+        held_bytes = (2 + self.compute.appetite.state_tensors) * home.page_bytes
         if held_bytes > self.most_bytes:
             self._tell_of_room(held_bytes)
             return False
-        device = self.pool.compute.device.type
-        for group in self.inner.param_groups:
+        device = self.compute.pool.compute.device.type
+        for group in self.compute.inner.param_groups:
             tensors = [value for value in group.values() if isinstance(value, torch.Tensor)]
             if group.get("capturable") or any(tensor.device.type != "cpu" for tensor in tensors if device != "cpu"):
                 return False
@@ -92,7 +73,7 @@ class OnHost:
     @property
     def most_bytes(self) -> int:
         """What pages may be held for windows that are open."""
-        home = self.pool.home
+        home = self.compute.pool.home
         return home.budget.capacity_bytes // _MOST_OF_HOST if isinstance(home, FrameHome) else 0
 
     def close(self) -> None:

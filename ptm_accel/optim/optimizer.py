@@ -23,7 +23,7 @@ from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
 from ptm_accel.optim.step_gradients import StepGradients
-from ptm_accel.optim.support import Grain, appetite_of, grain_of, switches_of
+from ptm_accel.optim.support import appetite_of, is_elementwise, switches_of
 from ptm_accel.optim.units import by_block
 from ptm_accel.optim.updates import Updates
 
@@ -98,13 +98,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._may_overlap = overlap
         self._grown = grown
         self._stepped = stepped
-        self._elementwise = grain_of(inner) is Grain.ELEMENTS
+        self._elementwise = is_elementwise(inner)
         self._states = States(inner, slots, pool, masters=master_weights)
         self.others = self._states.others
         self._threads = CoreThreads("ptm_accel arithmetic")
         self._compute = ComputeUpdates(inner, pool, self.appetite, window_bytes, batch_bytes, self._threads)
-        on_host, spent = run_ahead.updates_on_host, run_ahead.spent_on_host
-        self.on_host = OnHost(inner, pool, self.appetite, window_bytes, on_host, spent, self._threads)
+        self.on_host = OnHost(self._compute, run_ahead.updates_on_host, run_ahead.spent_on_host)
         self.updates = Updates(self._compute, self.on_host, self._states, run_ahead)
         self.gradients = StepGradients(inner, self._states, gradients, self.updates, pool, synchronise)
         self._closed = False
@@ -332,7 +331,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         appetite = self._appetite_of(now)
         if appetite != self.appetite:
             self._grown(appetite)
-            self.appetite = self._compute.appetite = self.on_host.appetite = appetite
+            self.appetite = self._compute.appetite = appetite
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`."""

@@ -6,7 +6,6 @@ updates each tensor by itself. Classes known to couple tensors are refused by na
 
 from __future__ import annotations
 
-import enum
 import inspect
 import logging
 from typing import Any
@@ -23,17 +22,12 @@ from ptm_accel.model.slots import SlotTable
 logger = logging.getLogger(__name__)
 
 
-class Grain(enum.Enum):
-    """The smallest piece that one update may be cut into without changing a number."""
-
-    ELEMENTS = "elements"
-    """Element-wise: any slice that starts at a multiple of 64 elements gives the same bits."""
-    TENSOR = "tensor"
-    """Uses the whole tensor (row and column statistics, orthogonalisation, norms)."""
-
-
 ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers known to be element-wise. A subclass may do more, so only the classes themselves count."""
+"""Optimizers known to be element-wise: any slice that starts at a multiple of 64 elements gives the same bits.
+
+Others may use the whole tensor (row and column statistics, orthogonalisation, norms). A subclass may do more, so only
+the classes themselves count.
+"""
 
 _RATE = "it learns one rate for all from sums over all tensors"
 _NORM = "it goes by a norm over all tensors"
@@ -56,17 +50,17 @@ _HELP = (
 )
 
 
-def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
-    """How finely the optimizer's update may be cut.
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update of the optimizer may be cut into slices, in any order.
 
     Raises:
         UnsupportedError: the optimizer cannot run on pages; says why.
     """
     if type(optimizer) in ELEMENTWISE:
-        return Grain.ELEMENTS
+        return True
     if (reason := _refusal(optimizer)) is not None:
         raise UnsupportedError(f"the optimizer {type(optimizer).__name__} cannot run on pages: {reason}")
-    return Grain.TENSOR
+    return False
 
 
 def _refusal(optimizer: torch.optim.Optimizer) -> str | None:
@@ -124,7 +118,7 @@ def appetite_of(
         UnsupportedError: the optimizer cannot run on pages; says why.
     """
     groups = optimizer.param_groups if groups is None else groups
-    whole = grain_of(optimizer) is Grain.TENSOR
+    whole = not is_elementwise(optimizer)
     if state_tensors is None:
         always, options = _STATE_TENSORS.get(type(optimizer).__name__, (2, ()))
         state_tensors = always + sum(any(group.get(option) for group in groups) for option in options)

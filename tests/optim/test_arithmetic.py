@@ -15,6 +15,7 @@ from ptm_accel.memory.room import Room
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.optim import arithmetic
 from ptm_accel.optim.arithmetic import InPieces
+from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.pages import Pages
 from tests.plain_loop import MakeOptimizer, Recipe, assert_same, decay_groups, train, train_with_masters
 from tests.tiers import budget_bytes, needs, on_pages
@@ -168,7 +169,7 @@ def test_a_piece_at_a_time_is_charged(called: list[list[int]], monkeypatch: pyte
 
 
 def test_what_was_taken_must_be_updated() -> None:
-    pieces = InPieces(None)
+    pieces = InPieces(None, CoreThreads("cores"))
     param, grad = torch.zeros(4), torch.ones(4, dtype=torch.bfloat16)
     stand_in = pieces.take(param, grad, torch.zeros(4, dtype=torch.bfloat16))
     assert stand_in.shape == param.shape

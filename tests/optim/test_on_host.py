@@ -25,6 +25,7 @@ from ptm_accel.model.floor import FUSED_ADAMW
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim import arithmetic
 from ptm_accel.optim.arithmetic import Arithmetic
+from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -676,7 +677,8 @@ def test_a_step_count_is_kept_where_its_optimizer_wants_it() -> None:
     count = torch.tensor(3.0)
     for options, moves in (({"fused": True}, True), ({"foreach": True}, False)):
         optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], **options)  # type: ignore[arg-type]
-        there = Arithmetic(optimizer, FUSED_ADAMW, torch.device("meta"), lambda window: count)
+        cores = CoreThreads("cores")
+        there = Arithmetic(optimizer, FUSED_ADAMW, torch.device("meta"), lambda window: count, cores)
         assert (there._beside(count, optimizer.param_groups[0]).device.type == "meta") is moves
         assert there._beside("not a tensor", optimizer.param_groups[0]) == "not a tensor"
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.model.floor import Appetite
-from ptm_accel.optim.support import Grain, appetite_of, grain_of
+from ptm_accel.optim.support import appetite_of, is_elementwise
 from tests.tiers import at_floor
 
 HELP = (
@@ -44,26 +44,26 @@ class Derived(LOMO):
 
 
 @pytest.mark.parametrize(
-    ("make", "grain", "appetite"),
+    ("make", "appetite"),
     [
-        (lambda p: torch.optim.AdamW(p, fused=True), Grain.ELEMENTS, Appetite(2, 0)),
-        (lambda p: torch.optim.AdamW(p, foreach=True), Grain.ELEMENTS, Appetite(2, 3)),
-        (lambda p: torch.optim.Adam(p, amsgrad=True, fused=True), Grain.ELEMENTS, Appetite(3, 0)),
-        (lambda p: torch.optim.SGD(p, fused=True), Grain.ELEMENTS, Appetite(0, 0)),
-        (lambda p: torch.optim.SGD(p, momentum=0.9), Grain.ELEMENTS, Appetite(1, 3)),
-        (lambda p: torch.optim.Adagrad(p, fused=True), Grain.ELEMENTS, Appetite(1, 0)),
-        (lambda p: torch.optim.RMSprop(p), Grain.TENSOR, Appetite(1, 3, whole=True)),
-        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), Grain.TENSOR, Appetite(3, 3, whole=True)),
-        (lambda p: torch.optim.Muon(p), Grain.TENSOR, Appetite(1, 3, whole=True)),
-        (lambda p: torch.optim.Adafactor(p), Grain.TENSOR, Appetite(0, 3, whole=True)),
-        (lambda p: transformers.Adafactor(p, beta1=0.9), Grain.TENSOR, Appetite(1, 3, whole=True)),
-        (lambda p: torch.optim.NAdam(p), Grain.TENSOR, Appetite(2, 3, whole=True)),
-        (lambda p: Better(p, fused=True), Grain.TENSOR, Appetite(2, 3, whole=True)),
+        (lambda p: torch.optim.AdamW(p, fused=True), Appetite(2, 0)),
+        (lambda p: torch.optim.AdamW(p, foreach=True), Appetite(2, 3)),
+        (lambda p: torch.optim.Adam(p, amsgrad=True, fused=True), Appetite(3, 0)),
+        (lambda p: torch.optim.SGD(p, fused=True), Appetite(0, 0)),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), Appetite(1, 3)),
+        (lambda p: torch.optim.Adagrad(p, fused=True), Appetite(1, 0)),
+        (lambda p: torch.optim.RMSprop(p), Appetite(1, 3, whole=True)),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), Appetite(3, 3, whole=True)),
+        (lambda p: torch.optim.Muon(p), Appetite(1, 3, whole=True)),
+        (lambda p: torch.optim.Adafactor(p), Appetite(0, 3, whole=True)),
+        (lambda p: transformers.Adafactor(p, beta1=0.9), Appetite(1, 3, whole=True)),
+        (lambda p: torch.optim.NAdam(p), Appetite(2, 3, whole=True)),
+        (lambda p: Better(p, fused=True), Appetite(2, 3, whole=True)),
     ],
 )
-def test_what_is_supported(make: Callable[[Any], torch.optim.Optimizer], grain: Grain, appetite: Appetite) -> None:
+def test_what_is_supported(make: Callable[[Any], torch.optim.Optimizer], appetite: Appetite) -> None:
     optimizer = make(params())
-    assert grain_of(optimizer) is grain
+    assert is_elementwise(optimizer) is not appetite.whole
     assert appetite_of(optimizer) == appetite
 
 
@@ -91,7 +91,7 @@ def test_what_is_supported(make: Callable[[Any], torch.optim.Optimizer], grain: 
 )
 def test_what_is_refused(make: Callable[[Any], torch.optim.Optimizer], text: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        grain_of(make(params()))
+        is_elementwise(make(params()))
     assert str(caught.value) == text + HELP
 
 
@@ -102,7 +102,7 @@ def test_libraries_with_state_of_their_own_are_refused(library: str, derived: bo
     if derived:
         cls = type("Mine", (cls,), {})
     with pytest.raises(UnsupportedError) as caught:
-        grain_of(cls(params()))
+        is_elementwise(cls(params()))
     assert str(caught.value) == (
         f"the optimizer {cls.__name__} cannot run on pages: AdamW8bit of {library} keeps state or parameters of its "
         f"own outside torch.optim's.{HELP}"
@@ -121,7 +121,7 @@ class ScheduleFree(torch.optim.SGD):
 
 def test_parameters_that_an_optimizer_exchanges_are_refused() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        grain_of(ScheduleFree(params()))
+        is_elementwise(ScheduleFree(params()))
     assert str(caught.value) == (
         "the optimizer ScheduleFree cannot run on pages: its train() and eval() exchange the parameters for others of "
         f"its own, as schedule-free optimizers do.{HELP}"

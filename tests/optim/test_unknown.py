@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from ptm_accel.errors import BudgetError, UnsupportedError
-from ptm_accel.optim.support import grain_of, measured_state
+from ptm_accel.optim.support import is_elementwise, measured_state
 from tests.optim.test_optimizers import Lion, Trust
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, on_pages
@@ -259,7 +259,7 @@ def test_what_cannot_be_measured_is_said(caplog: pytest.LogCaptureFixture) -> No
 )
 def test_what_is_known_to_couple_tensors_is_refused(name: str, why: str) -> None:
     with pytest.raises(UnsupportedError, match=f"the optimizer {name} cannot run on pages: {why}. Use optim="):
-        grain_of(type(name, (Descent,), {})(model().parameters()))
+        is_elementwise(type(name, (Descent,), {})(model().parameters()))
 
 
 class Around(Descent):
@@ -274,7 +274,7 @@ class Around(Descent):
 @pytest.mark.parametrize("within", [lambda one: one, lambda one: [one]])
 def test_what_updates_through_another_is_refused(within: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        grain_of(Around(model().parameters(), within))
+        is_elementwise(Around(model().parameters(), within))
     assert str(caught.value) == (
         "the optimizer Around cannot run on pages: it updates through another one (its attribute 'base', SGD), which "
         "would not see what is on pages. Use that one by itself."
