@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError, DiskError
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.windows import window_elements
 from ptm_accel.optim.compute_updates import ComputeUpdates
-from ptm_accel.optim.units import Unit, Work, group_at, ordered
+from ptm_accel.optim.units import Entry, Unit, Work, group_at, no_more_owed, ordered, owe
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""
@@ -32,7 +33,9 @@ class Batches:
 
     Args:
         compute: opens windows, and carries updates out.
-        work: what it goes over; more may be appended.
+        work: what it goes over; more may be added.
+        scale: what gradients are multiplied by first, if anything.
+        hyper: the hyperparameters of each group, as they were at the step.
         stays: parameters are read right after their update, so that they are brought in whole if they can be; then
             nothing is waited for to open a window, unless it must be open now.
         sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
@@ -43,12 +46,15 @@ class Batches:
         sparing: parts of a parameter are opened one at a time: what is read next is something else, and what leaves for
             them would have to come back.
         done: how many parameters have been updated.
+        owed: how many updates that were added and are still to be done use a block.
     """
 
     def __init__(
         self,
         compute: ComputeUpdates,
         work: Work,
+        scale: torch.Tensor | None,
+        hyper: list[dict[str, Any]],
         *,
         stays: bool = False,
         sent_for: Callable[[str], bool] | None = None,
@@ -56,8 +62,11 @@ class Batches:
         self.work = work
         self.sparing = False
         self.done = 0
+        self.owed: dict[PagedTensor, int] = {}
         self._compute = compute
         self._pool = compute.pool
+        self._scale = scale
+        self._hyper = hyper
         self._stays = stays
         self._sent_for = sent_for
         self._batches: deque[list[Unit]] = deque()
@@ -72,11 +81,6 @@ class Batches:
         return bool(self._batches)
 
     @property
-    def begun(self) -> int:
-        """How many parameters it is past or in the middle of."""
-        return self._index + (self._start > 0)
-
-    @property
     def pinned_bytes(self) -> int:
         """What open windows alone pin of tensors that move, where a whole parameter is updated."""
         whole = (unit for batch in self._batches for unit in batch if unit.whole)
@@ -84,9 +88,15 @@ class Batches:
         pinned = (block.extent for block in involved if block.movable and block.pins == 1)
         return sum(extent.reservation.nbytes for extent in pinned if extent is not None)
 
+    def add(self, entry: Entry) -> None:
+        """One more parameter to update."""
+        owe(self.owed, entry)
+        self.work.append(entry)
+
     def reorder(self, order: dict[str, int]) -> None:
         """Puts what has not begun in the order in which it will be needed."""
-        self.work[self.begun :] = ordered(self.work[self.begun :], order)
+        begun = self._index + (self._start > 0)
+        self.work[begun:] = ordered(self.work[begun:], order)
         self._group = -1, None
 
     # ---- opening ---------------------------------------------------------------------------------------------
@@ -137,8 +147,12 @@ class Batches:
 
     def _open(self, unit: Unit, needed: int, *, must: bool) -> Unit | None:
         """Opens a window, or a part of it if it `must` and there is no room for more; None if there is none."""
-        if not must and (self._is_to_come(unit) or not self._finds_way(unit)):
+        if not must and self._sent_for is not None and self._is_to_come(unit):
             return None
+        if not must and self._stays:
+            moving = self._compute.cost_bytes(unit, moving_only=True)
+            if not self._pool.ahead.make_way(moving):
+                return None
         if needed <= self._pool.budget.free_bytes or needed <= self._pool.room.available_bytes():
             try:
                 self._compute.open(unit)
@@ -157,9 +171,6 @@ class Batches:
 
     def _is_to_come(self, unit: Unit) -> bool:
         return self._sent_for is not None and self._sent_for(unit.state.block_name) and not unit.under_way()
-
-    def _finds_way(self, unit: Unit) -> bool:
-        return not self._stays or self._pool.ahead.make_way(self._compute.cost_bytes(unit, moving_only=True))
 
     def _slim(self, unit: Unit) -> None:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
@@ -232,16 +243,20 @@ class Batches:
                 with suppress(DiskError):
                     transfer.order()
 
-    def update(self, scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> list[Unit]:
-        """Updates the first batch (`ComputeUpdates.carry_out`); returns what was in it."""
+    def update(self) -> None:
+        """Updates the first batch (`ComputeUpdates.carry_out`)."""
         batch = self._batches[0]
-        self._compute.carry_out(batch, scale, hyper)
+        self._compute.carry_out(batch, self._scale, self._hyper)
         self._batches.popleft()
-        self.done += sum(len(unit.entries) for unit in batch if unit.last)
-        return batch
+        for unit in batch:
+            if unit.last:
+                self.done += len(unit.entries)
+                if self.owed:
+                    no_more_owed(self.owed, unit)
 
     def abandon(self) -> None:
-        """Ends what is open without updating it."""
+        """Ends what is open without updating it; nothing is owed any more."""
+        self.owed.clear()
         while self._batches:
             for unit in self._batches.popleft():
                 self._compute.give_up(unit)

@@ -174,18 +174,20 @@ class ComputeUpdates:
         """
         left = deque(self._arithmetic.update(batch, scale, hyper))
         for unit in batch:
+            whole = unit.whole
             # What was held for the state becomes the charge of the state itself, or of the windows it is copied to.
-            self._release(unit, extra=unit.whole)
+            self._release(unit, extra=whole)
             for _, state, _ in unit.entries:
                 # Nothing here may keep what it was charged for.
                 self._harvest(unit, state, left.popleft())
-            self._release(unit)
+            if not whole:
+                self._release(unit)
         for unit in batch:
             self._close(unit)
 
     def _harvest(self, unit: Unit, state: ParamState, after: dict[str, Any]) -> None:
         """Takes what the optimizer left in its state: new full-size tensors go on pages, the rest is kept as it is."""
-        shape = state.slot.value.shape if unit.whole else torch.Size([unit.stop - unit.start])
+        shape = state.slot.value.shape if unit.together or unit.whole else torch.Size([unit.stop - unit.start])
         small: dict[str, Any] = {}
         for key, value in after.items():
             part, window = state.paged.get(key), unit.windows.get(f"state.{key}")

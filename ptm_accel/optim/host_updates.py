@@ -13,7 +13,8 @@ hyperparameters (`twin_of`), since the user's may be looked at, or scheduled, me
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +31,7 @@ from ptm_accel.memory.windows import HostWindow, Window, window_elements
 from ptm_accel.model.floor import update_extra_bytes
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.units import Entry, ParamState, Unit, parts_of
+from ptm_accel.optim.units import Entry, ParamState, Unit, Work, no_more_owed, owe, parts_of
 from ptm_accel.optim.worker import Job
 
 
@@ -44,7 +45,7 @@ def twin_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 class HostUpdates:
-    """The updates of one step that are carried out on the CPU beside a device.
+    """The updates of one step that are carried out on the CPU beside a device, as `Batches` has those of the device.
 
     All methods are for the thread that trains, which holds no lock of the pool's.
 
@@ -52,14 +53,25 @@ class HostUpdates:
         owner: with whose thread.
         scale: what gradients are multiplied by first, on the device, if anything.
         hyper: the hyperparameters of each group.
+        refused: is given those of which it turns out later that the host has no room for them.
 
     Attributes:
-        entries: the updates that it has taken over, in order.
-        refused: those of which it turned out later that the host has no room for them; whoever finds them here does
-            them elsewhere, and takes them off.
+        work: the updates that it has taken over, in order.
+        done: how many of them are done.
+        owed: how many updates that are still to be done, or under way, use a block: what the home has of it is not to
+            be read.
     """
 
-    def __init__(self, owner: OnHost, scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        owner: OnHost,
+        scale: torch.Tensor | None,
+        hyper: list[dict[str, Any]],
+        refused: Callable[[Entry], None],
+    ) -> None:
+        self.work: Work = []
+        self.done = 0
+        self.owed: dict[PagedTensor, int] = {}
         self._owner = owner
         self._compute = owner.compute
         self._pool = owner.compute.pool
@@ -76,12 +88,9 @@ class HostUpdates:
         self._waiting: deque[tuple[Entry, int]] = deque()
         self._open: deque[Job] = deque()
         self._open_bytes = 0
-        self._owed: Counter[PagedTensor] = Counter()
-        self._done = 0
+        self._refused = refused
         self._spent_s = 0.0
         self._counts_come: list[Transfer] = []
-        self.entries: list[Entry] = []
-        self.refused: list[Entry] = []
 
     # ---- what it takes -----------------------------------------------------------------------------------------
 
@@ -96,7 +105,7 @@ class HostUpdates:
         """
         if not self._owner.chosen(entry[1].block_name):
             return False
-        tensors = _tensors_of(entry)
+        tensors = list(parts_of(entry).values())
         if len(tensors) * self._home.page_bytes > self._owner.most_bytes or self._is_looked_at(
             entry[1].slot.value.block
         ):
@@ -114,9 +123,9 @@ class HostUpdates:
         if any(block.place is not Place.AWAY or block.stored_bytes < block.nbytes for block in blocks):
             return False
         self._counts_come += _counts_to_host(entry[1], self._home)
-        self._owed.update(blocks)
+        owe(self.owed, entry)
         self._waiting.append((entry, 0))
-        self.entries.append(entry)
+        self.work.append(entry)
         return True
 
     def _is_looked_at(self, value: PagedTensor) -> bool:
@@ -160,48 +169,54 @@ class HostUpdates:
 
     # ---- what it does ------------------------------------------------------------------------------------------
 
-    def owes(self, tensor: PagedTensor) -> bool:
-        """Whether an update of it is still to be done, or under way: what the home has of it is not to be read."""
-        return tensor in self._owed
+    def __bool__(self) -> bool:
+        """Whether a window is open."""
+        return bool(self._open)
 
-    def pump(self) -> None:
-        """Closes windows whose arithmetic has ended and opens others; never waits for arithmetic.
+    @property
+    def could_open(self) -> bool:
+        """Whether windows wait to be opened, and none is open that has to end first."""
+        return bool(self._waiting) and not self._open
+
+    def arrived(self) -> bool:
+        """Whether there is a first window, and its arithmetic has ended."""
+        return bool(self._open) and self._open[0].done()
+
+    def wait(self) -> None:
+        """Waits for the arithmetic of the first window, well or not."""
+        with self._pool.traffic.stalled():
+            self._open[0].wait()
+
+    def update(self) -> None:
+        """Closes the first window, whose arithmetic has ended.
 
         Raises:
             PTMError: a transfer failed; whatever was raised in the thread that updates.
         """
-        while self._open and self._open[0].done():
-            job = self._open.popleft()
-            self._close(job)
-            after = job.result()
-            if job.unit.last:
-                self._end(job.unit, after)
-        self._open_more()
+        job = self._open.popleft()
+        unit = job.unit
+        self._close(job)
+        after = job.result()
+        if unit.last:
+            self.done += 1
+            unit.state.small = after
+            if unit.state.master is not None:
+                unit.state.mastered = unit.state.slot.value.numel
+            no_more_owed(self.owed, unit)
+            unit.end()
 
-    @property
-    def next_job(self) -> Job | None:
-        """What has to end next; None if nothing is open."""
-        return self._open[0] if self._open else None
+    def open(self, *, insist: bool) -> None:
+        """Opens windows, as many as may be held; never waits for arithmetic.
 
-    @property
-    def can_go_on(self) -> bool:
-        """Whether `pump` would find something to do, which is looked at more often than not in vain."""
-        return self.busy and (not self._open or self._open[0].done())
+        Args:
+            insist: without effect: there is room for one, or the update is refused.
 
-    @property
-    def unfinished(self) -> list[Entry]:
-        """The updates that are not done, in order."""
-        return self.entries[self._done :]
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is left to be done."""
-        return bool(self._owed)
-
-    def _open_more(self) -> None:
+        Raises:
+            BudgetError: there is no room for the next window of a parameter that has begun.
+        """
         while self._waiting:
             entry, start = self._waiting[0]
-            needed = len(_tensors_of(entry)) * self._home.page_bytes
+            needed = len(parts_of(entry)) * self._home.page_bytes
             if self._open and self._open_bytes + needed > self._owner.most_bytes:
                 return
             unit = _unit(entry, start, self._window_elements)
@@ -213,7 +228,7 @@ class HostUpdates:
                     return
                 if start:
                     raise
-                self._refuse(entry)
+                self._refuse(unit)
                 continue
             self._waiting.popleft()
             if not unit.last:
@@ -228,14 +243,15 @@ class HostUpdates:
                 self._close(job)
                 raise
 
-    def _refuse(self, entry: Entry) -> None:
-        self._waiting.popleft()
-        self.entries = [other for other in self.entries if other is not entry]
-        self._less_owed(entry)
+    def _refuse(self, unit: Unit) -> None:
+        (entry,) = unit.entries
         # What updates it in its place reads the counts where they were sent to.
         for transfer in self._counts_come:
             transfer.wait()
-        self.refused.append(entry)
+        self._waiting.popleft()
+        self.work = [other for other in self.work if other is not entry]
+        no_more_owed(self.owed, unit)
+        self._refused(entry)
 
     def _hold(self, unit: Unit) -> None:
         try:
@@ -287,23 +303,12 @@ class HostUpdates:
             assert isinstance(window, HostWindow)
             self._home.let_go(window.run, wrote=wrote and key != "grad")
 
-    def _end(self, unit: Unit, after: dict[str, Any]) -> None:
-        self._less_owed(unit.entries[0])
-        self._done += 1
-        unit.state.small = after
-        if unit.state.master is not None:
-            unit.state.mastered = unit.state.slot.value.numel
-        unit.end()
-
-    def _less_owed(self, entry: Entry) -> None:
-        self._owed -= Counter(part.block for part in _tensors_of(entry))
-
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Ends what is open without waiting for more than the window that is worked on; the rest is lost."""
         for job in self._open:
             job.cancelled = True
         self._waiting.clear()
-        self._owed.clear()
+        self.owed.clear()
         while self._open:
             self._open[0].wait()
             self._close(self._open.popleft())
@@ -315,12 +320,6 @@ class HostUpdates:
             self._scratch.release()
             self._scratch = self._arithmetic = None
             self._owner.spent(self._spent_s)
-
-
-def _tensors_of(entry: Entry) -> list[Part]:
-    _, state, grad = entry
-    assert grad.value is not None
-    return [*state.tensors(), grad.value]
 
 
 def _unit(entry: Entry, start: int, elements: int) -> Unit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -31,8 +31,7 @@ class States:
         masters: keep an fp32 master of every narrower parameter.
 
     Attributes:
-        pool: see above.
-        masters: see above.
+        slots, pool, masters: see above.
         others: the optimizer's parameters that the model does not have.
     """
 
@@ -40,7 +39,7 @@ class States:
         self.pool = pool
         self.masters = masters
         self._inner = inner
-        self._slots = slots
+        self.slots = slots
         self._met: dict[int, ParamState] = {}
         self.others = Others(inner, slots)
         for slot in self.held():
@@ -54,17 +53,14 @@ class States:
 
     def held(self) -> Iterator[ParamSlot]:
         """The model's parameters in all groups, in order."""
-        return (slot for group in self._inner.param_groups for slot in self.slots_of(group["params"]))
-
-    def slots_of(self, params: Iterable[torch.Tensor]) -> Iterator[ParamSlot]:
-        """Those of `params` that are the model's."""
-        return (slot for param in params if (slot := self._slots.of(param)) is not None)
+        params = (param for group in self._inner.param_groups for param in group["params"])
+        return (slot for param in params if (slot := self.slots.of(param)) is not None)
 
     def groups(self) -> list[list[ParamSlot | Other]]:
         """The parameters of each group, in its order."""
         others = {id(other.param): other for other in self.others}
         return [
-            [self._slots.of(param) or others[id(param)] for param in group["params"]]
+            [self.slots.of(param) or others[id(param)] for param in group["params"]]
             for group in self._inner.param_groups
         ]
 

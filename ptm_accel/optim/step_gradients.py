@@ -91,16 +91,14 @@ class StepGradients:
         # Multiplying by one changes no bit (NaN stays NaN); the host may only look where that costs no device wait.
         if coefficient.device.type == "cpu" and bool(coefficient == 1.0):
             return
-        own = set(self._held())
-        self._gradients.multiply(coefficient, [grad for grad in self._gradients.present() if grad not in own])
+        self._gradients.multiply(coefficient, self._present(own=False))
         self.scale = coefficient
 
     def apply_scale(self) -> None:
         """Carries out a pending `multiply` now: somebody wants to look at the gradients, or something is added."""
         scale, self.scale = self.scale, None
         if scale is not None:
-            own = set(self._held())
-            self._gradients.multiply(scale, [grad for grad in self._gradients.present() if grad in own])
+            self._gradients.multiply(scale, self._present(own=True))
 
     @torch.no_grad()
     def change(self, change: Callable[[torch.Tensor], object]) -> None:
@@ -132,15 +130,20 @@ class StepGradients:
         """The gradients of the model's parameters that the optimizer has, in its order."""
         return [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
 
+    def _present(self, *, own: bool) -> list[GradSlot]:
+        """The gradients that there are of the parameters that the optimizer has, or of all others."""
+        held = {id(slot) for slot in self._states.held()}
+        return [grad for grad in self._gradients.present() if (id(grad.slot) in held) is own]
+
     # ---- for a step --------------------------------------------------------------------------------------------
 
     def work(self) -> Work:
         """What a step updates, in the optimizer's order; says once if it finds gradients used up and none else."""
         work: Work = []
         for index, group in enumerate(self._inner.param_groups):
-            for slot in self._states.slots_of(group["params"]):
-                grad = self._gradients.known(slot)
-                if grad is not None and grad.value is not None:
+            for slot in map(self._states.slots.of, group["params"]):
+                grad = None if slot is None else self._gradients.known(slot)
+                if slot is not None and grad is not None and grad.value is not None:
                     grad.used = True
                     work.append((index, self._states.of(slot), grad))
         if not work and self._updates.early is None:

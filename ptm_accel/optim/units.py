@@ -212,6 +212,20 @@ def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
     return named
 
 
+def owe(owed: dict[PagedTensor, int], entry: Entry) -> None:
+    """Counts one more update that is still to be done for each block that it uses."""
+    for part in parts_of(entry).values():
+        owed[part.block] = owed.get(part.block, 0) + 1
+
+
+def no_more_owed(owed: dict[PagedTensor, int], unit: Unit) -> None:
+    """Takes back what `owe` has counted for the parameters of a unit."""
+    for block in unit.blocks.values():
+        owed[block] -= len(unit.entries)
+        if not owed[block]:
+            del owed[block]
+
+
 def is_widened(entry: Entry) -> bool:
     """Whether a gradient is narrower than what is updated."""
     _, state, grad = entry

@@ -31,7 +31,8 @@ from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.host_updates import HostUpdates
-from ptm_accel.optim.units import Entry, Work, ordered, parts_of
+from ptm_accel.optim.on_host import OnHost
+from ptm_accel.optim.units import Work, ordered
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class UpdateQueue:
         hyper: the hyperparameters of each group.
         number: of the step.
         sent_for: see `Batches`.
-        host: takes some of the updates over; None if all are for the compute tier.
+        on_host: takes some of the updates over; None if all are for the compute tier.
         spent: is told the seconds of the calling thread that updates have taken, waiting for memory left out.
         ended: called with the queue when the last update is done, or the rest was given up.
 
@@ -71,7 +72,7 @@ class UpdateQueue:
         *,
         number: int,
         sent_for: Callable[[str], bool] | None,
-        host: HostUpdates | None,
+        on_host: OnHost | None,
         spent: Callable[[float], None],
         ended: Callable[[UpdateQueue], None],
     ) -> None:
@@ -80,16 +81,17 @@ class UpdateQueue:
         self.whole = self.touched = False
         self.lost = 0
         self._pool = compute.pool
-        self._scale = scale
-        self._host = host
         self._spent = spent
         self._ended = ended
         self._working = False
-        # Which blocks may not be looked at before which parameter has been updated.
-        self._owed: dict[PagedTensor, int] = {}
         self._parameters: set[PagedTensor] = set()
-        self._batches = Batches(compute, [], stays=True, sent_for=sent_for)
+        self._batches = Batches(compute, [], scale, hyper, stays=True, sent_for=sent_for)
         self._batches.sparing = True
+        self._host = None if on_host is None else HostUpdates(on_host, scale, hyper, self._batches.add)
+        # What the CPU cannot take after all comes back to the other.
+        self._lanes: list[Batches | HostUpdates] = (
+            [self._batches] if self._host is None else [self._host, self._batches]
+        )
         self._pool.owed = self
 
     # ---- what it takes on --------------------------------------------------------------------------------------
@@ -105,21 +107,16 @@ class UpdateQueue:
             while left:
                 if self._host is not None and self._host.take(left[0]):
                     self.touched = True
-                    self._parameters.add(left[0][1].slot.value.block)
                 else:
-                    self._add_here(left[0])
-                left.popleft()
+                    self._batches.add(left[0])
+                _, state, _ = left.popleft()
+                self._parameters.add(state.slot.value.block)
         except BaseException:
             self.lost += len(left)
             with self._at_work():
                 for _, _, grad in left:
                     grad.drop()
             raise
-
-    def _add_here(self, entry: Entry) -> None:
-        self._owed |= {part.block: len(self._batches.work) for part in parts_of(entry).values()}
-        self._parameters.add(entry[1].slot.value.block)
-        self._batches.work.append(entry)
 
     def close(self, work: Work, order: dict[str, int]) -> None:
         """The step has come: what has not begun is done in the order in which it will be needed.
@@ -140,8 +137,6 @@ class UpdateQueue:
             raise
         if early:
             batches.reorder(order)
-            for index in range(batches.begun, len(batches.work)):
-                self._owed |= {part.block: index for part in parts_of(batches.work[index]).values()}
         self._end_if_done()
         self.pump()
 
@@ -150,18 +145,17 @@ class UpdateQueue:
     @property
     def work(self) -> Work:
         """What it goes over."""
-        return self._batches.work + (self._host.entries if self._host is not None else [])
+        return [entry for lane in self._lanes for entry in lane.work]
+
+    @property
+    def count_done(self) -> int:
+        """How many parameters have been updated."""
+        return sum(lane.done for lane in self._lanes)
 
     @property
     def updated(self) -> set[str]:
         """The blocks of what has been updated, but for those on the CPU beside a device, by name."""
         return {state.block_name for _, state, _ in self._batches.work[: self._batches.done]}
-
-    @property
-    def count_done(self) -> int:
-        """How many parameters have been updated."""
-        host = self._host
-        return self._batches.done + (0 if host is None else len(host.entries) - len(host.unfinished))
 
     @property
     def open_bytes(self) -> int:
@@ -170,11 +164,11 @@ class UpdateQueue:
 
     def awaits(self, tensor: PagedTensor) -> bool:
         """Whether an update that is still to be done uses the tensor."""
-        return tensor in self._owed or self.elsewhere(tensor)
+        return tensor in self._batches.owed or self.elsewhere(tensor)
 
     def elsewhere(self, tensor: PagedTensor) -> bool:
         """See `Owed`."""
-        return self._host is not None and self._host.owes(tensor)
+        return self._host is not None and tensor in self._host.owed
 
     def refuse_open(self, what: str) -> None:
         """Says that `what` was done between a backward in which updates have begun and the step that they belong to.
@@ -197,25 +191,23 @@ class UpdateQueue:
 
     def pump(self) -> None:
         """Updates what has arrived and opens what there is room for; never waits."""
-        batches = self._batches
-        if self._owed and not self._working and (batches.arrived() or batches.could_open):
-            with self._at_work():
-                while batches.arrived():
-                    self._update()
-                    batches.open(insist=False)
-                if self._owed and batches.could_open:
-                    batches.open(insist=False)
-        self.look()
+        self._pump(self._batches)
+        if self._host is not None:
+            self._pump(self._host)
 
     def look(self) -> None:
         """Takes note of updates on the CPU that have ended: what they were of can be sent for now."""
-        if self._host is not None and self._host.can_go_on and not self._working:
+        if self._host is not None:
+            self._pump(self._host)
+
+    def _pump(self, lane: Batches | HostUpdates) -> None:
+        if lane.owed and not self._working and (lane.arrived() or lane.could_open):
             with self._at_work():
-                self._host.pump()
-                refused, self._host.refused = self._host.refused, []
-                for entry in refused:
-                    self._add_here(entry)
-                self._end_if_done()
+                while lane.arrived():
+                    self._update(lane)
+                    lane.open(insist=False)
+                if lane.could_open:
+                    lane.open(insist=False)
 
     def catch_up(self, most_bytes: int) -> None:
         """Waits until gradients of no more than `most_bytes` are left to be used up.
@@ -223,8 +215,9 @@ class UpdateQueue:
         Raises:
             DiskError, BudgetError: a transfer failed, or there is no room; the step is not whole then.
         """
-        while not self._working and most_bytes < sum(b.slot_bytes for b in self._owed if b.tag is Tag.GRAD):
-            self._advance(self._batches.done)
+        owed = self._batches.owed
+        while not self._working and most_bytes < sum(block.slot_bytes for block in owed if block.tag is Tag.GRAD):
+            self._go_on(self._batches)
 
     def finish(self) -> None:
         """Carries out all that is left.
@@ -235,7 +228,7 @@ class UpdateQueue:
         """
         self.refuse_open("the model or its optimizer was looked at as a whole")
         while not self._working and not self.ended:
-            self._advance(len(self._batches.work) - 1 if self._owed else None)
+            self._go_on(next(lane for lane in reversed(self._lanes) if lane.owed))
 
     def before_use(self, tensor: PagedTensor) -> None:
         """See `Owed`.
@@ -252,8 +245,9 @@ class UpdateQueue:
                 "begun: this pass was not like those before it. Set update='blocking', and resume from the last "
                 "checkpoint."
             )
-        while self.awaits(tensor):
-            self._advance(self._owed.get(tensor))
+        for lane in self._lanes:
+            while tensor in lane.owed:
+                self._go_on(lane)
 
     def give_way(self) -> bool:
         """See `Owed`.
@@ -266,40 +260,23 @@ class UpdateQueue:
         self._batches.wait()
         if self._batches:
             with self._at_work():
-                self._update()
+                self._update(self._batches)
         return True
 
-    def _advance(self, index: int | None) -> None:
-        """Carries out updates until that of parameter `index` is done; without one waits for the CPU's next window.
+    def _go_on(self, lane: Batches | HostUpdates) -> None:
+        """Carries out what comes next, waiting for what it needs."""
+        if not lane:
+            with self._at_work(loses=not self.whole):
+                lane.open(insist=True)
+        if lane:
+            lane.wait()
+            with self._at_work():
+                self._update(lane)
+                lane.open(insist=False)
 
-        What the CPU cannot take after all comes back, and is owed here then.
-        """
-        if index is None:
-            assert self._host is not None
-            job = self._host.next_job
-            if job is not None:
-                with self._pool.traffic.stalled():
-                    job.wait()
-            self.look()
-            return
-        while self._owed and self._batches.done <= index:
-            if not self._batches:
-                with self._at_work(loses=not self.whole):
-                    self._batches.open(insist=True)
-            if self._batches:
-                self._batches.wait()
-                with self._at_work():
-                    self._update()
-                    self._batches.open(insist=False)
-
-    def _update(self) -> None:
+    def _update(self, lane: Batches | HostUpdates) -> None:
         self.touched = True
-        for unit in self._batches.update(self._scale, self.hyper):
-            if unit.last:
-                for block in unit.blocks.values():
-                    # Not before the last of its members.
-                    if self._owed.get(block, self._batches.done) < self._batches.done:
-                        del self._owed[block]
+        lane.update()
         self._end_if_done()
 
     @contextmanager
@@ -346,28 +323,22 @@ class UpdateQueue:
                 self.count_done,
                 len(self.work) + self.lost,
             )
-        self._owed.clear()
-        left = self._batches.work[self._batches.done :]
-        if self._host is not None:
-            left = left + self._host.unfinished + self._host.refused
+        left = [entry for lane in self._lanes for entry in lane.work[lane.done :]]
         self.lost += len(left)
         # From the last to the first, and whatever one of them raises, the others are done.
         with ExitStack() as ending:
             ending.callback(self._end)
             for _, _, grad in left:
                 ending.callback(grad.drop)
-            if self._host is not None:
-                ending.callback(self._host.give_up)
-            self._batches.abandon()
+            for lane in self._lanes:
+                ending.callback(lane.abandon)
 
     def _end_if_done(self) -> None:
-        busy = self._host is not None and self._host.busy
-        if self.whole and self._batches.done == len(self._batches.work) and not busy:
+        if self.whole and not any(lane.owed for lane in self._lanes):
             self._end()
 
     def _end(self) -> None:
         if not self.ended:
-            self._owed.clear()
             if self._host is not None:
                 self._host.close()
             self._pool.owed = None

@@ -27,7 +27,6 @@ from ptm_accel.model.norms import NORM_TYPE
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
-from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.hyperparameters import hyperparameters, kept_hyperparameters, still_hold
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.states import States
@@ -123,8 +122,7 @@ class Updates:
 
     def _run_now(self, work: Work, scale: torch.Tensor | None, later: Work) -> None:
         """Updates `work`; `later` belongs to the same step."""
-        batches = Batches(self._compute, work)
-        hyper = hyperparameters(self._compute.inner.param_groups)
+        batches = Batches(self._compute, work, scale, hyperparameters(self._compute.inner.param_groups))
         fresh = [(state, grad, dict(state.small)) for _, state, grad in work if state.fresh]
         touched = False
         try:
@@ -133,7 +131,7 @@ class Updates:
                     batches.open(insist=True)
                 batches.open(insist=False)
                 touched = True
-                batches.update(scale, hyper)
+                batches.update()
         except BaseException:
             batches.abandon()
             for state, grad, small in fresh:
@@ -158,7 +156,7 @@ class Updates:
             number=self.steps + 1,
             # A gradient that has arrived is waited for by nobody but its update: what that lacks it sends for itself.
             sent_for=None if early else self._run_ahead.sends_for,
-            host=HostUpdates(self._on_host, scale, hyper) if self._run_ahead.on_host_possible() else None,
+            on_host=self._on_host if self._run_ahead.on_host_possible() else None,
             spent=self._run_ahead.exclude,
             ended=self._queue_ended,
         )

@@ -423,9 +423,9 @@ def test_a_host_that_has_no_room_any_more_gives_updates_back(
     refused: list[str] = []
     refuse = HostUpdates._refuse
 
-    def noted(self: HostUpdates, entry: Any) -> None:
-        refused.append(entry[1].slot.name)
-        refuse(self, entry)
+    def noted(self: HostUpdates, unit: Unit) -> None:
+        refused.append(unit.state.slot.name)
+        refuse(self, unit)
 
     with on_host(tmp_path, "mock+host+disk") as (model, _, paged):
         monkeypatch.setattr(FrameHome, "hold", hold)
@@ -444,9 +444,9 @@ def test_what_the_host_gives_back_is_done_before_anybody_looks(tmp_path: Path, m
     refused: list[str] = []
     refuse = HostUpdates._refuse
 
-    def noted(self: HostUpdates, entry: Any) -> None:
-        refused.append(entry[1].slot.name)
-        refuse(self, entry)
+    def noted(self: HostUpdates, unit: Unit) -> None:
+        refused.append(unit.state.slot.name)
+        refuse(self, unit)
 
     def full(self: FrameHome, *args: Any) -> HeldRun:
         raise BudgetError("no frame can be freed")
