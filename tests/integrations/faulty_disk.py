@@ -123,7 +123,7 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
         patch.setattr(owner, name, wrapped)
 
     if place == "update":
-        before(UpdateQueue, "_update", lambda chase: not in_backward())
+        before(UpdateQueue, "_update", lambda queue, lane: not in_backward())
     elif place == "arrival":
         before(Gradients, "take", lambda gradients, param: True)
     elif place == "gradient":

@@ -345,8 +345,8 @@ def test_what_an_open_update_pins_is_not_held_beside_the_plan(
     open_bytes = UpdateQueue.open_bytes.fget
     assert open_bytes is not None
 
-    def seen(chase: UpdateQueue) -> int:
-        pinned.append(open_bytes(chase))
+    def seen(queue: UpdateQueue) -> int:
+        pinned.append(open_bytes(queue))
         return pinned[-1]
 
     monkeypatch.setattr(UpdateQueue, "open_bytes", property(seen))

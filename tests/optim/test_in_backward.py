@@ -102,8 +102,8 @@ def backward(model: nn.Module, engine: Engine, number: int) -> None:
 def step(model: nn.Module, engine: Engine, optimizer: PagedOptimizer, number: int) -> tuple[int, float]:
     """One step; returns how many updates had begun before it was asked for, and the norm."""
     backward(model, engine, number)
-    chase = optimizer.updates.early
-    begun = 0 if chase is None else len(chase.work)
+    queue = optimizer.updates.early
+    begun = 0 if queue is None else len(queue.work)
     norm = engine.clip_grad_norm_(float("inf"))
     optimizer.step()
     optimizer.zero_grad()
@@ -336,24 +336,24 @@ def test_a_step_whose_updates_have_failed_before_it_is_refused(
                 UpdateQueue, "catch_up", lambda queue, most: catch_up(queue, 0) if len(queue.work) < 6 else None
             )
             backward(model, engine, 4)
-        chase = optimizer.updates.early
-        assert chase is not None
-        begun, done = len(chase.work), len(chase.updated)
+        queue = optimizer.updates.early
+        assert queue is not None
+        begun, done = len(queue.work), len(queue.updated)
         assert 0 < done < begun
         with monkeypatch.context() as broken:
             broken.setattr(ComputeUpdates, "carry_out", fail_on_disk)
             broken.setattr(Batches, "open", fail_on_disk)
             with pytest.raises(DiskError, match="the disk is gone"):
-                chase.pump()
+                queue.pump()
         assert engine.pool.owed is None
         values = {slot.name: slot.value.slot_bytes for slot in engine.slots}
-        assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in chase.updated)
+        assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in queue.updated)
         said = rf"of {begun} that had begun during backward {done} were carried out, .* Resume from the last checkpoint"
         with caplog.at_level(logging.ERROR), pytest.raises(UnsupportedError, match=said):
             optimizer.step()
         assert "between two steps" in caplog.text
         assert optimizer.updates.early is None
-        assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in chase.updated)
+        assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in queue.updated)
         engine.zero_grad()
         step(model, engine, optimizer, 5)
 
@@ -419,8 +419,8 @@ def test_values_that_somebody_else_has_a_view_of_wait_for_the_step(tmp_path: Pat
             loss = run(model, number)
             with engine.training.backward():
                 loss.backward()
-            chase = optimizer.updates.early
-            begun.append([] if chase is None else [state.slot.name for _, state, _ in chase.work])
+            queue = optimizer.updates.early
+            begun.append([] if queue is None else [state.slot.name for _, state, _ in queue.work])
             optimizer.step()
             optimizer.zero_grad()
         assert "layers.6.weight" in begun[-1]
@@ -509,9 +509,9 @@ def test_what_is_broken_off_is_lost_even_if_all_that_had_begun_was_done(tmp_path
         before = {name: value.clone() for name, value in model.state_dict().items()}
 
         def broken(gradient: torch.Tensor) -> None:
-            chase = optimizer.updates.early
-            assert chase is not None
-            chase.catch_up(0)
+            queue = optimizer.updates.early
+            assert queue is not None
+            queue.catch_up(0)
             raise RuntimeError("of somebody's own")
 
         hook = model.layers[1].weight.register_hook(broken)

@@ -20,7 +20,7 @@ from ptm_accel.errors import DiskError, LostStepError
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.optimizer import PagedOptimizer
-from tests.optim.test_chase import assert_same_weights, chasing, net, plain
+from tests.optim.test_update_queue import assert_same_weights, owing, net, plain
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, step
 from tests.tiers import MEMORIES, needs, on_pages
@@ -46,7 +46,7 @@ def test_after_a_lost_update_nothing_is_saved_until_all_is_loaded(way: str, tmp_
     """The plain run would have ended there; what is loaded goes on as it does."""
     whole, _ = plain(5)
     before, there = plain(3)
-    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+    with owing(tmp_path, warm=3) as (model, engine, optimizer):
         saved = {"weights": copy.deepcopy(before.state_dict()), "state": copy.deepcopy(there.state_dict())}
         (tmp_path / "state").mkdir()
         save_optimizer_state(optimizer, tmp_path / "state")
@@ -84,7 +84,7 @@ def test_weights_that_are_of_no_step_are_given_with_a_warning(tmp_path: Path, ca
         caplog.clear()
         return found
 
-    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+    with owing(tmp_path, warm=3) as (model, engine, optimizer):
         (tmp_path / "state").mkdir()
         save_optimizer_state(optimizer, tmp_path / "state")
         for after in (1, 0):
@@ -106,7 +106,7 @@ def test_weights_that_are_of_no_step_are_given_with_a_warning(tmp_path: Path, ca
 def test_a_failure_that_a_state_dict_meets_is_warned_of_by_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with chasing(tmp_path, warm=3) as (model, _, optimizer):
+    with owing(tmp_path, warm=3) as (model, _, optimizer):
         step(model, optimizer, 3)
         with one_failure(after=1), pytest.raises(DiskError, match="the disk is gone"):
             model.state_dict()
@@ -116,10 +116,10 @@ def test_a_failure_that_a_state_dict_meets_is_warned_of_by_the_next(
 
 
 def test_a_step_that_was_not_asked_for_is_missed_by_nobody(tmp_path: Path) -> None:
-    with chasing(tmp_path, warm=3) as (_, engine, optimizer):
+    with owing(tmp_path, warm=3) as (_, engine, optimizer):
         engine.settle()
-        chase = optimizer.updates._begin(early=True)
-        chase.give_up()
+        queue = optimizer.updates._begin(early=True)
+        queue.give_up()
         optimizer.state_dict()
 
 

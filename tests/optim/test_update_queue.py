@@ -53,7 +53,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 @contextmanager
-def chasing(
+def owing(
     directory: Path, kind: str = "host+disk", *, make: Make = adamw, warm: int = 3, spare: int = 2, **dials: Any
 ) -> Iterator[tuple[nn.Sequential, Engine, PagedOptimizer]]:
     """A model whose last step is still owed, and most of whose states are away."""
@@ -83,12 +83,12 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_a_look_at_one_parameter_waits_for_its_update_alone(kind: str, tmp_path: Path) -> None:
-    with chasing(tmp_path, kind) as (model, engine, _):
+    with owing(tmp_path, kind) as (model, engine, _):
         expected, _ = plain(3)
-        chase = engine.pool.owed
-        assert chase is not None
+        queue = engine.pool.owed
+        assert queue is not None
         assert same_bits(model[1].weight.detach().clone(), expected[1].weight.detach())
-        assert engine.pool.owed is chase, "the others are still owed"
+        assert engine.pool.owed is queue, "the others are still owed"
         assert same_bits(model[7].weight.detach().clone(), expected[7].weight.detach())
         engine.settle()
         assert engine.pool.owed is None
@@ -106,7 +106,7 @@ def test_a_look_at_one_parameter_waits_for_its_update_alone(kind: str, tmp_path:
     ids=["fused", "amsgrad", "sgd", "adagrad"],
 )
 def test_many_steps_are_those_of_the_plain_loop(make: Make, tmp_path: Path) -> None:
-    with chasing(tmp_path, make=make, warm=8) as (model, engine, _):
+    with owing(tmp_path, make=make, warm=8) as (model, engine, _):
         assert engine.pool.owed is not None
         assert_same_weights(model, plain(8, make)[0])
 
@@ -124,7 +124,7 @@ def test_clipping_and_the_learning_rate_are_those_of_the_step(tmp_path: Path) ->
             optimizer.zero_grad()
         return losses
 
-    with chasing(tmp_path, warm=0) as (model, engine, optimizer):
+    with owing(tmp_path, warm=0) as (model, engine, optimizer):
         losses = run(model, optimizer, lambda: engine.clip_grad_norm_(0.01))
         assert engine.pool.owed is not None
         assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**6
@@ -146,7 +146,7 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
             optimizer.zero_grad()
             assert optimizer.param_groups[0]["lr"] is rate
 
-    with chasing(tmp_path, make=make, warm=0) as (model, engine, optimizer):
+    with owing(tmp_path, make=make, warm=0) as (model, engine, optimizer):
         run(model, optimizer)
         assert engine.pool.owed is not None
         engine.settle()
@@ -157,7 +157,7 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
 
 def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
     expected, other = plain(3)
-    with chasing(tmp_path) as (model, engine, optimizer):
+    with owing(tmp_path) as (model, engine, optimizer):
         assert engine.pool.owed is not None
         saved = optimizer.state_dict()
         assert engine.pool.owed is None
@@ -166,7 +166,7 @@ def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
             for key, value in entry.items():
                 assert same_bits(value.clone(), truth[number][key]), (number, key)
         del saved, value, entry
-    with chasing(tmp_path) as (model, engine, optimizer):
+    with owing(tmp_path) as (model, engine, optimizer):
         assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {3.0}
         assert engine.pool.owed is None
         assert_same_weights(model, expected)
@@ -174,7 +174,7 @@ def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
 
 def test_gradients_that_are_forgotten_are_the_next_ones(tmp_path: Path) -> None:
     """`zero_grad` after a step takes nothing from the updates that are owed."""
-    with chasing(tmp_path) as (model, engine, optimizer):
+    with owing(tmp_path) as (model, engine, optimizer):
         engine.zero_grad()
         optimizer.zero_grad()
         assert engine.pool.owed is not None
@@ -183,7 +183,7 @@ def test_gradients_that_are_forgotten_are_the_next_ones(tmp_path: Path) -> None:
 
 def test_a_parameter_that_is_read_has_been_updated(tmp_path: Path) -> None:
     expected, _ = plain(3)
-    with chasing(tmp_path) as (model, engine, _):
+    with owing(tmp_path) as (model, engine, _):
         assert any(is_pending(engine, slot) for slot in engine.slots)
         for param, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             assert same_bits(param.detach().clone(), theirs.detach())
@@ -193,7 +193,7 @@ def test_a_parameter_that_is_read_has_been_updated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_a_write_comes_after_the_update_that_is_pending(kind: str, tmp_path: Path) -> None:
     expected, other = plain(3)
-    with chasing(tmp_path, kind) as (model, engine, optimizer):
+    with owing(tmp_path, kind) as (model, engine, optimizer):
         assert any(is_pending(engine, slot) for slot in engine.slots)
         for either in (model, expected):
             with torch.no_grad():
@@ -204,7 +204,7 @@ def test_a_write_comes_after_the_update_that_is_pending(kind: str, tmp_path: Pat
         assert_same_weights(model, expected)
 
 
-def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_giving_up_ends_a_queue_although_something_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[GradSlot] = []
     drop = GradSlot.drop
 
@@ -214,13 +214,13 @@ def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkey
         if len(dropped) == 1:
             raise RuntimeError("the book")
 
-    with chasing(tmp_path) as (_, engine, optimizer):
-        chase = optimizer.updates.queue
-        assert chase is not None
+    with owing(tmp_path) as (_, engine, optimizer):
+        queue = optimizer.updates.queue
+        assert queue is not None
         with monkeypatch.context() as patch:
             patch.setattr(GradSlot, "drop", fails)
             with pytest.raises(RuntimeError, match="the book"):
-                chase.give_up()
+                queue.give_up()
         assert len(dropped) > 1
         assert engine.pool.owed is None
         assert optimizer.updates.queue is None
@@ -230,7 +230,7 @@ def test_giving_up_ends_a_chase_although_something_raises(tmp_path: Path, monkey
 
 
 def test_writing_waits_for_the_update(tmp_path: Path) -> None:
-    with chasing(tmp_path) as (model, engine, _):
+    with owing(tmp_path) as (model, engine, _):
         with gathered(model, write=True):
             model[3].weight.data.zero_()
         assert engine.pool.owed is None
@@ -241,7 +241,7 @@ def test_writing_waits_for_the_update(tmp_path: Path) -> None:
 def test_a_forward_under_autocast_changes_no_update(tmp_path: Path) -> None:
     losses = []
     expected = net()
-    with chasing(tmp_path, warm=0) as (model, engine, optimizer):
+    with owing(tmp_path, warm=0) as (model, engine, optimizer):
         for each, opt in ((model, optimizer), (expected, adamw(expected))):
             losses.append([])
             for number in range(6):
@@ -259,7 +259,7 @@ def test_a_forward_under_autocast_changes_no_update(tmp_path: Path) -> None:
 def test_fp32_masters(tmp_path: Path) -> None:
     values = []
     for spare in (2, 0.9):
-        with chasing(tmp_path, warm=5, spare=spare, master_weights="fp32") as (model, engine, _):
+        with owing(tmp_path, warm=5, spare=spare, master_weights="fp32") as (model, engine, _):
             assert (engine.pool.owed is not None) == (spare == 2)
             values.append({name: value.clone() for name, value in model.state_dict().items()})
     assert all(same_bits(value, values[1][name]) for name, value in values[0].items())
@@ -268,9 +268,9 @@ def test_fp32_masters(tmp_path: Path) -> None:
 def test_a_parameter_with_a_master_is_not_loaded_to_be_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with chasing(tmp_path, master_weights="fp32", warm=4, spare=3) as (_, engine, _):
-        chase = engine.pool.owed
-        assert chase is not None
+    with owing(tmp_path, master_weights="fp32", warm=4, spare=3) as (_, engine, _):
+        queue = engine.pool.owed
+        assert queue is not None
         away = [slot.value.block for slot in engine.slots if slot.value.place is Place.AWAY]
         assert away
         loaded: list[PagedTensor] = []
@@ -288,7 +288,7 @@ def test_a_parameter_with_a_master_is_not_loaded_to_be_overwritten(
 
 def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pages, "grouped", False)
-    with chasing(tmp_path, master_weights="fp32", warm=4, spare=3) as (model, engine, optimizer):
+    with owing(tmp_path, master_weights="fp32", warm=4, spare=3) as (model, engine, optimizer):
         engine.settle()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         occupied: list[PagedTensor] = []
@@ -332,7 +332,7 @@ def test_room_that_does_not_come_free_is_not_needed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ComputeUpdates, "_take_room", parts_alone)
     # Large enough to be cut.
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
-    with chasing(tmp_path, warm=5) as (model, engine, _):
+    with owing(tmp_path, warm=5) as (model, engine, _):
         engine.settle()
         assert refused
         assert_same_weights(model, plain(5)[0])
@@ -401,7 +401,7 @@ def test_without_room_beside_a_forward_the_step_is_still_owed(kind: str, tmp_pat
 
 
 def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
-    with chasing(tmp_path) as (_, engine, optimizer):
+    with owing(tmp_path) as (_, engine, optimizer):
         assert engine.pool.owed is not None
         optimizer.close()
         assert engine.pool.owed is None
@@ -421,7 +421,7 @@ def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
 
 
 def test_detaching_ends_the_step_first(tmp_path: Path) -> None:
-    with chasing(tmp_path) as (model, engine, _):
+    with owing(tmp_path) as (model, engine, _):
         expected, _ = plain(3)
         engine.detach()
         for name, param in model.named_parameters():
@@ -439,7 +439,7 @@ def test_an_update_that_fails_is_told_by_the_next_look(
         return os.pwritev(*args)
 
     monkeypatch.setattr("ptm_accel.memory.disk.Io", lambda: Io(pwritev=pwritev))
-    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+    with owing(tmp_path, warm=3) as (model, engine, optimizer):
         failing.set()
         with pytest.raises(DiskError, match="Input/output error"):
             go_on(model, engine, optimizer)
@@ -470,7 +470,7 @@ def test_a_graph_of_values_before_an_owed_update_is_refused(tmp_path: Path) -> N
         loss: torch.Tensor = last[1](last[0](torch.ones(4, WIDTH)).tanh()).square().mean()
         return loss
 
-    with chasing(tmp_path, warm=3) as (model, engine, optimizer):
+    with owing(tmp_path, warm=3) as (model, engine, optimizer):
         backward(model, 3)
         second = head(model)
         optimizer.step()
