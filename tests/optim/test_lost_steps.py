@@ -20,7 +20,7 @@ from ptm_accel.errors import DiskError, LostStepError
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.optimizer import PagedOptimizer
-from tests.optim.test_update_queue import assert_same_weights, owing, net, plain
+from tests.optim.test_update_queue import assert_same_weights, net, owing, plain
 from tests.plain_loop import same_bits
 from tests.stacks import adamw, backward, step
 from tests.tiers import MEMORIES, needs, on_pages
