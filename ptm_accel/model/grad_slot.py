@@ -121,8 +121,8 @@ class GradSlot:
 
     def _write(self, value: Part, source: torch.Tensor) -> None:
         """Writes the first values of a sum."""
-        if value.block.place is Place.BLANK:
-            # What others have of the block is not read before it is written.
+        if value.block.place is Place.BLANK and len(value.used) == 1:
+            # The rest of the block belongs to nobody yet. What others have of a blank block are zeros (`zero`).
             value.of(self._pool.make(value.block)).copy_(source)
         else:
             self._pool.fault(value, write=True).copy_(source)
