@@ -47,10 +47,10 @@ class ParamGroup:
             self.starts.append(round_up(end, PART_ALIGN if movable else _ALIGN))
             end = self.starts[-1] + shape.numel()
         self.numel = end
-        self._blocks: dict[str, tuple[PagedTensor, set[int]]] = {}
+        self._blocks: dict[tuple[str, torch.dtype], tuple[PagedTensor, set[int]]] = {}
 
     def part(self, member: int, role: str, tag: Tag, dtype: torch.dtype, pool: Pool, *, fill: float = 0.0) -> Part:
-        """A new part for one member: of the newest block of the role that has it free, or else of a new block.
+        """A new part for one member: of the newest block of its role and type that has it free, or else of a new block.
 
         Args:
             member: its number.
@@ -60,13 +60,13 @@ class ParamGroup:
             pool: where a new block is made.
             fill: what the elements of the part are at first, if nothing of its block has been written.
         """
-        block, used = self._blocks.get(role, (None, set()))
-        if block is None or not used or member in used or block.dtype != dtype or block.fill != fill:
+        block, used = self._blocks.get((role, dtype), (None, set()))
+        if block is None or not used or member in used or block.fill != fill:
             shape = self.shapes[0] if len(self.shapes) == 1 else torch.Size([self.numel])
             block = pool.create(f"{self.name}{role}", tag, shape, dtype, fill=fill, movable=self.movable)
             block.parts = len(self.shapes)
             used = set()
-            self._blocks[role] = block, used
+            self._blocks[role, dtype] = block, used
         used.add(member)
         return Part(block, self.starts[member], self.shapes[member], member, used)
 
