@@ -129,12 +129,14 @@ class UpdateQueue:
             DiskError: a transfer had failed; the step is not whole then.
         """
         batches, early = self._batches, bool(self._batches.work)
-        self.whole, batches.sparing = True, False
         try:
             self.add(ordered(work, order))
         except BaseException as error:
+            self.whole = True
             self.give_up(error)
             raise
+        # Not before: it ends when nothing is left of what it has.
+        self.whole, batches.sparing = True, False
         if early:
             batches.reorder(order)
         self._end_if_done()
