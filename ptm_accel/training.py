@@ -53,12 +53,13 @@ class Training:
         self.gradients: Gradients | None = None
         self.optimizer: PagedOptimizer | None = None
         self.replicas: Replicas | None = None
-        self.updates_in_backward: Callable[[], bool] = _no
+        self.updates_in_backward: Callable[[], bool] = lambda: False
         self.plain = PlainMode(pages)
         self._pages = pages
         self._pool = pages.pool
         self._slots = pages.slots
         self._needs = pages.needs
+        self._masters = pages.config.master_weights is not None
         self._forbidden = 0
         self._told_of_lost: str | None = None
         # The pool, which outlives the model, holds some of these.
@@ -114,10 +115,6 @@ class Training:
             del values
             grad.drop()
         return sums
-
-    @property
-    def _masters(self) -> bool:
-        return self._pages.config.master_weights is not None
 
     def _shown_gradient(self, slot: ParamSlot) -> torch.Tensor | None:
         return None if self.gradients is None else self.gradients.shown(slot)
@@ -358,8 +355,12 @@ class Training:
                 "clipped. Set error_if_nonfinite=False to multiply them by it anyway."
             )
         coefficient = clip_coefficient(norm, float(max_norm))
-        if len(norms) > len(others):
-            self._scale_gradients(coefficient.to(self._pool.compute.device))
+        here = coefficient.to(self._pool.compute.device)
+        if self.optimizer is not None and len(norms) > len(others):
+            # Those of the optimizer's parameters are multiplied when they are used.
+            self.optimizer.gradients.multiply(here)
+        else:
+            self.gradients.multiply(here)
         for gradient in others:
             gradient.mul_(coefficient.to(gradient.device))
         return norm
@@ -369,14 +370,6 @@ class Training:
         assert self.gradients is not None
         known = {id(param) for param in given}
         return len(known) == len(given) and all(id(grad.slot.param) in known for grad in self.gradients.arrived())
-
-    def _scale_gradients(self, coefficient: torch.Tensor) -> None:
-        """Multiplies all gradients on pages by a scalar; those of the optimizer's parameters when they are used."""
-        assert self.gradients is not None
-        if self.optimizer is not None:
-            self.optimizer.gradients.multiply(coefficient)
-        else:
-            self.gradients.multiply(coefficient)
 
     def replicate(self) -> None:
         """From now on this model is one of several, each in a process of `torch.distributed`, that stay alike.
@@ -427,7 +420,3 @@ class Training:
                 lost,
             )
         self._told_of_lost = lost
-
-
-def _no() -> bool:
-    return False
