@@ -10,7 +10,7 @@ from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.timeline import Span
-from ptm_accel.schedule.bound import StepCost, lower_bound_s
+from ptm_accel.schedule.bound import Resource, StepCost, lower_bound
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.units import format_bytes
 
@@ -137,43 +137,48 @@ class Metrics:
             nbytes = getattr(now, f"{name}_bytes") - getattr(before, f"{name}_bytes")
             keys[f"ptm_{name}_gib"] = round(nbytes / steps / _GIB, 4)
         keys["ptm_stall_s"] = round((now.stall_s - before.stall_s) / steps, 4)
-        bound = self._bound_s(before, now)
+        bound = self._bound(before, now)
         if bound is not None:
-            keys["ptm_bound_s"] = round(bound, 4)
+            keys["ptm_bound_s"] = round(bound[0], 4)
         return keys
 
-    def _bound_s(self, before: Reading, now: Reading) -> float | None:
-        """The least that a step between two readings could have taken; None where that is not known."""
+    def _bound(self, before: Reading, now: Reading) -> tuple[float, Resource] | None:
+        """The least that a step between two readings could have taken, and by what; None where that is not known."""
         steps = now.steps - before.steps
         first, last = before.tally, now.tally
         if self.rates is None or steps <= 0 or last.passes == first.passes:
             return None
+        loaded, stored = now.loaded_bytes - before.loaded_bytes, now.stored_bytes - before.stored_bytes
+        read, written = now.disk_read_bytes - before.disk_read_bytes, now.disk_written_bytes - before.disk_written_bytes
+        link: LinkRates | None = self.rates
+        disk = self.disk_rates
+        if self._memory.device is None:
+            # What is loaded comes from disk.
+            link, disk, read, written = None, self.rates, loaded, stored
         cost = StepCost(
             forward_s=(last.compute_s - first.compute_s) / steps,
             backward_s=0.0,
             update_s=(last.update_s - first.update_s) / steps,
             host_s=(last.host_s - first.host_s) / steps,
-            read_bytes=(now.loaded_bytes - before.loaded_bytes) / steps,
-            written_bytes=(now.stored_bytes - before.stored_bytes) / steps,
+            in_bytes=loaded / steps,
+            out_bytes=stored / steps,
+            read_bytes=read / steps,
+            written_bytes=written / steps,
         )
-        bound_s = lower_bound_s(cost, self.rates)
-        if self.disk_rates is None:
-            return bound_s
-        read = (now.disk_read_bytes - before.disk_read_bytes) / steps
-        written = (now.disk_written_bytes - before.disk_written_bytes) / steps
-        return max(bound_s, self.disk_rates.seconds(read, written))
+        return lower_bound(cost, link, disk)
 
     def times(self) -> str | None:
         """The time of a step and its lower bound, and of a pass and its prediction; None if not known."""
         if self._warm is None or not self._steps_s:
             return None
         now = self.read()
-        bound = self._bound_s(self._warm, now)
-        if bound is None or not bound:
+        bound, resource = self._bound(self._warm, now) or (0.0, None)
+        if not bound or resource is None:
             return None
         # The bound is a mean over all steps: beside a median, steps of several kinds would seem to go below it.
         step, usual = statistics.mean(self._steps_s), statistics.median(self._steps_s)
         text = f"step {step:.3f} s (median {usual:.3f} s), {step / bound:.2f} times its lower bound of {bound:.3f} s"
+        text += f" ({resource.value})"
         first, last = self._warm.tally, now.tally
         passes = last.foretold - first.foretold
         if passes:

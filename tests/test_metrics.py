@@ -98,7 +98,7 @@ def test_steps_of_several_kinds_are_not_shown_below_their_bound(
             tally.passes += 1
             tally.compute_s += work_s
             metrics.step_ended()
-        assert metrics.times() == "step 3.000 s (median 1.000 s), 1.00 times its lower bound of 3.000 s"
+        assert metrics.times() == "step 3.000 s (median 1.000 s), 1.00 times its lower bound of 3.000 s (compute)"
 
 
 def test_the_time_of_an_evaluation_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

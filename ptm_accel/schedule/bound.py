@@ -1,10 +1,25 @@
-"""The least time that a step can take on a machine, with buffers without end."""
+"""The least time that a step can take on a machine, with buffers without end, and the resource that it is busy with."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from ptm_accel.hardware.profile import LinkRates
+
+
+class Resource(enum.Enum):
+    """What a step can have to wait for."""
+
+    COMPUTE = "compute"
+    """The tier that passes are computed on."""
+    CPU = "CPU"
+    """Updates on the CPU beside a device."""
+    LINK_IN = "link in"
+    """From host to device."""
+    LINK_OUT = "link out"
+    DISK_READ = "disk read"
+    DISK_WRITE = "disk write"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,37 +31,44 @@ class StepCost:
         backward_s: seconds of arithmetic in its backwards, and in the norm.
         update_s: seconds of arithmetic in its update, where passes are computed.
         host_s: seconds of arithmetic in updates on the CPU beside a device.
-        read_bytes: bytes that come in over the link.
-        written_bytes: bytes that go out over it.
+        in_bytes: bytes that come in over the link to a device.
+        out_bytes: bytes that go out over it.
+        read_bytes: bytes that are read from disk.
+        written_bytes: bytes that are written to it.
         clipped: no update may begin before the norm of all gradients is known.
     """
 
     forward_s: float
     backward_s: float
     update_s: float
-    read_bytes: float
-    written_bytes: float
     host_s: float = 0.0
+    in_bytes: float = 0.0
+    out_bytes: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
     clipped: bool = True
 
-    @property
-    def work_s(self) -> float:
-        """The longest chain of arithmetic from one step to the next.
 
-        On the same cores everything follows everything. What is updated on others runs beside the rest: with clipping
-        it begins as backward ends, and only what follows until the next backward is there to run beside.
-        """
-        if self.clipped:
-            return self.backward_s + max(self.forward_s + self.update_s, self.host_s)
-        return max(self.forward_s + self.backward_s + self.update_s, self.host_s)
+def lower_bound(cost: StepCost, link: LinkRates | None = None, disk: LinkRates | None = None) -> tuple[float, Resource]:
+    """The least seconds that a step takes, and what it cannot go below them for.
 
-
-def lower_bound_s(cost: StepCost, rates: LinkRates | None) -> float:
-    """The least seconds a step takes: its arithmetic, or its bytes over the link, whichever is longer.
+    On the same cores all arithmetic follows one another. What is updated on others runs beside the rest: with clipping
+    it begins as backward ends, and only what follows until the next backward is there to run beside.
 
     Args:
         cost: what it does.
-        rates: of the link, both directions at once as measured; None if nothing is moved, or nothing is known.
+        link: the rates of the link to a device, both directions at once as measured; None if there is none.
+        disk: the rates of the disk; None if nothing is moved there, or nothing is known.
     """
-    link_s = rates.seconds(cost.read_bytes, cost.written_bytes) if rates is not None else 0.0
-    return max(cost.work_s, link_s)
+    found = [
+        (cost.forward_s + cost.backward_s + cost.update_s, Resource.COMPUTE),
+        ((cost.backward_s if cost.clipped else 0.0) + cost.host_s, Resource.CPU),
+    ]
+    for rates, coming, going, to, back in (
+        (link, cost.in_bytes, cost.out_bytes, Resource.LINK_IN, Resource.LINK_OUT),
+        (disk, cost.read_bytes, cost.written_bytes, Resource.DISK_READ, Resource.DISK_WRITE),
+    ):
+        if rates is not None:
+            mostly = to if coming / rates.read_bytes_s >= going / rates.write_bytes_s else back
+            found.append((rates.seconds(coming, going), mostly))
+    return max(found, key=lambda each: each[0])

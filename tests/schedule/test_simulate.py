@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptm_accel.hardware.profile import LinkRates, side_by_side
-from ptm_accel.schedule.actions import Action, Move, Plan
-from ptm_accel.schedule.bound import StepCost, lower_bound_s
+from ptm_accel.schedule.bound import Resource, StepCost, lower_bound
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import Simulation, simulate
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
@@ -64,22 +65,6 @@ def test_loads_in_time_cost_nothing() -> None:
     assert done.read_bytes > 0
     assert done.seconds == pytest.approx(done.compute_s)
     assert done.late == 0
-
-
-@pytest.mark.parametrize("due", [2, 4])
-def test_what_comes_leaves_room_for_what_is_made_before_it_is_wanted(due: int) -> None:
-    """The room of what leaves is free only once that is stored: what is left goes to what is needed first."""
-    items = tuple(Item(name, 10) for name in ("leaves", "stays", "made", "comes"))
-    accesses = [Access(0, Use.WRITE), Access(1, Use.READ, 0.1), Access(2, Use.CREATE, 5.0), Access(1, Use.READ, 5.0)]
-    accesses.insert(due, Access(3, Use.READ))
-    actions = ((Action(Move.EVICT, 3),), (Action(Move.EVICT, 0), Action(Move.LOAD, 3, due)), (), (), ())
-    plan = Plan(None, 30, actions, frozenset({0, 1}))
-    done = simulate(Trace(None, items, tuple(accesses)), plan, DUPLEX)
-    assert done.peak_bytes == 30
-    if due == 4:
-        assert (done.room_stall_s, done.late) == (0.0, 1), "only what is written is waited for, as the pass begins"
-    else:
-        assert (done.room_stall_s, done.late) == (0.0, 2), "what is wanted first comes first"
 
 
 def test_a_duplex_link_stores_beside_its_loads() -> None:
@@ -145,8 +130,8 @@ def test_nothing_beats_the_bound(
     )
     # Transfers may run on into the next pass, and from the one before: once through the queue is their slack.
     slack = rates.seconds(trace.item_bytes, trace.item_bytes)
-    assert done.seconds >= cost.work_s - 1e-6
-    assert done.seconds >= lower_bound_s(cost, rates) - slack - 1e-6
+    assert done.seconds >= lower_bound(cost)[0] - 1e-6
+    assert done.seconds >= lower_bound(cost, disk=rates)[0] - slack - 1e-6
     assert done.peak_bytes <= capacity
     total = done.compute_s + done.update_s + done.load_stall_s + done.room_stall_s
     assert done.seconds == pytest.approx(total)
@@ -165,19 +150,27 @@ def cost(*, read_bytes: float = 30, update_s: float = 4.0, host_s: float = 0.0, 
 
 
 def test_on_the_same_cores_everything_adds_up() -> None:
-    assert lower_bound_s(cost(), None) == 7.0
-    assert lower_bound_s(cost(), TURNS) == 7.0
-    assert lower_bound_s(cost(read_bytes=80), TURNS) == pytest.approx(10.0)
-    assert lower_bound_s(cost(read_bytes=80), DUPLEX) == 8.0
+    assert lower_bound(cost()) == (7.0, Resource.COMPUTE)
+    assert lower_bound(cost(), disk=TURNS) == (7.0, Resource.COMPUTE)
+    assert lower_bound(cost(read_bytes=80), disk=TURNS) == (pytest.approx(10.0), Resource.DISK_READ)
+    assert lower_bound(cost(read_bytes=80), disk=DUPLEX) == (8.0, Resource.DISK_READ)
+    assert lower_bound(cost(read_bytes=0), disk=LinkRates(10.0, 1.0, 10.0)) == (40.0, Resource.DISK_WRITE)
+
+
+def test_the_link_to_a_device_and_the_disk_below_it_are_looked_at_apart() -> None:
+    both = replace(cost(), in_bytes=90, out_bytes=0)
+    assert lower_bound(both, DUPLEX, DUPLEX) == (9.0, Resource.LINK_IN)
+    assert lower_bound(both, DUPLEX, LinkRates(10.0, 1.0, 10.0))[1] is Resource.DISK_WRITE
+    assert lower_bound(replace(both, in_bytes=0, out_bytes=900), DUPLEX, DUPLEX)[1] is Resource.LINK_OUT
 
 
 def test_clipping_is_a_barrier_for_updates_on_cores_of_their_own() -> None:
-    assert lower_bound_s(cost(update_s=0.0, host_s=4.0), None) == 2.0 + 4.0
-    assert lower_bound_s(cost(update_s=0.0, host_s=4.0, clipped=False), None) == 4.0
-    assert lower_bound_s(cost(update_s=0.0, host_s=0.5, clipped=False), None) == 3.0
-    assert lower_bound_s(cost(update_s=0.0, host_s=0.5), None) == 3.0
-    assert lower_bound_s(cost(update_s=1.5, host_s=2.5), None) == 2.0 + 2.5
-    assert lower_bound_s(cost(update_s=2.5, host_s=2.5), None) == 5.5
+    assert lower_bound(cost(update_s=0.0, host_s=4.0)) == (2.0 + 4.0, Resource.CPU)
+    assert lower_bound(cost(update_s=0.0, host_s=4.0, clipped=False)) == (4.0, Resource.CPU)
+    assert lower_bound(cost(update_s=0.0, host_s=0.5, clipped=False)) == (3.0, Resource.COMPUTE)
+    assert lower_bound(cost(update_s=0.0, host_s=0.5)) == (3.0, Resource.COMPUTE)
+    assert lower_bound(cost(update_s=1.0, host_s=2.5)) == (2.0 + 2.5, Resource.CPU)
+    assert lower_bound(cost(update_s=2.5, host_s=2.5)) == (5.5, Resource.COMPUTE)
 
 
 def test_several_disks_add_up_if_all_are_known() -> None:
