@@ -22,12 +22,8 @@ class Ahead:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def prefetch(self, tensor: PagedTensor, beside_bytes: int = 0) -> bool:
+    def prefetch(self, tensor: PagedTensor) -> bool:
         """Starts loading a tensor that is away, if there is room without waiting and without evicting.
-
-        Args:
-            tensor: which one.
-            beside_bytes: so much of the room is to stay free.
 
         Returns:
             whether the tensor is resident or arriving now.
@@ -38,10 +34,9 @@ class Ahead:
                 return tensor.place is not Place.BLANK
             if pool.owed is not None and pool.owed.elsewhere(tensor):
                 return False
-            needed = tensor.slot_bytes + beside_bytes
-            if needed > pool.budget.free_bytes:
+            if tensor.slot_bytes > pool.budget.free_bytes:
                 pool.room.collect()
-            if needed > pool.budget.free_bytes:
+            if tensor.slot_bytes > pool.budget.free_bytes:
                 return False
             try:
                 load = pool.extents.begin_load(tensor, moves=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -68,7 +67,7 @@ class Occupant(Protocol):
 
 
 class Adviser(Protocol):
-    """Follows the accesses, and chooses what to evict. Called with the pool's lock held."""
+    """Follows the accesses. Called with the pool's lock held."""
 
     def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
         """The tensor is about to be used; it may not be resident yet."""
@@ -80,10 +79,6 @@ class Adviser(Protocol):
 
     def created(self, tensor: PagedTensor) -> None:
         """The tensor gets its first bytes from a caller."""
-        ...
-
-    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
-        """Which of `idle` (least recently used first) to evict; None for no preference."""
         ...
 
 

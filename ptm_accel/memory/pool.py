@@ -331,10 +331,9 @@ class Pool:
         return any(pool.owed is not None and pool.owed.give_way() for pool in self.tenants.pools)
 
     def victim(self) -> PagedTensor | None:
-        """What is to leave next: the adviser's choice, or the least recently used; None if nothing can."""
-        giver, idle = self.tenants.giver(self.shelf.in_order())
-        victim = giver.adviser.victim(idle) if giver is not None and giver.adviser is not None else None
-        return victim or next(iter(idle), None) or self.shelf.last_resort()
+        """What is to leave next: the least recently used; None if nothing can."""
+        _, idle = self.tenants.giver(self.shelf.in_order())
+        return next(iter(idle), None) or self.shelf.last_resort()
 
     def evict(self, tensor: PagedTensor) -> None:
         """Evicts an idle tensor, storing it first if it is dirty.

@@ -6,9 +6,9 @@ the transfers.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.timeline import Mark
 from ptm_accel.model.clock import Clock
 from ptm_accel.model.route import Route
-from ptm_accel.schedule.actions import Action, Move
+from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.trace import Recorder, Use
 from ptm_accel.schedule.updates import Updates
 
@@ -83,8 +83,6 @@ class Following:
         self._route: Route | None = None
         self._updates_when = Updates.APART
         self._position = 0
-        # A cache of next uses; an entry is valid until the access it names.
-        self._wanted: dict[PagedTensor, int] = {}
         self._strays = 0
         self._read: PagedTensor | None = None
         self._marks: list[Mark] = []
@@ -104,7 +102,6 @@ class Following:
             self._clock.give_up()
         self._recorder = self._route = self._most = self._read = None
         self._marks = []
-        self._wanted.clear()
         self._coming.clear()
         self._going.clear()
         self._pool.adviser = None
@@ -135,43 +132,6 @@ class Following:
             self._read = None
             self._see(tensor, Use.CREATE)
 
-    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
-        """See `Adviser`: the tensor with the last next use in the trace."""
-        return self._wanted_last(idle)
-
-    def _wanted_last(self, idle: Iterable[PagedTensor], accessed: PagedTensor | None = None) -> PagedTensor | None:
-        """The tensor with the last next use, leaving out `accessed`."""
-        route, position, wanted = self._route, self._position, self._wanted
-        if route is None:
-            return None
-        last, most, need_not = None, -1, False
-        # Runs over all idle tensors at each eviction, so calls are avoided.
-        kept, awaits = route.kept, self._updates_when is Updates.BACKWARD
-        for tensor in idle:
-            use = wanted.get(tensor, -1)
-            if awaits or use < position:
-                use = self._next_use(route, tensor, position) if awaits or tensor.name not in kept else position
-            if use >= most and tensor is not accessed:
-                # Of two with the same next use, the one that need not be stored.
-                clean = tensor.place is not Place.DIRTY
-                if use > most or clean > need_not:
-                    last, most, need_not = tensor, use, clean
-        return last
-
-    def _next_use(self, route: Route, tensor: PagedTensor, position: int) -> int:
-        if self._awaits(tensor):
-            # A pending update whose turn has come needs it first.
-            return position
-        use = self._wanted.get(tensor, -1)
-        if use < position:
-            use = self._wanted[tensor] = route.next_use(tensor, position)
-        return use
-
-    def _awaits(self, tensor: PagedTensor) -> bool:
-        """Whether a pending update that runs within this backward uses the tensor."""
-        beside, in_backward = self.beside, self._updates_when is Updates.BACKWARD
-        return in_backward and beside is not None and beside.awaits(tensor)
-
     def _see(self, tensor: PagedTensor, use: Use) -> None:
         recorder = self._recorder
         assert recorder is not None
@@ -198,20 +158,29 @@ class Following:
         held = pool.budget.used_bytes - pool.idle_bytes - pool.room.leaving_bytes
         return held - (self.beside.open_bytes if self.beside is not None else 0)
 
+    def _awaits(self, tensor: PagedTensor) -> bool:
+        """Whether a pending update that runs within this backward uses the tensor."""
+        beside, in_backward = self.beside, self._updates_when is Updates.BACKWARD
+        return in_backward and beside is not None and beside.awaits(tensor)
+
     def _follow(self, route: Route, tensor: PagedTensor) -> None:
         """Finds the access in the trace, and starts the actions planned up to it."""
-        use = route.next_own(tensor, self._position)
-        if use != route.due(self._position):
+        first, places = self._position, route.places.get(tensor.name, ())
+        place = bisect_left(places, first)
+        at = places[place] if place < len(places) else route.count
+        if at != first:
             self._strays += 1
             self.departures += 1
-        if use >= len(route.trace.accesses) or route.rank[use] - route.rank[self._position] > _JOIN_WITHIN:
-            return
-        first, self._position = self._position, use + 1
-        if route.plan is None:
-            return
-        for index in range(first, use + 1):
-            for action in route.plan.starts[index]:
-                self._enqueue(route, action)
+            if at >= min(route.count, first + _JOIN_WITHIN + 1):
+                return
+        self._position = at + 1
+        for actions in route.starts[first : at + 1]:
+            for move, name, due in actions:
+                planned = self._tensors.get(name)
+                if planned is not None and move is Move.LOAD:
+                    self._ask_for(planned, due)
+                elif planned is not None:
+                    self._going.append(planned)
         self._evict(tensor)
         # A load that is waited for goes before all prefetches (see `awaited`).
         if tensor.place is not Place.AWAY:
@@ -221,26 +190,15 @@ class Following:
 
     def _ask_for_absent(self, route: Route) -> None:
         """Prefetches what the plan expects to be resident at the start and is not: another kind of pass came before."""
-        if route.plan is None:
-            return
         asked = {tensor for _, tensor in self._coming}
-        for item in route.plan.resident | route.plan.coming:
-            name = route.trace.items[item].name
+        for name, due in route.expected.items():
             tensor = self._tensors.get(name)
             if tensor is not None and tensor.place is Place.AWAY and tensor not in asked:
-                self._ask_for(tensor, route.places[name][0])
+                self._ask_for(tensor, due)
 
     def _ask_for(self, tensor: PagedTensor, due: int) -> None:
         """Puts a tensor into the queue of prefetches, in the order of uses."""
         self._coming.insert(bisect_right(self._coming, due, key=lambda coming: coming[0]), (due, tensor))
-
-    def _enqueue(self, route: Route, action: Action) -> None:
-        tensor = self._tensors.get(route.trace.items[action.item].name)
-        if tensor is not None:
-            if action.move is Move.LOAD:
-                self._ask_for(tensor, action.due)
-            else:
-                self._going.append(tensor)
 
     def _evict(self, accessed: PagedTensor) -> None:
         """Starts planned evictions. A tensor in use, or with a pending update, is tried again at a later access."""
@@ -251,7 +209,9 @@ class Following:
             if tensor.pins or self._awaits(tensor):
                 self._going.append(tensor)
             elif tensor in self._pool.shelf and not self._pool.shelf.is_spared(tensor):
-                self._spare(tensor)
+                # Where the backing store is full it stays, and a demand load that needs its room raises.
+                with suppress(BudgetError):
+                    self._pool.ahead.evict(tensor)
 
     def _prefetch(self, accessed: PagedTensor) -> None:
         """Starts planned loads, in order, as far as there is room; the others are tried again at a later access."""
@@ -265,47 +225,7 @@ class Following:
             if self.beside is not None and self.beside.elsewhere(tensor):
                 passed.append(self._coming.popleft())
                 continue
-            if tensor.place is Place.AWAY and tensor is not accessed:
-                made_bytes = self._made_bytes(due)
-                if not self._pool.ahead.prefetch(tensor, made_bytes):
-                    self._make_way(tensor, accessed, made_bytes)
-                    break
+            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
+                break
             self._coming.popleft()
         self._coming.extendleft(reversed(passed))
-
-    def _made_bytes(self, due: int) -> int:
-        """Bytes created by the accesses right behind this one, before the access `due`.
-
-        A prefetch that took their room would make compute wait for a store.
-        """
-        route, total = self._route, 0
-        assert route is not None
-        for at in route.made_next[self._position - 1]:
-            item = route.trace.items[route.trace.accesses[at].item]
-            tensor = self._tensors.get(item.name)
-            if at < due and (tensor is None or tensor.place in (Place.AWAY, Place.BLANK)):
-                total += item.nbytes
-        return total
-
-    def _make_way(self, coming: PagedTensor, accessed: PagedTensor, beside_bytes: int) -> None:
-        """Evicts tensors used after `coming`; their memory is free when their stores end."""
-        pool, route = self._pool, self._route
-        assert route is not None
-        wanted = self._next_use(route, coming, self._position)
-        free = pool.budget.free_bytes + pool.room.ending_bytes
-        while free < coming.slot_bytes + beside_bytes:
-            own = [tensor for tensor in pool.shelf.in_order() if tensor.owner is pool]
-            spared = self._wanted_last(own, accessed)
-            if spared is None or self._next_use(route, spared, self._position) <= wanted:
-                return
-            free += spared.slot_bytes
-            if not self._spare(spared):
-                return
-
-    def _spare(self, tensor: PagedTensor) -> bool:
-        try:
-            self._pool.ahead.evict(tensor)
-        except BudgetError:
-            # The backing store is full: it stays, and a demand load that needs its room raises.
-            return False
-        return True

@@ -1,124 +1,85 @@
-"""One kind of pass: its trace, its plan, and the next use of each tensor in it."""
+"""One kind of pass: its trace, and its plan in the form that it is carried out in."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Mark
-from ptm_accel.schedule.actions import Plan
-from ptm_accel.schedule.choice import Choice, Way
-from ptm_accel.schedule.simulate import Simulation
+from ptm_accel.schedule.actions import Move
+from ptm_accel.schedule.choice import Choice
 from ptm_accel.schedule.trace import Recorder, Trace, Use
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates, final_gradients
 from ptm_accel.schedule.watch import Watch
 
 
-@dataclass(slots=True)
 class Route:
-    """One kind of pass.
+    """One kind of pass. Its accesses are counted without those of the updates that are planned beside it.
 
-    Attributes:
-        trace: its accesses, with updates.
-        plan: what to start at each access; None where none can be made.
-        capacity_bytes: the budget that the plan was made for; 0 as long as nothing has been planned.
+    Args:
         recorded: the trace as it was recorded, without updates.
         updates: which updates run beside it.
-        simulated: the simulated execution of the plan; None where the link has not been measured.
-        on_host: names of the parameters that the plan updates on the CPU beside a device.
-        way: how the plan divides the budget.
-        least_s: see `Choice`.
-        places: the accesses of each item, ascending, by the item's name.
-        own: of those, the ones of the pass itself.
-        kept: names of the tensors that the plan pins.
+        choice: the plan; None as long as nothing has been planned.
+        capacity_bytes: the budget that it was made for; 0 as long as nothing has been planned.
+        watch: tells when such passes are to be planned anew.
+
+    Attributes:
+        recorded, updates, choice, capacity_bytes, watch: see above.
+        count: number of accesses.
+        places: the accesses of each tensor, ascending, by its name.
+        starts: for each access, what the plan starts up to it: the move, the tensor's name, the access it is due at.
+        expected: the tensors that the plan expects to be resident or arriving as the pass begins, by name, each with
+            its first access.
         updated: names of the parameters whose updates are in the plan.
         final: names of the parameters whose gradients are whole when they arrive.
-        rank: number of accesses of the pass itself before each access; the last entry is the total.
-        made_next: for each access, those right behind it that create a tensor (`Trace.made_next`).
         trains: whether there is a backward in it.
-        watch: compares the time of such passes with the simulated one.
     """
 
-    trace: Trace
-    plan: Plan | None
-    capacity_bytes: int
-    recorded: Trace
-    updates: Updates = Updates.APART
-    simulated: Simulation | None = None
-    on_host: frozenset[str] = frozenset()
-    way: Way | None = None
-    least_s: float = math.inf
-    places: dict[str, list[int]] = field(default_factory=dict)
-    own: dict[str, list[int]] = field(default_factory=dict)
-    kept: frozenset[str] = frozenset()
-    updated: frozenset[str] = frozenset()
-    final: frozenset[str] = frozenset()
-    rank: list[int] = field(default_factory=lambda: [0])
-    made_next: list[tuple[int, ...]] = field(default_factory=list)
-    trains: bool = False
-    watch: Watch = field(default_factory=Watch)
-
-    def __post_init__(self) -> None:
-        items = self.trace.items
-        self.kept = frozenset(items[item].name for item in self.plan.kept) if self.plan is not None else frozenset()
-        used_up = (items[access.item].name for access in self.trace.accesses if access.use is Use.CONSUME)
+    def __init__(
+        self,
+        recorded: Trace,
+        updates: Updates,
+        choice: Choice | None = None,
+        capacity_bytes: int = 0,
+        watch: Watch | None = None,
+    ) -> None:
+        self.recorded = recorded
+        self.updates = updates
+        self.choice = choice
+        self.capacity_bytes = capacity_bytes
+        self.watch = Watch() if watch is None else watch
+        self.final = frozenset(final_gradients(recorded).values())
+        self.trains = any(access.backward for access in recorded.accesses)
+        trace = recorded if choice is None else choice.trace
+        used_up = (trace.items[access.item].name for access in trace.accesses if access.use is Use.CONSUME)
         self.updated = frozenset(name.removesuffix(GRAD_SUFFIX) for name in used_up)
-        self.trains = any(access.backward for access in self.recorded.accesses)
-        self.final = frozenset(final_gradients(self.recorded).values())
-        self.made_next = self.trace.made_next()
-        for index, access in enumerate(self.trace.accesses):
-            self.places.setdefault(items[access.item].name, []).append(index)
+        self.count = 0
+        self.places: dict[str, list[int]] = {}
+        first: dict[str, int] = {}
+        # How many accesses of the pass itself come before each one of the trace.
+        rank: list[int] = []
+        for access in trace.accesses:
+            name = trace.items[access.item].name
+            rank.append(self.count)
+            first.setdefault(name, self.count)
             if not access.update:
-                self.own.setdefault(items[access.item].name, []).append(index)
-            self.rank.append(self.rank[-1] + (not access.update))
+                self.places.setdefault(name, []).append(self.count)
+                self.count += 1
+        plan = None if choice is None else choice.plan
+        self.starts: list[list[tuple[Move, str, int]]] = [[] for _ in range(self.count)]
+        self.expected: dict[str, int] = {}
+        if plan is not None:
+            rank += [self.count + before for before in rank]
+            for at, actions in zip(rank[: len(plan.starts)], plan.starts, strict=True):
+                if at < self.count:
+                    self.starts[at] += [(each.move, trace.items[each.item].name, rank[each.due]) for each in actions]
+            names = (trace.items[item].name for item in plan.resident | plan.coming)
+            self.expected = {name: first[name] for name in names}
 
     @property
-    def choice(self) -> Choice | None:
-        """What was chosen for it, if a plan has been."""
-        if self.way is None:
-            return None
-        return Choice(self.way, self.trace, self.plan, self.simulated, self.on_host, self.least_s)
-
-    def due(self, position: int) -> int:
-        """The next access of the pass itself, from `position` on."""
-        accesses = self.trace.accesses
-        while position < len(accesses) and accesses[position].update:
-            position += 1
-        return position
-
-    def next_use(self, tensor: PagedTensor, position: int) -> int:
-        """The next use of a tensor from `position` on: an access of this pass, or a number beyond them.
-
-        Tensors of updates are in the trace if updates run beside the pass; otherwise they are used right after it.
-        Parameters are used by the pass after it.
-        """
-        if tensor.name in self.kept:
-            # Evicted last.
-            return position
-        count = len(self.trace.accesses)
-        places = self.places.get(tensor.name)
-        if places is None:
-            # Where updates come after several passes, their tensors are used after the parameters of the next.
-            far = tensor.tag in (Tag.STATE, Tag.MASTER) and self.trace is self.recorded
-            return 2 * (count + 1) if far else count
-        at = bisect_left(places, position)
-        if at < len(places):
-            return places[at]
-        first = self.trace.accesses[places[0]]
-        if first.use is Use.CREATE and first.update:
-            return self.trace.made_anew + places[0]
-        if tensor.tag is Tag.GRAD and not first.update:
-            return count
-        return count + 1 + places[0]
-
-    def next_own(self, tensor: PagedTensor, position: int) -> int:
-        """The next access to a tensor by the pass itself, from `position` on; the number of all if there is none."""
-        own = self.own.get(tensor.name, [])
-        at = bisect_left(own, position)
-        return own[at] if at < len(own) else len(self.trace.accesses)
+    def foretold_s(self) -> float | None:
+        """Seconds that such a pass should take; None where the link has not been measured, or nothing is planned."""
+        simulated = None if self.choice is None else self.choice.simulated
+        return None if simulated is None else simulated.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +99,5 @@ class Ended:
     route: Route | None
     updates: Updates
     strays: int
-    marks: list[Mark]
-    evaluates: bool
+    marks: list[Mark] = field(default_factory=list)
+    evaluates: bool = False

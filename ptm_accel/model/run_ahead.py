@@ -20,22 +20,22 @@ from ptm_accel.model.clock import clock_of
 from ptm_accel.model.following import Following
 from ptm_accel.model.gradients import Sums
 from ptm_accel.model.route import Ended, Route
-from ptm_accel.schedule.choice import Way, choose_plan
+from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
-from ptm_accel.schedule.watch import Backoff, LinkUse, rates_as_seen
+from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
 
 _DEPARTURES = 0.05
-"""The share of accesses that may differ from the trace before the pass is recorded anew."""
+"""The share of accesses that may differ from the trace of the plan."""
 
 _MOST_KINDS = 64
 """Most kinds of passes that are kept, the latest ones: with padding to the longest row, or generation, nearly each pass
 is of another kind.
 """
 
-_MANY_ACCESSES = 1000
-"""From this number of accesses on (some 300 tensors), trying all ways of dividing the budget takes seconds."""
+_TOLERANCE = 0.2
+"""How far the measured time of a pass may be from the foretold one, as a part of the latter."""
 
 _CAPACITY_GRAIN = 64
 """A budget that has changed by less than one part in this many needs no other plan."""
@@ -81,8 +81,6 @@ class RunAhead(Following):
         self.updates: dict[str, list[Item]] = {}
         self.overwritten: Collection[str] = ()
         self._on_host: Collection[str] = ()
-        # How the last plans divided the budget: those that follow need not look at all ways again.
-        self._ways: dict[Updates, Way] = {}
         self._ended: deque[Ended] = deque()
         self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
         self._passes_a_step = self._passes = 0
@@ -106,36 +104,23 @@ class RunAhead(Following):
         sums = self.sums()
         updates = self._when_updated(kind, sums)
         key = (kind, sums, updates)
-        capacity = self._pool.share_bytes
         route = self.routes.get(key)
-        if route is not None and self._needs_plan(route, capacity):
-            watch = route.watch
-            route = self._planned(route.recorded, updates=updates)
-            route.watch = watch
         if route is not None:
+            if not route.capacity_bytes:
+                route = self._planned(route.recorded, updates, route.watch)
             self._remember(key, route)
-        if route is not None and route.watch.calm:
-            self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
-        if route is not None and updates is not Updates.APART and route.trains:
-            self._on_host = route.on_host
+            if not route.watch.off:
+                self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
+            if updates is not Updates.APART and route.trains and route.choice is not None:
+                self._on_host = route.choice.on_host
         self._updates_when = updates
         self._marks = [self._clock.begin()]
         # Nothing of a settled pass need be recorded: beside a device, that costs its events.
-        settled = False
-        if route is not None and route.plan is not None and route.simulated is not None:
-            settled = route.watch.settled
-        self._recorder, self._most = Recorder(key, writes=not settled), None
+        self._recorder, self._most = Recorder(key, writes=route is None or not route.watch.settled), None
         self._route, self._position, self._strays = route, 0, 0
-        self._wanted.clear()
         if route is not None:
             self._ask_for_absent(route)
         self._pool.adviser = self
-
-    def _needs_plan(self, route: Route, capacity_bytes: int) -> bool:
-        """Whether there is no plan, or the budget has differed too much from the plan's for too long."""
-        if not route.capacity_bytes:
-            return True
-        return route.watch.budget.calls(abs(route.capacity_bytes - capacity_bytes) > capacity_bytes // _CAPACITY_GRAIN)
 
     def _when_updated(self, kind: Hashable, sums: Sums) -> Updates:
         """When updates run that concern the next pass, if it is one of this kind."""
@@ -145,14 +130,14 @@ class RunAhead(Following):
         if alike is None or not alike.final or not self.in_backward():
             return otherwise
         if alike.updates is not Updates.BACKWARD:
-            self.routes[kind, sums, Updates.BACKWARD] = self._planned(alike.recorded, updates=Updates.BACKWARD)
+            self.routes[kind, sums, Updates.BACKWARD] = self._planned(alike.recorded, Updates.BACKWARD)
         return Updates.BACKWARD
 
     def end(self) -> None:
         """Ends the pass, if there is one."""
         recorder, route = self._recorder, self._route
         # Loads for the next pass that had no room yet are kept.
-        count = len(route.trace.accesses) if route is not None else 0
+        count = route.count if route is not None else 0
         coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count or self._awaits(tensor))
         if recorder is not None:
             self._passes += not self._evaluates
@@ -170,22 +155,21 @@ class RunAhead(Following):
         took_s = moments[-1].total_s - moments[0].total_s
         if not ended.evaluates:
             self._count(route, took_s, moments[-1].compute_s - moments[0].compute_s)
-        warm = route is not None and route.watch.warm
         # Another plan may have been made since it ended.
         known = self.routes.get(recorder.key) is route
-        if not len(recorder) or not known or (route is not None and not self._is_off(route, took_s, ended)):
+        if not len(recorder) or not known:
+            return
+        if route is not None and not route.watch.calls(self._is_off(route, took_s, ended), recorded=recorder.writes):
             return
         trace = recorder.finish([moment.compute_s for moment in moments])
         if route is None:
             # The plan is made when such a pass comes again: making it takes a while.
-            self._remember(recorder.key, Route(trace, None, 0, trace, ended.updates))
+            self._remember(recorder.key, Route(trace, ended.updates))
             return
         before = self._before[1]
         if self.rates is not None and self.link_use is not None and before is not None:
             self.rates = rates_as_seen(self.rates, before, self.link_use())
-        newer = self._planned(trace, updates=ended.updates, again=warm, present=route)
-        newer.watch = route.watch
-        self._remember(recorder.key, newer)
+        self._remember(recorder.key, self._planned(trace, ended.updates, route.watch))
 
     def _remember(self, key: Hashable, route: Route) -> None:
         """Keeps a route as the latest, and forgets the one that was used longest ago."""
@@ -195,15 +179,11 @@ class RunAhead(Following):
             del self.routes[next(iter(self.routes))]
 
     def _is_off(self, route: Route, took_s: float, ended: Ended) -> bool:
-        """Whether the pass that has ended calls for a new plan: its accesses or its time differed."""
-        foretold, watch = route.simulated, route.watch
-        written = ended.recorder.writes
-        late = foretold is not None and watch.departs(foretold.seconds, took_s, written=written)
-        watch.strayed = ended.strays > _DEPARTURES * route.rank[-1]
-        if watch.strayed and not written:
-            # It was not recorded; the next one will be.
-            return False
-        return watch.accesses.calls(watch.strayed) or late
+        """Whether a pass was another than its plan was made for: in its accesses, its time or its budget."""
+        foretold_s, capacity = route.foretold_s, self._pool.share_bytes
+        late = foretold_s is not None and abs(took_s - foretold_s) > _TOLERANCE * foretold_s
+        resized = abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN
+        return late or resized or ended.strays > _DEPARTURES * route.count
 
     def end_step(self) -> None:
         """The passes of a step have ended: its update begins."""
@@ -220,22 +200,20 @@ class RunAhead(Following):
         tally.passes += 1
         tally.passes_s += took_s
         tally.compute_s += compute_s
-        if route is not None and route.simulated is not None:
+        if route is not None and route.foretold_s is not None:
             tally.foretold += 1
-            tally.foretold_s += route.simulated.seconds
+            tally.foretold_s += route.foretold_s
             tally.foretold_took_s += took_s
 
     def resized(self) -> None:
         """Called when the budget has another size for good: plans are made anew at once."""
-        self._ways.clear()
         for route in self.routes.values():
-            route.watch.budget = Backoff()
+            route.capacity_bytes = 0
 
     def forget(self) -> None:
         """Forgets all passes, since the model has other parameters now."""
         self.give_up()
         self.routes.clear()
-        self._ways.clear()
         self._ended.clear()
         self._tensors.clear()
         self.updates, self.overwritten, self._on_host = {}, (), ()
@@ -293,7 +271,7 @@ class RunAhead(Following):
     def sends_for(self, parameter: str) -> bool:
         """Whether the running plan loads what the update of a parameter needs."""
         route = self._route
-        return route is not None and route.plan is not None and parameter in route.updated
+        return route is not None and parameter in route.updated
 
     def updates_on_host(self, parameter: str) -> bool:
         """Whether the newest plan of a training pass has the update of a parameter on the CPU, beside a device."""
@@ -305,20 +283,15 @@ class RunAhead(Following):
         route = self._route
         return route.final if route is not None and route.updates is Updates.BACKWARD else ()
 
-    def _planned(
-        self, recorded: Trace, *, updates: Updates, again: bool = False, present: Route | None = None
-    ) -> Route:
+    def _planned(self, recorded: Trace, updates: Updates, watch: Watch | None = None) -> Route:
         """Plans a pass.
 
         Args:
             recorded: its trace, without updates.
             updates: when updates run.
-            again: there is a plan for the same budget that was made with memory warm: search near it.
-            present: the present route of such passes.
+            watch: that of the route which this one replaces.
         """
         capacity = self._pool.share_bytes
-        # Plans for other budgets: a larger budget must not make for a slower plan.
-        before = (known for known in self.routes.values() if known.recorded is recorded and known.updates is updates)
         # Where several passes make a step, only the first has updates beside it.
         alone = updates is not Updates.FORWARD or self._passes_a_step == 1
         choice = choose_plan(
@@ -332,14 +305,8 @@ class RunAhead(Following):
             rates=self.rates,
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
-            near=self._ways.get(updates) if again or len(recorded.accesses) > _MANY_ACCESSES else None,
-            present=present.way if present is not None and present.capacity_bytes == capacity else None,
-            less=next((known.choice for known in before), None),
         )
-        if choice.simulated is not None:
-            self._ways[updates] = choice.way
-        made = choice.trace, choice.plan, capacity, recorded, updates
-        return Route(*made, choice.simulated, choice.on_host, choice.way, choice.least_s)
+        return Route(recorded, updates, choice, capacity, watch)
 
     def _bytes_apart(self) -> int:
         """The most bytes that a training pass without updates can use, as far as is known."""

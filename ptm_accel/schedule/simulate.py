@@ -5,11 +5,10 @@ other direction's time as well: nothing on a duplex link, all where they can onl
 
 It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored
 first, and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in
-order, and an access waits for what has not arrived. Room for what is made at once, and sooner than what comes is
-wanted, is left free. Updates that follow their gradients, in backward, are waited for by nobody until too many
-gradients have piled up. What is updated on the CPU beside a device is updated in order, when its gradient has gone
-there, and can be sent for when that is done. The pass is repeated until it begins as it ends; the last time is
-reported.
+order, and an access waits for what has not arrived. Updates that follow their gradients, in backward, are waited for by
+nobody until too many gradients have piled up. What is updated on the CPU beside a device is updated in order, when its
+gradient has gone there, and can be sent for when that is done. The pass is repeated until it begins as it ends; the
+last time is reported.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ class _Run:
         self._lag_bytes = plan.capacity_bytes // LAG
         first = {access.item: access.use for access in reversed(trace.accesses)}
         self._made = {item for item, use in first.items() if use is Use.CREATE}
-        self._made_next = trace.made_next()
         # When the CPU has done what it has to do, and when each of the parameters that it updates can be sent for.
         self._on_host = on_host
         self._host = 0.0
@@ -275,7 +273,8 @@ class _Run:
     def _access(self, access: Access) -> None:
         item = access.item
         if item in self._arrival:
-            self._wait_for_room(0, access.held_bytes)
+            if self._leaving:
+                self._wait_for_room(0, access.held_bytes)
         else:
             nbytes = self._trace.items[item].nbytes
             self._catch_up(access.held_bytes, nbytes)
@@ -317,22 +316,11 @@ class _Run:
                 if self._ready.get(item, 0.0) > self._now:
                     passed.append(self._coming.popleft())
                     continue
-                needed = self._trace.items[item].nbytes
-                if self._made_next[index]:
-                    needed += self._made_before(due, index)
-                if self._room(held_bytes) < needed:
+                if self._room(held_bytes) < self._trace.items[item].nbytes:
                     break
                 self._load(item)
             self._coming.popleft()
         self._coming.extendleft(reversed(passed))
-
-    def _made_before(self, due: int, index: int) -> int:
-        """Bytes of what is made at once, and before the access that something comes for."""
-        total, accesses = 0, self._trace.accesses
-        for at in self._made_next[index]:
-            if at < due and accesses[at].item not in self._arrival:
-                total += self._trace.items[accesses[at].item].nbytes
-        return total
 
     def _load(self, item: int) -> None:
         nbytes = self._trace.items[item].nbytes

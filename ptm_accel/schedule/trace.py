@@ -120,18 +120,6 @@ class Trace:
             upcoming[item] = index
         return following
 
-    def made_next(self) -> list[tuple[int, ...]]:
-        """For each access, those that bring something into being behind it, up to the pass's own next access."""
-        ahead: list[tuple[int, ...]] = []
-        upcoming: tuple[int, ...] = ()
-        for index in range(len(self.accesses) - 1, -1, -1):
-            ahead.append(upcoming)
-            access = self.accesses[index]
-            upcoming = upcoming if access.update else ()
-            if access.use is Use.CREATE:
-                upcoming = (index, *upcoming)
-        return ahead[::-1]
-
 
 @dataclass(slots=True)
 class Recorder:

@@ -1,5 +1,4 @@
-"""Whether passes are what was foretold of them, when new plans are worth making, and what the link turned out to be
-worth.
+"""When new plans are worth making, and what the link turned out to be worth.
 
 A plan is chosen by a simulation, from the compute times of one pass and from rates that were measured once. Both can be
 wrong: the pass was the first of its kind, in cold memory; a neighbour used the disk while it was measured.
@@ -7,115 +6,62 @@ wrong: the pass was the first of its kind, in cold memory; a neighbour used the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ptm_accel.hardware.profile import LinkRates
 
-_TOLERANCE = 0.2
-"""How far the measured time of a pass may be from the foretold one, as a part of the latter."""
-
 _PATIENCE = 3
-"""How many passes in a row must be farther off before the first new plan."""
+"""How many passes in a row must be off before the first new plan."""
+
+_LONGEST_PATIENCE = 256
+"""So many call for a new plan however often that was of no use: something may have changed."""
 
 _MOST = 16.0
 """Rates are taken to be off by at most this factor, either way: what seems more is a moment with little to move."""
 
 
-_LONGEST_WAIT = 256
-"""So many passes that depart call for a new plan, however often that was of no use: something may have changed."""
-
-
-@dataclass(slots=True)
-class Backoff:
-    """Says when a departure calls for a new plan: at once, and ever rarer where new plans depart as well.
-
-    Attributes:
-        wait: how many passes must depart before the next new plan. It doubles with each plan, and is one again when as
-            many in a row have not departed.
-    """
-
-    wait: int = 1
-    _departed: int = 0
-    _kept: int = 0
-
-    def calls(self, departs: bool) -> bool:
-        """Notes one pass; returns whether it is time for a new plan.
-
-        Args:
-            departs: whether it departs from the plan there is.
-        """
-        if not departs:
-            self._kept += 1
-            if self._kept >= self.wait:
-                self.wait, self._departed = 1, 0
-            return False
-        self._kept = 0
-        self._departed += 1
-        if self._departed < self.wait:
-            return False
-        self.wait, self._departed = min(2 * self.wait, _LONGEST_WAIT), 0
-        return True
-
-
 @dataclass(slots=True)
 class Watch:
-    """Compares the passes of one kind with what was foretold of them.
+    """Counts the passes of one kind that were not what their plan was made for.
 
     The first plan is made from a pass in cold memory, so there is always a second.
 
     Attributes:
         patience: how many passes in a row must be off before a new plan is worth making. It doubles with each but the
-            second, so that noise does not lead to planning without end.
-        accesses: for passes whose accesses are others than those of the trace.
-        strayed: the last pass had others.
-        budget: for passes that meet another budget than the plan was made for.
+            second, so that noise, or a model that never goes the same way, does not lead to planning without end.
+        warm: whether the second plan has been made.
+        off: how many passes in a row have been off.
     """
 
     patience: int = _PATIENCE
-    accesses: Backoff = field(default_factory=Backoff)
-    budget: Backoff = field(default_factory=Backoff)
-    strayed: bool = False
-    _count: int = 0
-    _warm: bool = False
-
-    @property
-    def warm(self) -> bool:
-        """Whether the second plan has been made."""
-        return self._warm
-
-    @property
-    def calm(self) -> bool:
-        """Whether the passes that the next new plan will be made from have not begun."""
-        return not self._count
+    warm: bool = False
+    off: int = 0
 
     @property
     def settled(self) -> bool:
-        """Whether the next pass is expected to be as foretold, so that nothing of it need be written down.
+        """Whether the next pass is expected to be as foretold, so that nothing of it need be recorded.
 
-        Where it is not, the one after it is written down: several in a row must be off before there is a new plan.
+        Where it is not, the one after it is recorded: several in a row must be off before there is a new plan.
         """
-        return self._warm and self.calm and not self.strayed
+        return self.warm and not self.off
 
-    def departs(self, foretold_s: float, took_s: float, *, written: bool = True) -> bool:
-        """Notes one pass.
+    def calls(self, is_off: bool, *, recorded: bool) -> bool:
+        """Notes one pass; returns whether it is time for a new plan.
 
         Args:
-            foretold_s: seconds it should have taken.
-            took_s: seconds it took.
-            written: whether it was written down, so that a plan can be made from it.
-
-        Returns:
-            whether it is time for a new plan.
+            is_off: whether its accesses, its time or its budget were others than those of the plan.
+            recorded: whether a plan can be made from it.
         """
-        if self._warm and abs(took_s - foretold_s) <= _TOLERANCE * foretold_s:
-            self._count = 0
+        if self.warm and not is_off:
+            self.off = 0
             return False
-        self._count += 1
-        if self._count < self.patience or not written:
+        self.off += 1
+        if self.off < self.patience or not recorded:
             return False
-        self._count = 0
-        self.patience *= 2 if self._warm else 1
-        self._warm = True
+        self.off = 0
+        if self.warm:
+            self.patience = min(2 * self.patience, _LONGEST_PATIENCE)
+        self.warm = True
         return True
 
 

@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainingArguments
 import ptm_accel
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tier
-from ptm_accel.schedule.choice import Choice, choose_plan
+from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Trace
 from ptm_accel.schedule.updates import Updates
@@ -180,9 +180,9 @@ def foretell(engine: Engine, seen: Turn, warm: Tally, moved: LinkUse) -> dict[Co
     # what is simulated with more of it: what is moved would be hidden behind arithmetic that there is not.
     recorded = at_pace(route.recorded, statistics.median(seen.computes))
     rates = rates_as_seen(run_ahead.rates, moved, link_use(engine))
-    foretold, chosen = {}, dict[float, Choice]()
+    foretold = {}
     for other in sorted((CALIBRATION, *OTHERS), key=lambda other: parse_bytes(other.host_memory)):
-        choice = chosen[other.clip] = choose_plan(
+        choice = choose_plan(
             recorded,
             capacity_bytes=parse_bytes(other.host_memory) - holes_bytes,
             updates=run_ahead.updates,
@@ -191,7 +191,6 @@ def foretell(engine: Engine, seen: Turn, warm: Tally, moved: LinkUse) -> dict[Co
             repeats=True,
             rates=rates,
             update_s=run_ahead.tally.update_s_per_byte(warm),
-            less=chosen.get(other.clip),
         )
         assert choice.simulated is not None, f"no plan for {other}"
         foretold[other] = Foretold(choice.simulated.seconds + outside_s, choice.simulated.peak_bytes / MIB)

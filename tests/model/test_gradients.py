@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -318,9 +317,6 @@ class _MovesAwayFirst:
 
     def created(self, tensor: PagedTensor) -> None:
         pass
-
-    def victim(self, idle: Iterable[PagedTensor]) -> PagedTensor | None:
-        return None
 
 
 def test_a_norm_is_never_that_of_what_a_sum_was_before_it_was_moved(

@@ -40,11 +40,3 @@ def test_when_things_are_next_wanted() -> None:
     trace = Trace(None, items, tuple(Access(item, use) for item, use in uses))
     # Within the pass; by the update right after it (6); by the pass after that (7 and its first access).
     assert trace.next_uses() == [3, 2, 8, 7, 5, 6]
-
-
-def test_what_is_made_up_to_the_next_access_of_the_pass_itself() -> None:
-    items = tuple(Item(name, 1) for name in ("a", "a.state", "b", "b.grad"))
-    update = [Access(1, Use.READ, update=True), Access(0, Use.CREATE, update=True)]
-    own = [Access(0, Use.READ), Access(2, Use.READ), Access(3, Use.CREATE)]
-    trace = Trace(None, items, (*update, *own, *update))
-    assert trace.made_next() == [(1,), (), (), (4,), (6,), (6,), ()]
