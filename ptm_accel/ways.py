@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.budget import Tier
@@ -59,7 +57,7 @@ def know_way(
     run_ahead.rated_update_s = params_a_byte / rates.update_params_s
     if disk is None:
         # With a disk below, updates on the host would wait for the disk as well.
-        rate = cpu_update_rate(torch.get_num_threads())
+        rate = cpu_update_rate()
         run_ahead.host_s = None if rate is None else params_a_byte / rate
 
 

@@ -1,4 +1,4 @@
-"""The machine's fingerprint, and the file in the user's cache directory that keeps its rates.
+"""The machine's fingerprint, and what is known of its rates: in this process, and in a file for later ones.
 
 There is one file for each fingerprint, since machines may share a home directory. It is only a cache: if it is damaged,
 of another machine, or cannot be written, the rates are measured again.
@@ -14,13 +14,15 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from ptm_accel.errors import PTMError
+from ptm_accel.hardware.profile import are_rates
 from ptm_accel.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ FORMAT = 3
 
 Fingerprint = dict[str, str | int]
 """What tells one machine from another, by name; rates hold only where all of it is the same."""
+
+Rates = tuple[float, ...]
+"""One rate of updates; the three of a link (`LinkRates`); the four of a device (`DeviceRates`)."""
 
 _PATIENCE_S = 30.0
 _LOOK_AGAIN_S = 0.05
@@ -99,11 +104,13 @@ def cache_directory() -> Path | None:
 
 
 class RateCache:
-    """The rates of one machine in a file. Nothing here raises: a file that cannot be used is logged, and not used.
+    """The rates of one machine. Nothing here raises: a file that cannot be used is logged, and not used.
+
+    What could not be measured is None, and not tried again in this process.
 
     Args:
         fingerprint: of the machine.
-        folder: where the file is; made when there is something to write. None keeps nothing.
+        folder: where the file is; made when there is something to write. None keeps nothing for later processes.
 
     Attributes:
         path: the file; None if nothing is kept.
@@ -111,8 +118,45 @@ class RateCache:
 
     def __init__(self, fingerprint: Fingerprint, folder: Path | None) -> None:
         self._fingerprint = fingerprint
+        self._known: dict[str, Rates | None] = {}
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
         self.path = None if folder is None else folder / f"hardware-{digest}.json"
+
+    def find(self, key: str, what: str, count: int, measure: Callable[[], Rates | None]) -> Rates | None:
+        """Some rates: from this process, else from the file, else measured.
+
+        Args:
+            key: their name.
+            what: what they are of, for the log.
+            count: how many there are.
+            measure: measures them; None where that is not possible.
+        """
+        if key not in self._known:
+            found = self._kept(key, count)
+            if found is None:
+                with self.alone():
+                    # Another process may have measured it while this one waited.
+                    found = self._kept(key, count) or self._measured(key, what, measure)
+            self._known[key] = found
+        return self._known[key]
+
+    def _kept(self, key: str, count: int) -> Rates | None:
+        found = self.read().get(key)
+        if found is not None and not are_rates(found, count):
+            logger.info("the entry %r of %s is damaged (%r); it is measured again.", key, self.path, found)
+            return None
+        return found and tuple(found)
+
+    def _measured(self, key: str, what: str, measure: Callable[[], Rates | None]) -> Rates | None:
+        try:
+            found = measure()
+        except (PTMError, OSError, RuntimeError) as error:
+            warn(what, error)
+            return None
+        if found is not None:
+            logger.info("measured: %s: %s.", key, _shown(found))
+            self.add(key, found)
+        return found
 
     def read(self) -> dict[str, Any]:
         """The entries of the file as JSON; none if there is no file, or none of this machine and format."""
@@ -183,3 +227,15 @@ def _lock(fd: int) -> None:
         except OSError:
             # A file system without locks: there is nothing to wait for.
             return
+
+
+def warn(what: str, error: Exception) -> None:
+    """Says that something cannot be measured."""
+    logger.warning("the speed of %s cannot be measured: %s", what, error)
+
+
+def _shown(found: Rates) -> str:
+    if len(found) == 1:
+        return f"{found[0]:.3g} updates (AdamW) a second"
+    read, write, both = (f"{rate / GIB:.2f}" for rate in found[:3])
+    return f"reads {read} GiB/s, writes {write} GiB/s, {both} GiB/s of both at once"

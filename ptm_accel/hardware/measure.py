@@ -154,26 +154,17 @@ def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRat
 # ---- updates -------------------------------------------------------------------------------------------------------
 
 
-def measure_cpu_update(threads: int) -> float:
-    """Parameters per second of torch's fused fp32 AdamW with so many threads; torch's own number is as before.
+def measure_cpu_update() -> float:
+    """Parameters per second of torch's fused fp32 AdamW.
 
     Raises:
         BudgetError: the machine gives no memory.
     """
-    assert threads > 0, f"an update with {threads} threads"
     nbytes = max(_LEAST_UPDATE_BYTES, min(_UPDATE_BYTES, available_bytes() // 4 // _BLOCK_BYTES * _BLOCK_BYTES))
     # Huge pages, as those that training updates.
     parts = anonymous_run(nbytes, "the measurement of updates").tensor().view(torch.float32).chunk(4)
-    before = torch.get_num_threads()
-    try:
-        # Only where it changes something: setting the same number, too, changes how MKL takes its threads.
-        if threads != before:
-            torch.set_num_threads(threads)
-        update = _updater(parts)
-        return parts[0].numel() / statistics.median(timeit.repeat(update, number=1, repeat=_UPDATE_PASSES))
-    finally:
-        if threads != before:
-            torch.set_num_threads(before)
+    update = _updater(parts)
+    return parts[0].numel() / statistics.median(timeit.repeat(update, number=1, repeat=_UPDATE_PASSES))
 
 
 def _updater(parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.hardware import measure, rates
 from ptm_accel.hardware.cache import RateCache
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
-from ptm_accel.hardware.rates import Known, cpu_update_rate, device_rates, disk_rates
+from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.units import MIB
 from tests.hardware.machines import CARD, DISK, HERE, LINK
 
@@ -36,16 +36,18 @@ class Machine:
         self._monkeypatch = monkeypatch
         for name in ("disk_key", "measure_disk", "measure_cpu_update", "measure_device"):
             monkeypatch.setattr(rates, name, getattr(self, name))
+        self.threads = 1
+        monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
 
-    def start(self, folder: Path | None) -> Known:
+    def start(self, folder: Path | None) -> RateCache:
         """As a new process with its cache in `folder`."""
-        known = Known(RateCache(HERE, folder))
+        known = RateCache(HERE, folder)
         self.go_on(known)
         return known
 
-    def go_on(self, known: Known) -> None:
+    def go_on(self, known: RateCache) -> None:
         """As the process that knows so much."""
         self._monkeypatch.setattr(rates, "_this_machine", lambda: known)
 
@@ -57,7 +59,8 @@ class Machine:
     def measure_disk(self, path: Path) -> LinkRates | None:
         return self._answer(path.parts[1], self.disks[path.parts[1]])
 
-    def measure_cpu_update(self, threads: int) -> float:
+    def measure_cpu_update(self) -> float:
+        threads = torch.get_num_threads()
         rate: float = self._answer(f"{threads} threads", self.update or 2e9 * threads)
         return rate
 
@@ -89,17 +92,18 @@ def test_each_disk_is_measured_once_and_only_when_asked_for(machine: Machine, tm
 
 def test_other_processes_find_it_in_the_cache(machine: Machine, tmp_path: Path) -> None:
     machine.start(tmp_path)
-    found = (disk_rates([ONE]), cpu_update_rate(1), cpu_update_rate(2), device_rates(CUDA))
-    assert found == ([DISK], 2e9, 4e9, CARD)
+    assert (disk_rates([ONE]), cpu_update_rate(), device_rates(CUDA)) == ([DISK], 2e9, CARD)
+    machine.threads = 2
+    assert cpu_update_rate() == 4e9
     asked = Counter(machine.asked)
     machine.start(tmp_path)
-    assert (disk_rates([ONE]), cpu_update_rate(1), cpu_update_rate(2), device_rates(CUDA)) == found
+    assert (disk_rates([ONE]), cpu_update_rate(), device_rates(CUDA)) == ([DISK], 4e9, CARD)
     assert machine.asked == asked
 
 
 def test_what_another_measured_meanwhile_is_not_measured_again(machine: Machine, tmp_path: Path) -> None:
     mine = machine.start(tmp_path)
-    cpu_update_rate(1)
+    cpu_update_rate()
     machine.start(tmp_path)
     disk_rates([ONE])
     machine.go_on(mine)
@@ -116,9 +120,9 @@ def test_a_damaged_entry_is_measured_again(machine: Machine, tmp_path: Path) -> 
         cache.add("disk one", [1e9])
         cache.add("cpu 1 threads", [-1.0])
     machine.start(tmp_path)
-    assert (disk_rates([ONE]), cpu_update_rate(1)) == ([DISK], 2e9)
+    assert (disk_rates([ONE]), cpu_update_rate()) == ([DISK], 2e9)
     machine.start(tmp_path)
-    assert (disk_rates([ONE]), cpu_update_rate(1)) == ([DISK], 2e9)
+    assert (disk_rates([ONE]), cpu_update_rate()) == ([DISK], 2e9)
     assert machine.asked == {"one": 1, "1 threads": 1}
 
 
@@ -129,7 +133,7 @@ def test_without_a_cache_the_process_remembers(machine: Machine, tmp_path: Path,
     machine.start(folder)
     for _ in range(2):
         assert disk_rates([ONE]) == [DISK]
-        assert cpu_update_rate(1) == 2e9
+        assert cpu_update_rate() == 2e9
     assert machine.asked == {"one": 1, "1 threads": 1}
     machine.start(folder)
     disk_rates([ONE])
@@ -181,8 +185,9 @@ def test_a_device_that_cannot_be_measured_is_none(machine: Machine, caplog: pyte
 
 def test_updates_that_cannot_be_measured_are_none(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.update = BudgetError("the machine gives no memory")
+    machine.threads = 2
     machine.start(None)
-    assert cpu_update_rate(2) is None
+    assert cpu_update_rate() is None
     assert "the speed of updates with 2 threads cannot be measured: the machine gives no memory" in caplog.text
 
 
@@ -191,7 +196,8 @@ def test_what_was_measured_is_said(machine: Machine, caplog: pytest.LogCaptureFi
     machine.start(None)
     disk_rates([ONE])
     device_rates(CUDA)
-    cpu_update_rate(2)
+    machine.threads = 2
+    cpu_update_rate()
     assert caplog.messages == [
         "measured: disk one: reads 3.73 GiB/s, writes 7.45 GiB/s, 5.59 GiB/s of both at once.",
         "measured: device Card X: reads 46.57 GiB/s, writes 44.70 GiB/s, 74.51 GiB/s of both at once.",
@@ -215,12 +221,12 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_this_machine(tmp_path: Path) -> None:
     """A measurement never comes to the same float twice, so equality means that it was remembered."""
     (found,) = disk_rates([tmp_path])
-    rate = cpu_update_rate(1)
+    rate = cpu_update_rate()
     assert found is not None
     assert rate > 0
     assert device_rates(torch.device("cpu")) is None
     rates._this_machine.cache_clear()
     assert disk_rates([tmp_path]) == [found]
-    assert cpu_update_rate(1) == rate
+    assert cpu_update_rate() == rate
     (name,) = {path.name for path in (tmp_path / "cache").iterdir() if path.suffix == ".json"}
     assert name.startswith("hardware-")
