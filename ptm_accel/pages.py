@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.hardware.profile import in_a_row, side_by_side
+from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
-from ptm_accel.memory.device import CudaTier
+from ptm_accel.memory.device import CudaTier, DeviceTier
+from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
@@ -22,8 +26,8 @@ from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.needs import Needs
+from ptm_accel.schedule.watch import LinkUse
 from ptm_accel.sizing import idle_fits_below
-from ptm_accel.ways import know_way
 
 _RETURN_EVERY_BYTES = 64 << 20
 """How much of what a model's parameters leave behind as they come onto pages may wait to be given back."""
@@ -173,9 +177,35 @@ class Pages:
         """Passes are planned where pages have to leave."""
         self.run_ahead.enabled = self.planned and self.needs.runs_short
         if self.run_ahead.enabled and self.run_ahead.rates is None:
-            trained = [slot.value for slot in self.slots if slot.param.requires_grad]
-            paths = self.config.disk_paths
-            know_way(self.run_ahead, self.metrics, self.memory, paths, trained, self.pool.whole_bytes)
+            self._learn_rates()
+
+    def _learn_rates(self) -> None:
+        """Gives the planner and the metrics the measured rates of transfers, and on a device those of updates."""
+        run_ahead, metrics, device, disk = self.run_ahead, self.metrics, self.memory.device, self.memory.disk
+        paths = self.config.disk_paths
+        if device is None:
+            if isinstance(home := self.pool.home, DiskTier):
+                run_ahead.rates = metrics.rates = side_by_side(disk_rates(paths))
+                run_ahead.link_use = lambda: LinkUse(home.bytes_read, home.bytes_written, home.busy_s)
+            return
+        if disk is not None and self.pool.whole_bytes <= self.memory.budgets[Tier.HOST].capacity_bytes:
+            disk = None
+        run_ahead.link_use = partial(_use_of_link, device, disk)
+        rates = device_rates(device.device)
+        if rates is None:
+            return
+        run_ahead.rates = metrics.rates = rates
+        if disk is not None:
+            # Most transfers pass the disk as well; the planner corrects the rate by the use that it sees.
+            metrics.disk_rates = side_by_side(disk_rates(paths))
+            run_ahead.rates = in_a_row([rates, metrics.disk_rates])
+        trained = [slot.value for slot in self.slots if slot.param.requires_grad]
+        params_a_byte = sum(value.numel for value in trained) / max(sum(value.nbytes for value in trained), 1)
+        run_ahead.rated_update_s = params_a_byte / rates.update_params_s
+        if disk is None:
+            # With a disk below, updates on the host would wait for the disk as well.
+            rate = cpu_update_rate()
+            run_ahead.host_s = None if rate is None else params_a_byte / rate
 
     def leave_card(self) -> None:
         """Gives slabs back, so that the card has room for ordinary tensors: what is in them leaves, if it can."""
@@ -210,3 +240,9 @@ def refuse_too_large(model: nn.Module, config: PTMConfig, resolved: ResolvedConf
     finally:
         for slot in pages.slots:
             memory.pool.forget(slot.value)
+
+
+def _use_of_link(device: DeviceTier, disk: DiskTier | None) -> LinkUse:
+    """Bytes to and from a device, and the busy time of the slower of link and disk."""
+    moved = device.moved()
+    return LinkUse(moved.in_bytes, moved.out_bytes, max(moved.busy_s, 0.0 if disk is None else disk.busy_s))

@@ -192,8 +192,8 @@ def test_on_a_device_the_link_is_the_bound(monkeypatch: pytest.MonkeyPatch, tmp_
         return CARD
 
     floor, need = needs(Net(), tmp_path, "mock+host")
-    monkeypatch.setattr("ptm_accel.ways.device_rates", rates_of)
-    monkeypatch.setattr("ptm_accel.ways.cpu_update_rate", lambda: 1e9)
+    monkeypatch.setattr("ptm_accel.pages.device_rates", rates_of)
+    monkeypatch.setattr("ptm_accel.pages.cpu_update_rate", lambda: 1e9)
     model = Net()
     with on_pages(model, "mock+host", floor + (need - floor) // 2, tmp_path) as engine:
         assert asked == [torch.device("cpu")]
@@ -228,8 +228,8 @@ def test_below_a_device_the_disk_counts_where_host_memory_overflows(
     # So slow that its time is the bound, however long compute takes on a busy machine.
     disk = LinkRates(1e4, 4e6, 2e4)
     floor, need = needs(Net(), tmp_path, "mock+host+disk")
-    monkeypatch.setattr("ptm_accel.ways.device_rates", lambda device: CARD)
-    monkeypatch.setattr("ptm_accel.ways.disk_rates", lambda paths: [disk])
+    monkeypatch.setattr("ptm_accel.pages.device_rates", lambda device: CARD)
+    monkeypatch.setattr("ptm_accel.pages.disk_rates", lambda paths: [disk])
     with on_pages(Net(), "mock+host+disk", floor, tmp_path, host_bytes=AMPLE) as engine:
         assert engine.run_ahead.rates == engine.metrics.rates == CARD
         assert engine.metrics.disk_rates is None

@@ -35,13 +35,11 @@ class Simulation:
         seconds: how long it took.
         compute_s: of that, arithmetic of the pass.
         update_s: of that, arithmetic of updates.
-        host_s: seconds of the CPU beside a device, for updates there; most of it beside the rest.
         load_stall_s: of that, waiting for something to arrive.
         room_stall_s: of that, waiting for room, until stores had ended.
         read_bytes: bytes that came in.
         written_bytes: bytes that went out.
         peak_bytes: the most that was there at once, what is held beside the items included.
-        late: accesses that had to wait.
     """
 
     seconds: float
@@ -52,8 +50,6 @@ class Simulation:
     read_bytes: int
     written_bytes: int
     peak_bytes: int
-    late: int
-    host_s: float = 0.0
 
 
 def simulate(
@@ -78,9 +74,7 @@ def simulate(
         before = run.totals()
         run.go_through()
     after = run.totals()
-    seconds, load_stall_s, room_stall_s, update, read, written, late = (
-        b - a for a, b in zip(before, after, strict=True)
-    )
+    seconds, load_stall_s, room_stall_s, update, read, written = (b - a for a, b in zip(before, after, strict=True))
     return Simulation(
         seconds=seconds,
         compute_s=trace.compute_s,
@@ -90,8 +84,6 @@ def simulate(
         read_bytes=int(read),
         written_bytes=int(written),
         peak_bytes=run.peak_bytes,
-        late=int(late),
-        host_s=sum(on_host.seconds.values()),
     )
 
 
@@ -133,7 +125,6 @@ class _Run:
         # What has been sent for: the access that it is for, and the item.
         self._coming: deque[tuple[int, int]] = deque()
         self._load_stall = self._room_stall = self._update = self._read = self._written = 0.0
-        self._late = 0
         self._updated = False
         # Updates that follow their gradients; the last is being gathered as long as it has no gradient.
         self._waiting: deque[_Waiting] = deque()
@@ -151,8 +142,8 @@ class _Run:
         self.peak_bytes = 0
 
     def totals(self) -> tuple[float, ...]:
-        """Running totals: seconds, stalls, updates, bytes, late accesses."""
-        return self._now, self._load_stall, self._room_stall, self._update, self._read, self._written, self._late
+        """Running totals: seconds, stalls, updates, bytes."""
+        return self._now, self._load_stall, self._room_stall, self._update, self._read, self._written
 
     def go_through(self) -> None:
         """One pass."""
@@ -237,7 +228,6 @@ class _Run:
             if arrives > self._now:
                 if not must:
                     return
-                self._late += 1
                 self._load_stall += arrives - self._now
                 self._now = arrives
             self._carry_out(self._waiting.popleft(), held_bytes)
@@ -285,7 +275,6 @@ class _Run:
                 self._load(item)
         arrives = self._arrival[item]
         if arrives > self._now:
-            self._late += 1
             self._load_stall += arrives - self._now
             self._now = arrives
         if access.use is not Use.READ or access.update or self._updated:

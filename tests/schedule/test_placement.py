@@ -91,7 +91,6 @@ def test_both_together_are_faster_than_either() -> None:
     together = choose(host_s)
     assert 0 < len(together.on_host) < COUNT
     assert together.simulated is not None
-    assert together.simulated.host_s == pytest.approx(10 * host_s * len(together.on_host))
     for names in (frozenset[str](), NAMES):
         here = {name: used for name, used in UPDATES.items() if name not in names}
         trace = with_updates(recorded(), here, most_bytes=(300 - 75) // 2)
@@ -141,7 +140,6 @@ def test_the_cpu_is_waited_for_where_it_is_slower_than_the_pass() -> None:
     done = simulate(trace, plan, DUPLEX, on_host=on_host)
     # The first that is needed has the last gradient; one parameter after the other is updated, and the last comes in.
     assert done.seconds == pytest.approx(1.0 * COUNT + 5.0 * COUNT + 1.0, rel=0.01)
-    assert done.host_s == pytest.approx(5.0 * COUNT)
 
 
 def test_in_backward_the_cpu_begins_with_the_first_gradient() -> None:

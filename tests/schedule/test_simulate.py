@@ -44,7 +44,7 @@ def test_what_fits_takes_its_arithmetic() -> None:
     trace = layers(5, 1.0)
     done = run(trace, TURNS, capacity=trace.item_bytes)
     assert (done.seconds, done.compute_s) == (10.0, 10.0)
-    assert (done.read_bytes, done.written_bytes, done.late) == (0, 0, 0)
+    assert (done.read_bytes, done.written_bytes) == (0, 0)
     assert (done.load_stall_s, done.room_stall_s) == (0.0, 0.0)
     assert done.peak_bytes == trace.item_bytes
 
@@ -54,7 +54,6 @@ def test_loads_at_the_last_moment_are_waited_for() -> None:
     done = run(trace, TURNS, capacity=10)
     # The last layer of the forward is the first of the backward; and the first layer is, from pass to pass.
     assert done.read_bytes == 100
-    assert done.late == 10
     assert done.load_stall_s == pytest.approx(10.0)
     assert done.seconds == pytest.approx(6.0 + 10.0)
 
@@ -64,7 +63,7 @@ def test_loads_in_time_cost_nothing() -> None:
     done = run(trace, TURNS, capacity=30, ahead=20)
     assert done.read_bytes > 0
     assert done.seconds == pytest.approx(done.compute_s)
-    assert done.late == 0
+    assert done.load_stall_s == 0.0
 
 
 def test_a_duplex_link_stores_beside_its_loads() -> None:
