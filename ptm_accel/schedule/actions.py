@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from ptm_accel.schedule.trace import Trace
@@ -39,20 +38,16 @@ class Plan:
     """What to start at each access of a pass.
 
     Attributes:
-        key: of the pass.
         capacity_bytes: the budget it was made for.
         starts: for each access, what is started as it begins, in this order.
         resident: the items that are expected in the compute tier when the pass begins.
         coming: those that the end of the pass before has sent for by then.
-        kept: those that are to stay for good.
     """
 
-    key: Hashable
     capacity_bytes: int
     starts: tuple[tuple[Action, ...], ...]
     resident: frozenset[int] = frozenset()
     coming: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
 
     def text(self, trace: Trace) -> str:
         """One action a line: the access it starts at, the move, the tensor."""

@@ -130,7 +130,7 @@ def plan_pass(
         starts[begin].append(Action(Move.LOAD, item, due if begin >= 0 else due + len(starts)))
         if begin < 0:
             coming.add(item)
-    return Plan(trace.key, capacity_bytes, tuple(map(tuple, starts)), there, frozenset(coming), kept)
+    return Plan(capacity_bytes, tuple(map(tuple, starts)), there, frozenset(coming))
 
 
 def _go_through(
