@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,14 +58,29 @@ def available() -> str | None:
     return None
 
 
-def run_capped(limit_bytes: int, command: Sequence[str], *, env: dict[str, str], timeout_s: float) -> Capped:
-    """Runs `command` under a cap of `limit_bytes`."""
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A memory group under a cap, for processes that join it."""
     own = _own_group()
     assert own is not None, "check available() first"
     group = own / f"ptm_cap_{os.getpid()}_{time.monotonic_ns()}"
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        yield group
+    finally:
+        _remove(group)
+
+
+def kills(group: Path) -> int:
+    """How often the kernel killed in a memory group."""
+    lines = (group / "memory.oom_control").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def run_capped(limit_bytes: int, command: Sequence[str], *, env: dict[str, str], timeout_s: float) -> Capped:
+    """Runs `command` under a cap of `limit_bytes`."""
+    with memory_group(limit_bytes) as group:
 
         def join() -> None:
             (group / "cgroup.procs").write_text("0")
@@ -72,14 +88,8 @@ def run_capped(limit_bytes: int, command: Sequence[str], *, env: dict[str, str],
         done = subprocess.run(
             command, env=env, timeout=timeout_s, capture_output=True, text=True, preexec_fn=join, check=False
         )
-        kills = 0
-        for line in (group / "memory.oom_control").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                kills = int(line.split()[1])
         peak = int((group / "memory.max_usage_in_bytes").read_text())
-        return Capped(done.returncode, peak, kills, done.stdout, done.stderr)
-    finally:
-        _remove(group)
+        return Capped(done.returncode, peak, kills(group), done.stdout, done.stderr)
 
 
 def _remove(group: Path) -> None:

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.prepared import run_alone, run_prepared
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TEXT = "\n".join(f"def function_{i}(argument): return argument + {i}" for i in range(200))
 
@@ -24,10 +26,9 @@ TEXT = "\n".join(f"def function_{i}(argument): return argument + {i}" for i in r
 def _run(script: str, *arguments: str, cwd: Path, fails: bool = False) -> str:
     # Without a GPU, so that the same figures come out wherever the tests run.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "warning"}
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    text = done.stdout + done.stderr
-    assert (done.returncode != 0) == fails, text
+    done = run_prepared(EXAMPLES / script, *arguments, cwd=cwd, env=environment)
+    text = done.out + done.err
+    assert (done.code != 0) == fails, text
     return text
 
 
@@ -50,7 +51,9 @@ def _runs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_pretraining_compares_itself_with_plain(tmp_path: Path) -> None:
-    text = _run("pretrain_clm.py", "--small", cwd=tmp_path)
+    # The two commands that `--small` alone runs, which starts a process for the second (`.ci/run` does that).
+    _run("pretrain_clm.py", "--small", "--compare_steps", "0", cwd=tmp_path)
+    text = _run("pretrain_clm.py", "--small", "--plain", "--stop_after", "4", cwd=tmp_path)
     folder = tmp_path / "outputs" / "pretrain_clm"
     paged, plain = _runs(folder)
     assert "losses           bit-identical" in text
@@ -146,15 +149,15 @@ def test_finetuning_refuses_two_sources_of_dials() -> None:
 
 
 def test_the_loop_of_accelerate_gives_the_same_by_the_flag(tmp_path: Path) -> None:
-    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1"]
-    flags = ["--use_ptm", "--ptm_host_memory", "10MiB", "--ptm_page_size", "64KiB", "--ptm_disk", str(tmp_path)]
+    # As `accelerate launch --cpu --use_ptm` does in the process that it starts (tests/integrations/test_launch.py).
+    flags = ["--ptm_host_memory", "10MiB", "--ptm_page_size", "64KiB", "--ptm_disk", str(tmp_path)]
     script = [str(EXAMPLES / "accelerate_loop.py"), "--steps", "3", "--output_dir"]
     said = []
-    for name, extra in (("plain", []), ("paged", flags)):
-        command = [sys.executable, *launch, *extra, *script, str(tmp_path / name)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        said.append([line for line in done.stdout.splitlines() if line.startswith("step ")])
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    for name, run, before in (("plain", run_prepared, []), ("paged", run_alone, ["-m", "ptm_accel", *flags])):
+        done = run(*before, *script, tmp_path / name, cwd=tmp_path, env=environment)
+        assert done.code == 0, done.err[-3000:]
+        said.append([line for line in done.out.splitlines() if line.startswith("step ")])
     assert len(said[0]) == 3
     assert said[0] == said[1]
     plain, paged = (tmp_path / name / "model" / "model.safetensors" for name in ("plain", "paged"))

@@ -6,7 +6,6 @@ import copy
 import errno
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import blank_state
 from tests.plain_loop import same_bits
+from tests.prepared import run_prepared
 from tests.tiers import on_pages, open_memory
 
 WIDTH = 48
@@ -468,10 +468,9 @@ print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loadin
 
 
 def test_saving_and_loading_stay_within_the_budget_and_a_shard(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)
+    done = run_prepared("-c", MEASURED, tmp_path, cwd=ROOT)
+    assert done.code == 0, done.err
+    measured = json.loads(done.out)
     budget, shard, slack = 24 << 20, 8 << 20, 4 << 20
     assert measured["state"] > 7 * budget
     assert measured["saving"] < budget + shard + slack

@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import BudgetError, CheckpointError, ConfigError, DiskError, UnsupportedError
 from tests import capping
+from tests.prepared import run_prepared
 
 CHILD = Path(__file__).with_name("trainer_child.py")
 
@@ -137,13 +137,11 @@ def test_a_limit_of_the_cgroup_below_the_budget(tiny: ModuleType, tmp_path: Path
     result = tmp_path / "result.json"
     job = {"sizes": {}, "changes": {}, "folder": str(tmp_path / "run"), "result": str(result)}
     job["dials"] = {"host_memory": "2GiB"}
-    env = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    done = capping.run_capped(1 << 30, [sys.executable, str(CHILD), json.dumps(job)], env=env, timeout_s=200)
-    assert done.returncode == 1
-    assert done.kills == 0
-    assert re.search(
-        r"BudgetError: host_memory: asked 2\.00 GiB, .*cgroup.* 1\.00 GiB; set host_memory to", done.stderr
-    )
+    with capping.memory_group(1 << 30) as group:
+        done = run_prepared(CHILD, json.dumps(job), cwd=tmp_path, group=group)
+        assert capping.kills(group) == 0
+    assert done.code == 1
+    assert re.search(r"BudgetError: host_memory: asked 2\.00 GiB, .*cgroup.* 1\.00 GiB; set host_memory to", done.err)
     assert not result.exists()
 
 

@@ -10,8 +10,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ from ptm_accel.integrations.transformers import Trainer
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import DiskError
 from tests.integrations.faulty_disk import FaultyDisk, FromStep, call_at
+from tests.prepared import run_prepared
 
 STEPS = 6
 CHILD = Path(__file__).with_name("interrupted_child.py")
@@ -291,6 +290,5 @@ def test_sigterm_with_a_checkpoint_on_request(
 
 
 def _child(job: dict[str, Any]) -> tuple[int, str]:
-    command = [sys.executable, str(CHILD), json.dumps({"steps": STEPS, **job})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    return done.returncode, done.stderr[-4000:]
+    done = run_prepared(CHILD, json.dumps({"steps": STEPS, **job}), cwd=CHILD.parent)
+    return done.code, done.err[-4000:]

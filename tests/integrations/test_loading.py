@@ -6,8 +6,6 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +45,7 @@ from tests.integrations.saved_models import (
     truncate_a_shard,
 )
 from tests.plain_loop import same_bits
+from tests.prepared import run_prepared
 from tests.tiers import PAGE, config, open_memory
 from tests.zoo import ENTRIES
 
@@ -359,10 +358,9 @@ print(json.dumps({"nbytes": nbytes, "largest": largest, **peaks}))
 
 
 def test_no_more_than_the_budget_and_one_tensor_is_ever_in_memory(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)
+    done = run_prepared("-c", MEASURED, tmp_path, cwd=ROOT)
+    assert done.code == 0, done.err
+    measured = json.loads(done.out)
     budget = 128 << 20
     assert measured["nbytes"] > 3 * budget
     for what, tensors in (("building", 1), ("writing", 1), ("torch.float32", 1), ("torch.float64", 3)):

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from ptm_accel.checkpoint.plain_state import write_plain_state
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import CheckpointError, DiskError
+from tests.prepared import run_prepared
 
 CHILD = Path(__file__).with_name("trainer_child.py")
 SIZES = {"attention_dropout": 0.1}
@@ -34,12 +33,9 @@ def _child(job: dict[str, Any], folder: Path) -> tuple[int, Any]:
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     job = {"sizes": SIZES, "changes": CHANGES, "result": str(result), **job}
-    done = subprocess.run(
-        [sys.executable, str(CHILD), json.dumps(job)], capture_output=True, text=True, timeout=200, check=False
-    )
-    if done.returncode not in (0, -signal.SIGKILL):
-        raise AssertionError(done.stderr[-4000:])
-    return done.returncode, json.loads(result.read_text()) if result.exists() else None
+    done = run_prepared(CHILD, json.dumps(job), cwd=folder)
+    assert done.code in (0, -signal.SIGKILL), done.err[-4000:]
+    return done.code, json.loads(result.read_text()) if result.exists() else None
 
 
 def _build(tiny: ModuleType, cls: Any, folder: Path, dials: Any = None, given: Any = None, **changes: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,8 +17,10 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.optim.core_threads import CoreThreads
+from tests.prepared import run_prepared
 from tests.tiers import config, open_memory
 
+ROOT = Path(__file__).resolve().parents[2]
 IN_ITS_OWN_THREAD = """
 import gc, sys, threading, time
 from pathlib import Path
@@ -65,10 +65,9 @@ print("closed" if closed.wait(30) else "waits for itself", flush=True)
 
 def test_one_that_is_found_by_a_thread_that_moves_its_pages(tmp_path: Path) -> None:
     """In a process of its own, which can be ended if it waits for itself."""
-    command = [sys.executable, "-W", "ignore", "-c", IN_ITS_OWN_THREAD, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.splitlines() == ["closed"], done.stderr
-    assert done.returncode == 0
+    done = run_prepared("-c", IN_ITS_OWN_THREAD, tmp_path, cwd=ROOT)
+    assert done.out.splitlines() == ["closed"], done.err
+    assert done.code == 0
 
 
 def in_a_core_thread(work: Callable[[], object]) -> None:
