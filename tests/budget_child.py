@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 import ptm_accel
 
 CONFIG = LlamaConfig(
-    hidden_size=640, intermediate_size=1792, num_hidden_layers=8, num_attention_heads=10, vocab_size=4096
+    hidden_size=640, intermediate_size=1792, num_hidden_layers=5, num_attention_heads=10, vocab_size=4096
 )
 BYTES_PER_PARAMETER = 16
 BATCH = 2

@@ -266,7 +266,7 @@ def first_difference(ours: Any, theirs: Any, where: str = "") -> str | None:
     return None if same_bits(ours, theirs) else f"{where}: {ours!r:.200} and {theirs!r:.200}"
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("seed", range(24))
 def test_any_choices(seed: int, tmp_path: Path) -> None:
     choices = Choices(seed)

@@ -146,7 +146,7 @@ def plain(tiny: ModuleType, name: str, clip: float, folder: Path) -> dict[str, A
     return run(tiny, name, clip, folder, None)
 
 
-@pytest.mark.thinned(20)
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize("budget", ["plain", "tight", "roomy"])
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "whole"])
 @pytest.mark.parametrize("name", CALLBACKS)

@@ -171,7 +171,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "way", "checkpointing", "autocast", "tight"), CASES)
 def test_compiled_equals_compiled_without_pages(
     name: str, way: str, checkpointing: str, autocast: bool, tight: bool, tmp_path: Path
