@@ -23,6 +23,7 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import from_environment
 from ptm_accel.errors import CheckpointError, ConfigError
+from tests.prepared import run_prepared
 
 RUNNER = CliRunner()
 
@@ -100,17 +101,11 @@ def test_another_file_is_left_alone(text: str, message: str, tmp_path: Path) -> 
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ptm_accel.cli", "export", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("ptm-accel: error: ")
-    assert "has no optimizer state" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run_prepared("-m", "ptm_accel.cli", "export", tmp_path, cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.startswith("ptm-accel: error: ")
+    assert "has no optimizer state" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:

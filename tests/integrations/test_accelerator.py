@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +18,7 @@ from torch import nn
 
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import UnsupportedError
+from tests.prepared import run_prepared
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -84,10 +83,12 @@ accelerator.prepare(model)
         ("PTMAccelerator.is_main_process = False", None),
     ],
 )
-def test_the_dials_are_shown_once_unless_the_script_logs_in_its_own_way(setup: str, prefix: str | None) -> None:
-    code = [sys.executable, "-c", _SHOWN % setup]
-    shown = subprocess.run(code, capture_output=True, text=True, check=True).stderr.splitlines()
-    lines = [line for line in shown if "host_memory: 64.00 MiB (given)" in line]
+def test_the_dials_are_shown_once_unless_the_script_logs_in_its_own_way(
+    setup: str, prefix: str | None, tmp_path: Path
+) -> None:
+    done = run_prepared("-c", _SHOWN % setup, cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = [line for line in done.err.splitlines() if "host_memory: 64.00 MiB (given)" in line]
     assert lines == ([] if prefix is None else [f"{prefix}host_memory: 64.00 MiB (given)"])
 
 
