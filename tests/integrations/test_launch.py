@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +16,9 @@ from accelerate.commands import launch
 from accelerate.commands.config import config_args
 from safetensors.torch import load_file
 
-from ptm_accel.environment import TEXT_DIALS
+from ptm_accel.config import DiskConfig
+from ptm_accel.environment import TEXT_DIALS, from_environment
+from tests.prepared import Run, run_alone, run_prepared, run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch")
@@ -27,39 +27,36 @@ DIALS = {"host_memory": "2200KB", "page_size": "4096"}
 """What the tiny model's states do not fit; they go to a disk."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """How a process ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def result(self) -> str:
-        lines = [line for line in self.out.splitlines() if line.startswith("RESULT")]
-        assert len(lines) == 1, f"{self.out}\n{self.err[-3000:]}"
-        return lines[0]
+def environment(cwd: Path, **env: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PTM_", "ACCELERATE_", "PYTEST_"))}
+    settings = {"HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    return {**kept, **settings, **env}
 
 
 def run(*command: str, cwd: Path, **env: str) -> Run:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PTM_", "ACCELERATE_", "PYTEST_"))}
-    settings = {"HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={**kept, **settings, **env},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return Run(done.returncode, done.stdout, done.stderr)
+    """In a process that is started, in which hosts are imported as scripts do that."""
+    return run_alone(*command, cwd=cwd, env=environment(cwd, **env))
+
+
+def run_plain(*command: str, cwd: Path, processes: int = 1) -> Run:
+    """Without the flag, as `accelerate launch --cpu` or `torchrun` runs a script; of several processes, the first."""
+    env = environment(cwd, ACCELERATE_USE_CPU="true")
+    if processes == 1:
+        return run_prepared(*command, cwd=cwd, env=env)
+    first, *others = run_ranks(*command, count=processes, cwd=cwd, env=env)
+    assert all(other.code == 0 for other in others), "".join(other.err[-3000:] for other in others)
+    return first
 
 
 def flags(folder: Path) -> list[str]:
     dials = (part for dial, text in DIALS.items() for part in (f"--ptm_{dial}", text))
     return ["--use_ptm", *dials, "--ptm_disk", str(folder)]
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """What the launcher tells the processes of a script by `flags`."""
+    dials = {f"PTM_{dial.upper()}": text for dial, text in DIALS.items()}
+    return {**dials, "PTM_DISK": str(folder), "ACCELERATE_USE_PTM": "true"}
 
 
 @pytest.fixture(scope="session")
@@ -77,15 +74,12 @@ def plain_runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainR
     """Runs a script without the flag in so many processes, once; gives how it ended and what it saved."""
 
     @functools.cache
-    def run_plain(script: str, processes: int) -> tuple[Run, Path]:
+    def run_once(script: str, processes: int) -> tuple[Run, Path]:
         cwd = tmp_path_factory.mktemp("plain")
         command = [str(SCRIPTS / script), str(folder), str(cwd / "plain")]
-        if processes == 1:
-            return run(*ACCELERATE, "--cpu", *command, cwd=cwd), cwd / "plain"
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
-        return run(*torchrun, *command, cwd=cwd, ACCELERATE_USE_CPU="true"), cwd / "plain"
+        return run_plain(*command, cwd=cwd, processes=processes), cwd / "plain"
 
-    return run_plain
+    return run_once
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -124,15 +118,12 @@ def test_an_unchanged_script_gives_the_same(
     assert not list(tmp_path.glob("ptm_accel-*")), "nothing is left on the disk"
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("way", ["module", "launch as a module", "torchrun", "own command"])
+@pytest.mark.parametrize(
+    "way", ["module", *(pytest.param(way, marks=pytest.mark.wide) for way in ("launch as a module", "torchrun", "own"))]
+)
 def test_other_ways_to_say_it(way: str, folder: Path, plain_runs: PlainRuns, tmp_path: Path) -> None:
     plain, saved = plain_runs("with_trainer.py", 1)
-    dials = {
-        **{f"PTM_{k.upper()}": v for k, v in DIALS.items()},
-        "PTM_DISK": str(tmp_path),
-        "ACCELERATE_USE_PTM": "true",
-    }
+    dials = environment_of(tmp_path)
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [str(SCRIPTS / "with_trainer.py"), str(folder), str(tmp_path / "ours")]
     if way == "module":
@@ -147,17 +138,6 @@ def test_other_ways_to_say_it(way: str, folder: Path, plain_runs: PlainRuns, tmp
     assert "host_memory: " in ours.err, "the resolved dials are shown"
     assert ours.result == plain.result
     assert_same(tmp_path / "ours", saved)
-
-
-def test_a_section_of_the_configuration_file_switches_it_on_and_flags_win(folder: Path, tmp_path: Path) -> None:
-    plain = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, "use_cpu": True}
-    section = {"host_memory": "64MiB", "page_size": 4096, "disk": str(tmp_path)}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**plain, "ptm_config": section}))
-    command = ["--config_file", "config.yaml", "--ptm_host_memory", "32MiB", str(SCRIPTS / "with_trainer.py")]
-    found = run(*ACCELERATE, *command, str(folder), str(tmp_path / "out"), cwd=tmp_path)
-    assert found.code == 0, found.err[-3000:]
-    assert "host_memory: 32.00 MiB (given)" in found.err
-    assert "page_size: 4096 B (given)" in found.err
 
 
 @pytest.mark.slow
@@ -178,8 +158,9 @@ def test_a_model_that_is_larger_than_memory_is_read_onto_pages(tiny: ModuleType,
     assert before in text
     (tmp_path / "script.py").write_text(text.replace(before, look + before))
     command = ["script.py", "model"]
-    plain = run(*command, "plain", cwd=tmp_path)
-    ours = run(*ACCELERATE, *flags(tmp_path), "--cpu", *command, "ours", cwd=tmp_path)
+    plain = run_plain(*command, "plain", cwd=tmp_path)
+    # In the environment that `accelerate launch --use_ptm` gives to the process that it starts.
+    ours = run(*command, "ours", cwd=tmp_path, ACCELERATE_USE_CPU="true", **environment_of(tmp_path))
     assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
     assert "PAGED False" in plain.out
     assert "PAGED True" in ours.out
@@ -189,7 +170,7 @@ def test_a_model_that_is_larger_than_memory_is_read_onto_pages(tiny: ModuleType,
 
 def test_a_script_that_puts_nothing_on_pages_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("import torch\nprint('done')\n")
-    found = run(*ACCELERATE, "--use_ptm", "--cpu", "idle.py", cwd=tmp_path)
+    found = run("idle.py", cwd=tmp_path, ACCELERATE_USE_PTM="true")
     assert "done" in found.out
     assert found.code == 0
     assert "no model was put on them" in found.err
@@ -273,6 +254,22 @@ def test_what_was_asked_is_told_to_the_processes(host: ModuleType, tmp_path: Pat
     assert os.environ["ACCELERATE_USE_PTM"] == "true"
 
 
+def test_a_section_of_the_configuration_file_switches_it_on_and_flags_win(host: ModuleType, tmp_path: Path) -> None:
+    plain = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, "use_cpu": True}
+    section = {"host_memory": "64MiB", "page_size": 4096, "disk": str(tmp_path)}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**plain, "ptm_config": section}))
+    command = ["--config_file", "config.yaml", "--ptm_host_memory", "32MiB", "script.py"]
+    host._validate_launch_command(host.launch_command_parser().parse_args(command))
+    told = {name: value for name, value in os.environ.items() if name in TOLD}
+    assert os.environ["ACCELERATE_USE_PTM"] == "true"
+    assert told["PTM_HOST_MEMORY"] == "32MiB"
+    dials = from_environment(os.environ)
+    assert dials is not None
+    assert (dials.host_memory, dials.page_size) == ("32MiB", "4096")
+    assert isinstance(dials.disk, DiskConfig)
+    assert dials.disk.paths == (str(tmp_path),)
+
+
 def test_without_flag_and_section_nothing_is_told(host: ModuleType) -> None:
     host._validate_launch_command(host.launch_command_parser().parse_args(["--num_processes", "1", "script.py"]))
     assert "ACCELERATE_USE_PTM" not in os.environ
@@ -303,11 +300,13 @@ def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
         "assert 'ptm' not in transformers.PreTrainedModel.from_pretrained.__func__.__code__.co_filename\n"
     )
     (tmp_path / "plain.py").write_text(code)
-    found = run("plain.py", cwd=tmp_path)
+    # Of the process that has imported the hosts before it.
+    found = run_plain("plain.py", cwd=tmp_path)
     assert found.code == 0, found.err
 
 
-@pytest.mark.thinned(1)
+# By default, by `with_trainer.py`, which imports torch first, and by `with_states.py`, which imports accelerate.
+@pytest.mark.wide
 @pytest.mark.parametrize("first", ["accelerate", "transformers", "peft"])
 def test_any_order_of_imports(first: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "order.py").write_text(
