@@ -252,6 +252,9 @@ ENTRIES = {
     )
 }
 
+ALIKE = {"qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "gemma2", "whisper"}
+"""Models whose operations others have as well."""
+
 
 def _opt() -> nn.Module:
     config = transformers.OPTConfig(
