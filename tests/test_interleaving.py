@@ -284,10 +284,16 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
     return twins.begun
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("seed", range(16))
+UPDATE_IN_BACKWARD = (1, 3)
+"""Seeds of which some updates begin in backward."""
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n in (*UPDATE_IN_BACKWARD, 10) else pytest.mark.wide) for n in range(16)]
+)
 def test_any_order(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path)
+    begun = check(seed, tmp_path)
+    assert begun or seed not in UPDATE_IN_BACKWARD
 
 
 @pytest.mark.thinned(1)
@@ -300,10 +306,6 @@ def test_any_order_with_updates_on_the_cpu(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(1006, 1200))
 def test_any_order_with_updates_on_the_cpu_at_length(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path, on_host=True)
-
-
-def test_some_of_them_update_in_backward(tmp_path: Path) -> None:
-    assert all(check(seed, tmp_path) for seed in (1, 3))
 
 
 @pytest.mark.matrix

@@ -77,8 +77,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 @contextmanager
-def at_floor(kind: str, directory: Path) -> Iterator[tuple[nn.Module, Any]]:
-    floor, _ = needs(tanh_stack(WIDTH, LAYERS), directory, kind, optimizer=adamw)
+def on_few_pages(kind: str, floor: int, directory: Path) -> Iterator[tuple[nn.Module, Any]]:
     model = tanh_stack(WIDTH, LAYERS)
     with on_pages(model, kind, floor, directory) as engine:
         yield model, engine.bind_optimizer(adamw(model))
@@ -106,11 +105,12 @@ def test_a_transfer_that_fails_once_changes_no_number(
 
     disk = FailsOnce(call, code)
     monkeypatch.setattr("ptm_accel.memory.disk.Io", disk.io)
+    floor, _ = needs(tanh_stack(WIDTH, LAYERS), tmp_path, kind, optimizer=adamw)
     number, met = begin, 0
     while True:
         caplog.clear()
         disk.at, disk.calls, disk.met = None, 0, False
-        with at_floor(kind, tmp_path) as (model, optimizer):
+        with on_few_pages(kind, floor, tmp_path) as (model, optimizer):
             disk.at, disk.calls = number, 0
             numbers = train(model, optimizer)
             assert numbers.keys() == expected.keys()

@@ -164,7 +164,7 @@ def test_lora_over_a_base_of_eight_times_the_memory(
         if paged:
             written = Written(bench.engines[0], monkeypatch)
         model = peft.get_peft_model(model, lora())
-        history = bench.train(model, gradient_checkpointing=True)
+        history = bench.train(model, gradient_checkpointing=True, max_steps=2)
         stories.append((history, bench.loss(model), bench.saved(model, "adapter")))
     assert stories[0] == stories[1]
     engine = bench.engines[0]
