@@ -17,11 +17,11 @@ from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.copies import Chained, finish, joined, settle
 from ptm_accel.memory.device import DeviceTier
 from ptm_accel.memory.frame_pages import (
+    FileHome,
     FrameHandle,
     FrameRun,
     Page,
     PageState,
-    PieceHome,
     Runs,
     check_runs,
     merged,
@@ -30,7 +30,7 @@ from ptm_accel.memory.frame_pages import (
 from ptm_accel.memory.framed_pages import FramedPages
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.mapping import FilePiece, private_run
-from ptm_accel.memory.transfer import Home, Transfer, round_up
+from ptm_accel.memory.transfer import Transfer, round_up
 
 
 class HeldRun:
@@ -58,7 +58,7 @@ class FrameHome(FramedPages):
         disk: where pages go when the frames are full, if anywhere; closed with this.
     """
 
-    def __init__(self, device: DeviceTier, frames: FramePool, disk: Home | None) -> None:
+    def __init__(self, device: DeviceTier, frames: FramePool, disk: FileHome | None) -> None:
         super().__init__(frames, disk)
         self.device = device
         self._handles: dict[FrameHandle, None] = {}
@@ -170,31 +170,29 @@ class FrameHome(FramedPages):
         return joined(copies)
 
     def snapshot(self, handle: FrameHandle) -> torch.Tensor:
-        """The bytes as a private mapping of frames and, where the disk can say where they lie, of its files.
+        """The bytes as a private mapping of frames, and of files of the disk.
 
         While it is alive the pages stay where they are. So once snapshots hold half of the frames, pages are written to
-        a disk that can be mapped first.
+        the disk first.
 
         Raises:
-            BudgetError: pages on a disk that cannot be mapped do not fit into frames.
-            DiskError: reading them failed.
+            DiskError: writing them failed, or a store to one had failed.
         """
         with self._lock:
             assert handle in self._handles, f"snapshot of the freed handle of {handle.name}"
-            disk: object = None if self._swap is None else self._swap.disk
+            swap = self._swap
             pieces: list[FilePiece] = []
             framed = [page for page in handle.pages if page.frame is not None and page.may_leave()]
-            if isinstance(disk, PieceHome) and self._mapped_bytes(framed) > self._frames.budget.capacity_bytes // 2:
+            if swap is not None and self._mapped_bytes(framed) > self._frames.budget.capacity_bytes // 2:
                 with contextlib.suppress(BudgetError):
                     self._spill(framed, admitting=True)
             for page in handle.pages:
                 if page.state is PageState.CLEAN and settle(page.writes) is not None:
                     self._to_disk(page)
-                if page.state is PageState.DISK and isinstance(disk, PieceHome):
-                    pieces += disk.pieces(page.slot)
-                    continue
                 if page.state is PageState.DISK:
-                    self._read(page, keep=handle)
+                    assert swap is not None
+                    pieces += swap.disk.pieces(page.slot)
+                    continue
                 self._end_writes(page)
                 assert page.frame is not None
                 pieces.append(page.frame.piece)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.frames import Frame
 from ptm_accel.memory.mapping import FilePiece, MappedRun
-from ptm_accel.memory.transfer import ALIGN_BYTES, Transfer
+from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
 
-@runtime_checkable
-class PieceHome(Protocol):
-    """A home that can say where in which file its bytes lie, so that they are mapped beside others."""
+class FileHome(Home, Protocol):
+    """A home in files, which says where its bytes lie, so that they are mapped beside others."""
 
     def pieces(self, handle: Any) -> Sequence[FilePiece]:
         """The handle's bytes as runs of files, in order. All stores have ended before."""

@@ -16,17 +16,17 @@ from typing import Any
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copies import finish, raise_first, settle
-from ptm_accel.memory.frame_pages import FrameHandle, Page, PageState
+from ptm_accel.memory.frame_pages import FileHome, FrameHandle, Page, PageState
 from ptm_accel.memory.frames import Frame, FramePool
 from ptm_accel.memory.swap_space import SwapSpace
-from ptm_accel.memory.transfer import Home, Transfer
+from ptm_accel.memory.transfer import Transfer
 from ptm_accel.units import format_bytes
 
 
 class FramedPages:
     """Pages with a frame or a slot each. Thread-safe."""
 
-    def __init__(self, frames: FramePool, disk: Home | None) -> None:
+    def __init__(self, frames: FramePool, disk: FileHome | None) -> None:
         self._frames = frames
         self._swap = None if disk is None else SwapSpace(disk, frames.frame_bytes)
         # Pages that have a frame, least recently used first.
@@ -73,10 +73,10 @@ class FramedPages:
         assert page.frame is not None
         return page.frame
 
-    def _read(self, page: Page, keep: FrameHandle | None = None) -> None:
+    def _read(self, page: Page) -> None:
         """Starts reading a page that is on disk into a frame: DISK -> CLEAN."""
         assert self._swap is not None and page.state is PageState.DISK
-        frame = self._room(page.nbytes, page.handle.tag, page.handle.name, keep)
+        frame = self._room(page.nbytes, page.handle.tag, page.handle.name)
         try:
             read = self._swap.disk.load(page.slot, 0, frame.view(0, page.nbytes))
         except BaseException:
@@ -168,29 +168,27 @@ class FramedPages:
         if refusal is not None and self._frames.budget.free_bytes < handle.nbytes + self._swap.missing_bytes:
             raise self._no_room(handle.nbytes, handle.name, refusal) from refusal
 
-    def _room(
-        self, nbytes: int, tag: Tag, name: str, keep: FrameHandle | None = None, *, admitting: bool = False
-    ) -> Frame:
+    def _room(self, nbytes: int, tag: Tag, name: str, *, admitting: bool = False) -> Frame:
         """A frame, freed by spilling if need be; refuses if there is none."""
         while True:
             try:
                 return self._frames.take(nbytes, tag, name)
             except BudgetError as refusal:
-                victims = self._victims(nbytes, keep)
+                victims = self._victims(nbytes)
                 if not victims:
                     raise self._no_room(nbytes, name, refusal) from refusal
                 framed = len(self._framed)
                 try:
                     self._spill(victims, admitting=admitting)
                 except BudgetError as full:
-                    if len(self._framed) == framed and not self._free_a_slab(keep):
+                    if len(self._framed) == framed and not self._free_a_slab():
                         raise self._no_room(nbytes, name, full) from full
 
-    def _free_a_slab(self, keep: FrameHandle | None) -> bool:
+    def _free_a_slab(self) -> bool:
         """Moves the pages of one slab into gaps of others; False if there is none whose pages fit there."""
         pages = {page.frame: page for page in self._framed if page.frame is not None}
         for group in self._frames.by_use(pages):
-            if not all(pages[frame].may_leave() and pages[frame].handle is not keep for frame in group):
+            if not all(pages[frame].may_leave() for frame in group):
                 continue
             with contextlib.suppress(BudgetError):
                 for frame in group:

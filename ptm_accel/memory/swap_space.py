@@ -12,7 +12,8 @@ import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.transfer import Home, Transfer
+from ptm_accel.memory.frame_pages import FileHome
+from ptm_accel.memory.transfer import Transfer
 
 SPARES = 2
 
@@ -25,7 +26,7 @@ class SwapSpace:
         page_bytes: the largest page.
     """
 
-    def __init__(self, disk: Home, page_bytes: int) -> None:
+    def __init__(self, disk: FileHome, page_bytes: int) -> None:
         self.disk = disk
         self._page_bytes = page_bytes
         self._spares: list[Any] = []

@@ -20,7 +20,7 @@ from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.frame_pages import FrameHandle, PageState
+from ptm_accel.memory.frame_pages import FileHome, FrameHandle, PageState
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.pinned import HostPin
@@ -119,10 +119,6 @@ class LateDisk:
         assert sum(slot.nbytes for slot in self.slots) == self.budget.used_bytes
         self.budget.check_integrity()
 
-
-class MappableDisk(LateDisk):
-    """One that can say where its bytes lie."""
-
     def pieces(self, handle: LateSlot) -> Sequence[FilePiece]:
         assert all(transfer.done() for transfer in handle.transfers)
         return [FilePiece(self.fd, handle.start, handle.nbytes)]
@@ -135,14 +131,14 @@ class Setup:
         self,
         pages: int = 4,
         slots: int | None = 8,
-        disk: Home | None = None,
+        disk: FileHome | None = None,
         device: MockDevice | None = None,
         pin: HostPin | None = None,
     ) -> None:
         self.device = device or MockDevice()
         self.host = Budget(Tier.HOST, pages * PAGE)
         self.frames = FramePool(self.host, PAGE, slab_bytes=4 * PAGE, pin=pin)
-        self.late = None if disk is not None or slots is None else MappableDisk((slots + 2) * PAGE)
+        self.late = None if disk is not None or slots is None else LateDisk((slots + 2) * PAGE)
         self.home = FrameHome(self.device, self.frames, disk or self.late)
         self.blocks: list[Block] = []
 
@@ -467,10 +463,8 @@ def test_slots_of_clean_pages_make_room_on_disk() -> None:
     s.close()
 
 
-@pytest.mark.parametrize("kind", [LateDisk, MappableDisk])
-def test_a_snapshot_of_pages_in_all_states(kind: type[LateDisk]) -> None:
-    disk = kind(10 * PAGE)
-    s = Setup(pages=3, disk=disk)
+def test_a_snapshot_of_pages_in_all_states() -> None:
+    s = Setup(pages=3, disk=LateDisk(10 * PAGE))
     handle = s.new(2.25)
     other = s.new(0.5, "other")
     for page in range(2):
@@ -485,8 +479,7 @@ def test_a_snapshot_of_pages_in_all_states(kind: type[LateDisk]) -> None:
     assert torch.equal(
         snapshot, torch.cat([torch.full((n,), v, dtype=torch.uint8) for n, v in ((PAGE, 1), (PAGE, 2), (UNIT, 3))])
     )
-    if kind is MappableDisk:
-        assert s.host.used_bytes == used
+    assert s.host.used_bytes == used
     snapshot.fill_(0)
     assert s.load(handle).float().mean() > 1
     s.close()
@@ -516,14 +509,23 @@ def test_a_living_snapshot_keeps_its_pages_where_they_are() -> None:
     s.store(s.new(1, "c"), 3)
     assert s.states(a) == [FRAME]
     assert s.states(b) == [DISK]
-    held = s.home.snapshot(s.home.new(UNIT, Tag.MASTER, "d"))
-    with pytest.raises(BudgetError, match=r"\(20480 B of them held by snapshots"):
-        s.new(4, "e")
+    s.new(4, "d")
     assert (snapshot == 1).all()
-    del snapshot, held
-    s.new(4, "e")
+    del snapshot
+    s.new(2, "e")
     assert s.states(a) == [DISK]
     assert (s.load(a) == 1).all()
+    s.close()
+
+
+def test_a_refusal_says_what_snapshots_hold() -> None:
+    s = Setup(pages=2, slots=None)
+    a = s.new(1, "a")
+    s.store(a, 1)
+    held = s.home.snapshot(a)
+    with pytest.raises(BudgetError, match=rf"\({PAGE} B of them held by snapshots"):
+        s.new(2, "b")
+    assert (held == 1).all()
     s.close()
 
 
