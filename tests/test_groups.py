@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from ptm_accel.errors import BudgetError
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.host_updates import HostUpdates
-from ptm_accel.optim.units import Entry
+from ptm_accel.optim.units import Entry, Unit
 from tests.plain_loop import Recipe, assert_same, train, train_with_masters
 from tests.test_equality import plain_run, sizes
 from tests.test_equality_precision import narrowed
@@ -107,7 +108,9 @@ def test_other_optimizers_in_groups(
 
 
 @pytest.mark.parametrize("memory", ["mock+host", "mock+host+disk"])
-def test_updates_on_the_cpu_in_groups(memory: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("refused", ["none", "taken", "opened"])
+def test_updates_on_the_cpu_in_groups(refused: str, memory: str, tmp_path: Path) -> None:
+    """Where the CPU refuses one member, as it is given or as it is begun, no other is updated beside it there."""
     entry, recipe = ENTRIES["gpt2"], Recipe(accumulation=2, steps=8)
     plain = train(entry.build(), entry, recipe)
     model = entry.build()
@@ -119,14 +122,22 @@ def test_updates_on_the_cpu_in_groups(memory: str, tmp_path: Path) -> None:
         on_pages(model, memory, need * 3 // 4, tmp_path, page_size=16 << 10, **host) as engine,
         pytest.MonkeyPatch.context() as patch,
     ):
-        take = HostUpdates.take
+        take, hold = HostUpdates.take, HostUpdates._hold
 
         def watched(updates: HostUpdates, entry: Entry) -> bool:
+            if refused == "taken" and entry[1].slot.name.endswith("c_fc.weight"):
+                return False
             took = take(updates, entry)
             taken.extend([entry[1].slot.name] if took else [])
             return took
 
+        def held(updates: HostUpdates, unit: Unit) -> None:
+            if refused == "opened" and unit.state.slot.name.endswith("c_attn.weight") and not unit.start:
+                raise BudgetError("no room for a window")
+            hold(updates, unit)
+
         patch.setattr(HostUpdates, "take", watched)
+        patch.setattr(HostUpdates, "_hold", held)
         patch.setattr(RunAhead, "updates_on_host", lambda ahead, name: "[" in name)
         paged = train(model, entry, recipe, engine)
         assert members(engine) > 1

@@ -31,7 +31,7 @@ from ptm_accel.memory.windows import HostWindow, Window, window_elements
 from ptm_accel.model.floor import update_extra_bytes
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.units import Entry, ParamState, Unit, Work, no_more_owed, owe, parts_of
+from ptm_accel.optim.units import Entry, ParamState, Unit, Work, blocks_of, no_more_owed, owe, parts_of
 from ptm_accel.optim.worker import Job
 
 
@@ -244,14 +244,19 @@ class HostUpdates:
                 raise
 
     def _refuse(self, unit: Unit) -> None:
-        (entry,) = unit.entries
-        # What updates it in its place reads the counts where they were sent to.
+        """Hands an update back, and all that wait for the same blocks: the device loads a block as a whole."""
+        # What updates them in its place reads the counts where they were sent to.
         for transfer in self._counts_come:
             transfer.wait()
-        self._waiting.popleft()
-        self.work = [other for other in self.work if other is not entry]
-        no_more_owed(self.owed, unit)
-        self._refused(entry)
+        blocks = set(unit.blocks.values())
+        given = [entry for entry, _ in self._waiting if not blocks.isdisjoint(blocks_of(entry))]
+        kept = {id(entry) for entry in self.work} - {id(entry) for entry in given}
+        self.work = [entry for entry in self.work if id(entry) in kept]
+        self._waiting = deque(each for each in self._waiting if id(each[0]) in kept)
+        for entry in given:
+            no_more_owed(self.owed, _unit(entry, 0, self._window_elements))
+        for entry in given:
+            self._refused(entry)
 
     def _hold(self, unit: Unit) -> None:
         try:

@@ -212,6 +212,11 @@ def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
     return named
 
 
+def blocks_of(entry: Entry) -> list[PagedTensor]:
+    """The blocks that the update of one parameter uses."""
+    return [part.block for part in parts_of(entry).values()]
+
+
 def owe(owed: dict[PagedTensor, int], entry: Entry) -> None:
     """Counts one more update that is still to be done for each block that it uses."""
     for part in parts_of(entry).values():

@@ -32,7 +32,7 @@ from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.units import Work, ordered
+from ptm_accel.optim.units import Entry, Work, blocks_of, ordered
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class UpdateQueue:
         left = deque(work)
         try:
             while left:
-                if self._host is not None and self._host.take(left[0]):
+                if self._host is not None and self._takes(self._host, left[0]):
                     self.touched = True
                 else:
                     self._batches.add(left[0])
@@ -117,6 +117,17 @@ class UpdateQueue:
                 for _, _, grad in left:
                     grad.drop()
             raise
+
+    def _takes(self, host: HostUpdates, entry: Entry) -> bool:
+        """Whether the CPU takes an update over; members of one block are all updated where the first one is."""
+        blocks = blocks_of(entry)
+        if any(block in self._batches.owed for block in blocks):
+            return False
+        if host.take(entry):
+            return True
+        while any(block in host.owed for block in blocks):
+            self._go_on(host)
+        return False
 
     def close(self, work: Work, order: dict[str, int]) -> None:
         """The step has come: what has not begun is done in the order in which it will be needed.
