@@ -122,12 +122,12 @@ class Watcher:
         return None
 
     def _patch_imported(self) -> None:
-        for name in list(self._importing):
-            module = sys.modules.get(name)
-            spec = None if module is None else module.__spec__
-            if module is not None and not getattr(spec, "_initializing", False):
-                self._importing.discard(name)
-                self._patch(name, module)
+        found = {name: sys.modules[name] for name in self._importing & sys.modules.keys()}
+        ready = {n: module for n, module in found.items() if not getattr(module.__spec__, "_initializing", False)}
+        # Before any is patched, which imports modules and so comes here again.
+        self._importing -= ready.keys()
+        for name, module in ready.items():
+            self._patch(name, module)
 
     def _patch(self, name: str, module: ModuleType) -> None:
         home, function = self._wanted.pop(name)

@@ -82,6 +82,20 @@ def test_pages_that_no_model_came_onto_are_told_of_at_exit(
     assert ("no model was put on them" in capsys.readouterr().err) == told
 
 
+def test_modules_that_are_there_already_are_met_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "met_at_home.py").write_text("met = []\ndef meet(module):\n    met.append(module.__name__)\n")
+    names = ["met_first", "met_second"]
+    for name in [*names, "met_other"]:
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in names:
+        importlib.import_module(name)
+    autoload.watch(dict.fromkeys(names, ("met_at_home", "meet")))
+    importlib.import_module("met_other")
+    assert sorted(importlib.import_module("met_at_home").met) == names
+
+
 def test_modules_are_met_once_whenever_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is imported later; one is under way, and imports the watcher's installation itself."""
     (tmp_path / "met_home.py").write_text(
