@@ -163,12 +163,17 @@ def measured_state(optimizer: torch.optim.Optimizer, *, masters: bool, device: t
     )
     groups = []
     for group in optimizer.param_groups:
-        trained = [(param, at) for at, param in enumerate(group["params"]) if param.requires_grad]
-        if trained:
-            param, at = max(trained, key=lambda each: each[0].numel())
-            small = _small(param, device, torch.float32 if masters and is_narrow(param.dtype) else param.dtype)
-            named = {"params": [(group["param_names"][at], small)]} if "param_names" in group else {"params": [small]}
-            groups.append({**{key: value for key, value in group.items() if key != "param_names"}, **named})
+        trained = sorted((param.numel(), at) for at, param in enumerate(group["params"]) if param.requires_grad)
+        # The largest of each number of dimensions: a matrix may have less state than a vector.
+        largest = {group["params"][at].dim(): at for _, at in trained}
+        if largest:
+            params: list[Any] = []
+            for at in largest.values():
+                param = group["params"][at]
+                small = _small(param, device, torch.float32 if masters and is_narrow(param.dtype) else param.dtype)
+                params.append((group["param_names"][at], small) if "param_names" in group else small)
+            options = {key: value for key, value in group.items() if key != "param_names"}
+            groups.append({**options, "params": params})
     if not groups:
         return None
     arguments = inspect.signature(cls).parameters

@@ -496,7 +496,7 @@ def test_what_cannot_be_is_not_planned(tmp_path: Path, taken: list[str]) -> None
         train(model, paged, range(3, 7), None, 1)
         engine.settle()
         assert not taken
-        assert not any(route.on_host for route in engine.run_ahead.routes.values())
+        assert not any(route.choice and route.choice.on_host for route in engine.run_ahead.routes.values())
         assert engine.run_ahead.tally.updated_bytes - before == 4 * sum(s.value.slot_bytes for s in engine.slots)
 
 
