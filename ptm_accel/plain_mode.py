@@ -189,9 +189,11 @@ class PlainMode:
                     self._too_large += grad
                     self._end_before(module, args, kwargs)
                     return
-            if [p for p, place, trains in self._seen if p.data_ptr() != place or p.requires_grad is not trains]:
-                # A parameter has been given other data, which is to be on pages, or gets a gradient from now on.
-                self._end_before(module, args, kwargs)
+            for param, place, trains in self._seen:
+                if param.data_ptr() != place or param.requires_grad is not trains:
+                    # It has been given other data, which is to be on pages, or gets a gradient from now on.
+                    self._end_before(module, args, kwargs)
+                    return
 
         return RootHook(enter)
 
