@@ -24,7 +24,8 @@ from torch import nn
 from ptm_accel.memory.paged import PagedTensor, Part
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
-from ptm_accel.model.slots import ParamSlot, SlotTable, owned_by
+from ptm_accel.model.grouping import owned_by
+from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.units import format_bytes
 
 

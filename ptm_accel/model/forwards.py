@@ -26,9 +26,10 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
+from ptm_accel.model.grouping import owned_by
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
-from ptm_accel.model.slots import ParamSlot, SlotTable, owned_by
+from ptm_accel.model.slots import ParamSlot, SlotTable
 
 _CALL = nn.Module._call_impl.__code__
 """The code that is on the stack while a module is being called."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from ptm_accel.memory.paged import PART_ALIGN
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.groups import ParamGroup
+
+if TYPE_CHECKING:
+    from ptm_accel.model.slots import ParamSlot, SlotTable
 
 MOST_GROUP_BYTES = 256 << 20
 """The most that the values of a group take (PatrickStar: larger chunks gain nothing more on the link)."""
@@ -72,6 +75,14 @@ def groups_of(
             group = ParamGroup(name, [param.shape for param in part], movable=moves)
             made |= {param: (group, member) for member, param in enumerate(part)}
     return made
+
+
+def owned_by(module: nn.Module, slots: SlotTable) -> list[ParamSlot]:
+    """The parameters under a module whose movable ones are a group of several; none for another module."""
+    found = [slot for param in module.parameters() if (slot := slots.of(param)) is not None]
+    moved = [slot for slot in found if slot.group.movable]
+    blocks = {slot.value.block for slot in moved}
+    return found if len(blocks) == 1 and len(moved) == blocks.pop().parts > 1 else []
 
 
 def _blocks_of(model: nn.Module) -> set[str]:

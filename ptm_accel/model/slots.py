@@ -395,14 +395,6 @@ def same_place(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
-def owned_by(module: nn.Module, slots: SlotTable) -> list[ParamSlot]:
-    """The parameters under a module whose movable ones are a group of several; none for another module."""
-    found = [slot for param in module.parameters() if (slot := slots.of(param)) is not None]
-    moved = [slot for slot in found if slot.group.movable]
-    blocks = {slot.value.block for slot in moved}
-    return found if len(blocks) == 1 and len(moved) == blocks.pop().parts > 1 else []
-
-
 class SlotTable:
     """All slots of one model, by parameter identity and by name (every name a tied parameter has)."""
 
