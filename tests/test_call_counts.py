@@ -30,7 +30,7 @@ from ptm_accel.engine import engine_of
 from ptm_accel.optim.optimizer import PagedOptimizer
 from tests.tiers import members
 
-FIRST, LAST = 8, 10
+FIRST, LAST = 8, 14
 ROOTS = tuple(str(Path(module.__file__ or "").parent.resolve()) for module in (ptm_accel, adapter))
 FIGURES = {"hooks": 206.2, "streams": 390.0}
 PLAIN_STEP = 30
