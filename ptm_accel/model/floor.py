@@ -241,28 +241,39 @@ def _update(slot: ParamSlot, appetite: Appetite, masters: bool, window_bytes: in
     if not appetite.whole:
         elements = min(elements, window_elements(window_bytes, wide))
     cut = elements < value.numel
-    state = appetite.state_tensors * round_up(elements * wide)
-    nbytes = update_extra_bytes(appetite, elements, wide, new=True, widened=wide > value.dtype.itemsize)
+    nbytes = update_extra_bytes(appetite, elements, wide, widened=wide > value.dtype.itemsize)
+    nbytes += appetite.state_tensors * round_up(elements * wide)
     if slot.group.movable:
         nbytes += round_up(elements * value.dtype.itemsize)
         nbytes += round_up(elements * (wide if masters else value.dtype.itemsize))
         nbytes += round_up(elements * wide) if wide > value.dtype.itemsize else 0
-        nbytes += state if cut else 0
+        nbytes += copied_bytes(appetite, elements, wide, whole=not cut) if cut or not value.alone else 0
     whole = "all of " if not cut else "a window of "
     return _Moment(nbytes, f"the update of {whole}{slot.name} ({format_bytes(value.nbytes)})")
 
 
-def update_extra_bytes(appetite: Appetite, elements: int, wide: int, *, new: bool, widened: bool) -> int:
-    """What the optimizer allocates for a window beside what is on pages.
+def update_extra_bytes(appetite: Appetite, elements: int, wide: int, *, widened: bool) -> int:
+    """What the optimizer allocates for a window beside what is on pages and the state that it makes.
 
     Args:
         appetite: of the optimizer.
         elements: of the window.
         wide: bytes per element of what it updates.
-        new: whether it will make its state.
         widened: whether the gradient is copied to fp32 for it.
     """
-    nbytes = round_up(appetite.scratch_tensors * elements * wide)
-    if new:
-        nbytes += appetite.state_tensors * round_up(elements * wide)
-    return nbytes + (round_up(elements * 4) if widened else 0)
+    return round_up(appetite.scratch_tensors * elements * wide) + (round_up(elements * 4) if widened else 0)
+
+
+def copied_bytes(appetite: Appetite, elements: int, wide: int, *, whole: bool) -> int:
+    """What the windows take that new state is copied to, beside what `update_extra_bytes` gives back before.
+
+    Args:
+        appetite: of the optimizer.
+        elements: of the window.
+        wide: bytes per element of the state.
+        whole: whether the window is all of the parameter: its state is copied tensor by tensor.
+    """
+    one = round_up(elements * wide)
+    if not whole:
+        return appetite.state_tensors * one
+    return max(0, one - round_up(appetite.scratch_tensors * elements * wide)) if appetite.state_tensors else 0

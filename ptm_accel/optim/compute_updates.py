@@ -84,7 +84,8 @@ class ComputeUpdates:
     def beside_bytes(self, unit: Unit) -> int:
         """Bytes that updating `unit` takes beside the tensors it involves."""
         grain = self._arithmetic.grain
-        return unit.extra_bytes(self.appetite, grain) + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)
+        allocated = unit.extra_bytes(self.appetite, grain) + sum(unit.made_bytes(self.appetite))
+        return allocated + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)
 
     def _comes_whole(self, block: PagedTensor, unit: Unit) -> bool:
         """Whether all of a block is brought in for a window, and not the window alone."""
@@ -129,6 +130,8 @@ class ComputeUpdates:
             unit.desk = self.pool.room.take_block(desk, Tag.STAGING, name)
         if extra := unit.extra_bytes(self.appetite, grain):
             unit.extra = self.pool.room.reserve(extra, Tag.STAGING, name)
+        for made in unit.made_bytes(self.appetite):
+            unit.made.append(self.pool.room.reserve(made, Tag.STAGING, name))
         if space := unit.space_bytes(self.appetite):
             unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
         for key, part in unit.involved().items():
@@ -144,6 +147,7 @@ class ComputeUpdates:
     def give_up(self, unit: Unit) -> None:
         """Ends a unit without writing anything."""
         self._release(unit)
+        self._release_made(unit)
         for key in list(unit.windows):
             # Whatever fails here is no more news: somebody is being told of a failure already, or will ask again.
             with suppress(PTMError):
@@ -152,8 +156,9 @@ class ComputeUpdates:
             unit.occupied = False
             self.pool.vacate(unit.state.slot.value.block)
 
-    def _release(self, unit: Unit, *, extra: bool = True) -> None:
-        for reservation in (unit.space, unit.extra if extra else None):
+    def _release(self, unit: Unit) -> None:
+        """Ends the charges for what only the arithmetic needs."""
+        for reservation in (unit.space, unit.extra):
             if reservation is not None and reservation.live:
                 reservation.release()
         desk, unit.desk = unit.desk, None
@@ -161,6 +166,10 @@ class ComputeUpdates:
             reservation, block = desk
             assert block.buffer is not None
             self.pool.room.leave(block.buffer, block, reservation)
+
+    def _release_made(self, unit: Unit) -> None:
+        while unit.made:
+            unit.made.pop().release()
 
     # ---- a batch ---------------------------------------------------------------------------------------------
 
@@ -174,14 +183,11 @@ class ComputeUpdates:
         """
         left = deque(self._arithmetic.update(batch, scale, hyper))
         for unit in batch:
-            whole = unit.whole
-            # What was held for the state becomes the charge of the state itself, or of the windows it is copied to.
-            self._release(unit, extra=whole)
+            # Windows that new state is copied to take what was held for the arithmetic.
+            self._release(unit)
             for _, state, _ in unit.entries:
-                # Nothing here may keep what it was charged for.
                 self._harvest(unit, state, left.popleft())
-            if not whole:
-                self._release(unit)
+            self._release_made(unit)
         for unit in batch:
             self._close(unit)
 
@@ -189,7 +195,9 @@ class ComputeUpdates:
         """Takes what the optimizer left in its state: new full-size tensors go on pages, the rest is kept as it is."""
         shape = state.slot.value.shape if unit.together or unit.whole else torch.Size([unit.stop - unit.start])
         small: dict[str, Any] = {}
-        for key, value in after.items():
+        for key in list(after):
+            # Nothing may keep a tensor once the charge for it ends.
+            value = after.pop(key)
             part, window = state.paged.get(key), unit.windows.get(f"state.{key}")
             if unit.together and part is not None and window is not None:
                 here = part.of(self.pool.windows.ready(window))
@@ -200,6 +208,9 @@ class ComputeUpdates:
                 continue
             if here.data_ptr() != value.data_ptr():
                 here.copy_(value.reshape(here.shape))
+                del value
+                if unit.made:
+                    unit.made.pop().release()
         if unit.last:
             state.small = small
 
@@ -210,6 +221,8 @@ class ComputeUpdates:
             part = slot.group.part(slot.member, f".{key}", Tag.STATE, value.dtype, self.pool)
             state.paged[key] = part
             if unit.whole and part.alone and value.is_contiguous():
+                if unit.made:
+                    unit.made.pop().release()
                 self.pool.adopt(part.block, value.view(slot.value.shape))
         if self._comes_whole(part.block, unit):
             self.pool.fault(part.block)

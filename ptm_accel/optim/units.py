@@ -9,7 +9,7 @@ from ptm_accel.memory.budget import Reservation
 from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.transfer import Block, Transfer, round_up
 from ptm_accel.memory.windows import Window
-from ptm_accel.model.floor import Appetite, update_extra_bytes
+from ptm_accel.model.floor import Appetite, copied_bytes, update_extra_bytes
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.slots import ParamSlot
 
@@ -92,8 +92,9 @@ class Unit:
         last: whether nothing of the parameters is left behind it.
         new: whether the optimizer makes its state in it.
         stays: parameters are read right after their update (`Batches`).
-        extra: the charge for what the optimizer allocates.
-        space: the charge for windows of state that the optimizer will make.
+        extra: the charge for what the optimizer allocates, but for the state that it will make.
+        made: the charges for that state, of one tensor each, until it is on pages.
+        space: the charge for windows that the state will be copied to.
         desk: memory for gradients in fp32, with the charge for it; None where torch allocates that.
         occupied: room was made for the values, and what is there until the update is not them.
         blocks: the blocks that its update reads and writes, by the key of the window.
@@ -109,6 +110,7 @@ class Unit:
     stays: bool = False
     windows: dict[str, Window] = field(default_factory=dict)
     extra: Reservation | None = None
+    made: list[Reservation] = field(default_factory=list)
     space: Reservation | None = None
     desk: tuple[Reservation, Block] | None = None
     occupied: bool = False
@@ -170,7 +172,13 @@ class Unit:
         if grain is not None and not self.new:
             elements = min(elements, grain)
         wide, widened = self.state.wide.dtype.itemsize, is_widened(self.entries[0]) and grain is None
-        return update_extra_bytes(appetite, elements, wide, new=self.new, widened=widened)
+        return update_extra_bytes(appetite, elements, wide, widened=widened)
+
+    def made_bytes(self, appetite: Appetite) -> list[int]:
+        """What torch allocates for each tensor of the state that the optimizer will make."""
+        return [round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)] * (
+            self.new * appetite.state_tensors
+        )
 
     def desk_elements(self, grain: int | None) -> list[int]:
         """Elements of each gradient that are in fp32 at a time, where that is no matter of torch's.
@@ -189,10 +197,11 @@ class Unit:
         return round_up(sum(self.desk_elements(grain)) * 4)
 
     def space_bytes(self, appetite: Appetite) -> int:
-        """What the windows of state that the optimizer will make take; a whole parameter's state needs none."""
-        if not self.new or self.whole:
+        """What windows take that the state is copied to, beside what is free once the optimizer is done."""
+        value = self.state.slot.value
+        if not self.new or (self.whole and (value.alone or not value.block.movable)):
             return 0
-        return appetite.state_tensors * round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)
+        return copied_bytes(appetite, self.stop - self.start, self.state.wide.dtype.itemsize, whole=self.whole)
 
 
 def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
