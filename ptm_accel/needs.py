@@ -67,15 +67,20 @@ class Needs:
     def suit(self, grouped: SlotTable, alone: SlotTable) -> bool:
         """Whether groups leave as much room again beside what they need, and all fits where it does without them.
 
+        What updates need with an optimizer that is not known yet may be most of the room, in groups or not: it is no
+        reason against groups unless they need more.
+
         Args:
             grouped: the parameters in groups.
             alone: each in a group of its own.
         """
         room, most = self._pool.share_bytes, self.estimate(ANY_OPTIMIZER, None, grouped)
-        if 2 * most.total_bytes > room or self._pool.home is None:
+        if most.whole_bytes <= room or self._pool.home is None:
             return most.whole_bytes <= room
-        with_them, without = (self.estimate(FUSED_ADAMW, None, slots).whole_bytes for slots in (grouped, alone))
-        return not without <= room < with_them
+        adamw, without = (self.estimate(FUSED_ADAMW, None, slots) for slots in (grouped, alone))
+        if 2 * adamw.total_bytes > room or without.whole_bytes <= room < adamw.whole_bytes:
+            return False
+        return most.total_bytes <= max(room, self.estimate(ANY_OPTIMIZER, None, alone).total_bytes)
 
     def expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
         """Before there is an optimizer: reckons with AdamW, or where that is too much, with what any needs.

@@ -19,7 +19,7 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.memory.tide import Tide
-from ptm_accel.pages import refuse_too_large
+from ptm_accel.pages import Pages, refuse_too_large
 from tests.plain_loop import adamw, sgd
 from tests.tiers import AMPLE, MEMORIES, config, needs, open_memory
 
@@ -272,7 +272,9 @@ def test_other_figures_are_refused_with_both(tmp_path: Path, attached: Callable[
     attached(net(1), dials(5 * floor, tmp_path))
 
 
-def test_a_card_has_one_tide_for_all(tmp_path: Path) -> None:
+def test_a_card_has_one_tide_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The second model finds less room than the first, and no groups.
+    monkeypatch.setattr(Pages, "grouped", False)
     memory = open_memory("mock+host+disk", AMPLE, tmp_path, host_bytes=AMPLE)
     first = Engine.attach(net(), config(), memory=memory)
     card = memory.pool.room

@@ -115,11 +115,14 @@ def test_updates_begin_in_backward_with_the_same_numbers(
     clip: float, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
+    arrived: dict[Any, list[str]] = {}
     take = Updates.take
 
     def noted(self: Updates, grad: Any) -> None:
         take(self, grad)
-        begun.extend([grad.slot.name] * grad.spent)
+        # Those of a group are updated when the last of them has come.
+        arrived.setdefault(grad.slot.group, []).append(grad.slot.name)
+        begun.extend(arrived[grad.slot.group] * grad.spent)
 
     monkeypatch.setattr(Updates, "take", noted)
     plain = build(tiny, tmp_path / "plain", transformers.Trainer, max_grad_norm=clip)

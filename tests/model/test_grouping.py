@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
+from ptm_accel.model.floor import ANY_OPTIMIZER
 from ptm_accel.model.grouping import MOST_GROUP_BYTES, group_sizes, groups_of
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.opening import open_memory
@@ -270,3 +271,15 @@ def test_a_member_that_is_given_another_shape_leaves_its_group(away: bool, tmp_p
         assert engine.slots.by_name["7.1.weight"].value.block.parts == 1
         assert engine.slots.by_name["7.0.weight"].value.block.parts > 1
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_what_an_unknown_optimizer_needs_for_a_large_embedding_is_no_reason_against_groups(tmp_path: Path) -> None:
+    """As 8B on a card of 16 GB: any optimizer at all would need more than half of it, for the embedding alone."""
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 12, "vocab_size": 2048}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    _, need = needs(model, tmp_path, "mock+host")
+    with on_pages(model, "mock+host", need // 2, tmp_path) as engine:
+        most = engine.needs.estimate(ANY_OPTIMIZER)
+        assert 2 * most.total_bytes > need // 2
+        assert "embed_tokens" in most.reason
+        assert members(engine) > 1
