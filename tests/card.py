@@ -221,7 +221,6 @@ class CardAllocator:
     def view(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         part = (ctypes.c_ubyte * nbytes).from_address(memory.data_ptr() + offset)
         part.memory = memory  # type: ignore[attr-defined]
-        ctypes.memset(part, POISON, nbytes)
         with _disable_current_modes():
             return torch.frombuffer(part, dtype=torch.uint8)
 
@@ -256,11 +255,16 @@ class CardTier(MockDevice):
 
     def allocate(self, nbytes: int) -> Block:
         assert self.memory is not None
-        return self.memory.allocate(nbytes)
+        block = self.memory.allocate(nbytes)
+        if not block.behind:
+            assert block.buffer is not None
+            with _disable_current_modes():
+                block.buffer.fill_(POISON)
+        return block
 
     def recycle(self, block: Block) -> None:
         assert self.memory is not None
-        if isinstance(block.region, Run):
+        if isinstance(block.region, Run) and not block.behind:
             # No name here may hold the slab: it may be given back now.
             block.region.slab.memory[block.region.offset :][: block.nbytes].fill_(POISON)
         self.memory.recycle(block)

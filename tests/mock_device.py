@@ -101,6 +101,7 @@ class _Job:
     source: int
     transfer: MockTransfer
     after: tuple[MockTransfer, ...]
+    behind: tuple[MockTransfer, ...]
 
 
 @dataclass(frozen=True)
@@ -204,13 +205,19 @@ class MockDevice:
             ctypes.memset(arena.address + region.offset, POISON, region.nbytes)
             arena.runs.give(region.offset, region.nbytes)
 
-    def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> MockTransfer:
+    def copy_in(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> MockTransfer:
         """See `DeviceTier.copy_in`.
 
         Raises:
             PTMError: the device is closed.
         """
-        return self._start(CopyDirection.IN, into, source, after)
+        return self._start(CopyDirection.IN, into, source, after, behind)
 
     def copy_out(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> MockTransfer:
         """See `DeviceTier.copy_out`.
@@ -218,7 +225,7 @@ class MockDevice:
         Raises:
             PTMError: the device is closed.
         """
-        return self._start(CopyDirection.OUT, into, source, after)
+        return self._start(CopyDirection.OUT, into, source, (), after)
 
     def is_own(self, transfer: Transfer) -> bool:
         """See `DeviceTier.is_own`."""
@@ -282,11 +289,17 @@ class MockDevice:
         return _Region(len(self._arenas) - 1, offset, nbytes)
 
     def _start(
-        self, direction: CopyDirection, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer]
+        self,
+        direction: CopyDirection,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Transfer],
+        behind: Sequence[Transfer],
     ) -> MockTransfer:
         check_copy(into, source)
-        before = tuple(earlier for earlier in after if isinstance(earlier, MockTransfer))
-        assert len(before) == len(after), "copies of another device"
+        written = tuple(earlier for earlier in after if isinstance(earlier, MockTransfer))
+        ended = tuple(earlier for earlier in behind if isinstance(earlier, MockTransfer))
+        assert len(written) + len(ended) == len(after) + len(behind), "copies of another device"
         with self._lock:
             if self._closing.is_set():
                 raise PTMError(
@@ -299,7 +312,7 @@ class MockDevice:
             self.counts[f"copy_{name}"] += 1
             self.counts[f"bytes_{name}"] += into.numel()
             self._running[transfer] = None
-            self._queues[direction].put(_Job(into.data_ptr(), source.data_ptr(), transfer, before))
+            self._queues[direction].put(_Job(into.data_ptr(), source.data_ptr(), transfer, written, ended))
             return transfer
 
     def _run(self, queue: SimpleQueue[_Job | None]) -> None:
@@ -319,9 +332,11 @@ class MockDevice:
 
     def _move(self, job: _Job) -> None:
         copy = job.transfer.copy
+        for earlier in job.behind:
+            earlier.ended()
         for earlier in job.after:
             error = earlier.ended()
-            if error is not None and copy.direction is CopyDirection.IN:
+            if error is not None:
                 raise error
         seconds = self._latency_s + (copy.nbytes / self._bandwidth if self._bandwidth else 0.0)
         if seconds > 0:

@@ -125,17 +125,17 @@ class CardMemory:
             run = self.slabs.stretch(nbytes) if anywhere else self.slabs.take(nbytes)
             if run is None:
                 raise self._allocator.refusal(nbytes)
-            return Block(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run)
+            return Block(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run, run.users())
 
     def cuts(self, nbytes: int) -> bool:
         """Whether blocks of that size are cut from slabs."""
         return nbytes > self._allocator.small_bytes
 
     def recycle(self, block: Block) -> None:
-        """Takes back a block whose storage has died."""
+        """Takes back a block whose storage has died; what `Block.behind` names may still use one out of a slab."""
         with self._lock:
             if isinstance(block.region, Run):
-                self.slabs.give(block.region)
+                self.slabs.give(block.region, block.behind)
             else:
                 assert block.region is None, f"a block of {block.nbytes} B was recycled twice"
                 self._small_bytes -= block.nbytes

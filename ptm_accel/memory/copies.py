@@ -60,6 +60,20 @@ def settle(transfers: Sequence[Transfer]) -> BaseException | None:
     return errors[0] if errors else None
 
 
+def order_behind(transfers: Iterable[Transfer]) -> None:
+    """Makes later compute come after transfers that use its memory; their errors are those of their own tensors."""
+    for transfer in transfers:
+        try:
+            transfer.order()
+        except Exception as error:
+            logger.debug("a transfer has failed, as whoever waits for it is told", exc_info=error)
+
+
+def parts_of(transfer: Transfer) -> tuple[Transfer, ...]:
+    """What `joined` has joined, or the transfer itself."""
+    return transfer.parts if isinstance(transfer, _Joined) else (transfer,)
+
+
 def joined(parts: Sequence[Transfer]) -> Transfer:
     """The parts as one transfer, which ends with the last of them."""
     return parts[0] if len(parts) == 1 else _Joined(parts)
@@ -75,22 +89,22 @@ def _error_of(transfer: Transfer) -> Exception | None:
 
 
 class _Joined:
-    __slots__ = ("_parts",)
+    __slots__ = ("parts",)
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
-        self._parts = tuple(parts)
+        self.parts = tuple(part for each in parts for part in parts_of(each))
 
     def done(self) -> bool:
         # All are asked: `Chained.done` starts copies.
-        ended = [part.done() for part in self._parts]
+        ended = [part.done() for part in self.parts]
         return all(ended)
 
     def wait(self) -> None:
-        finish(self._parts)
+        finish(self.parts)
 
     def order(self) -> None:
         errors: list[BaseException] = []
-        for part in self._parts:
+        for part in self.parts:
             # All of them, since their memory is let go of after this.
             try:
                 part.order()

@@ -82,7 +82,8 @@ class DeviceTier(ComputeTier, Protocol):
     raises `DeviceBudgetError` then.
 
     Copies of one direction run in the order they were started; copies of different directions are not ordered. A
-    block may be recycled, and a host range reused, only after the copies that touch it are done.
+    small block may be recycled, and a host range reused, only after the copies that touch it are done; one out of
+    `memory`'s slabs may be reused behind them (`Block.behind`).
     """
 
     @property
@@ -90,7 +91,13 @@ class DeviceTier(ComputeTier, Protocol):
         """What blocks are cut from, and other memory grows into; None where there is no other."""
         ...
 
-    def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+    def copy_in(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> Transfer:
         """Starts copying host bytes to the device, after the compute the calling thread has queued so far.
 
         Compute queued later sees the bytes after `Transfer.order` (or `wait`), and only then.
@@ -100,6 +107,7 @@ class DeviceTier(ComputeTier, Protocol):
             source: as many bytes in host memory; unchanged until the transfer is done.
             after: copies of this device (`is_own`) that end before this one begins, for which the host does not wait.
                 If one that wrote `source` fails, so does this.
+            behind: copies of this device that use `into`, and end, well or not, before this one begins.
         """
         ...
 
@@ -243,7 +251,7 @@ class CudaTier:
         return self.memory.allocate(nbytes)
 
     def recycle(self, block: Block) -> None:
-        """Takes back a block whose storage has died."""
+        """Takes back a block whose storage has died; what `Block.behind` names may still run."""
         self.memory.recycle(block)
 
     def limit(self, nbytes: int | None) -> None:
@@ -276,9 +284,15 @@ class CudaTier:
         known = cls._before.get(device)
         return float(torch.cuda.get_per_process_memory_fraction(device)) if known is None else known
 
-    def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+    def copy_in(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> Transfer:
         """See `DeviceTier.copy_in`."""
-        return self._copy(CopyDirection.IN, into, source, after)
+        return self._copy(CopyDirection.IN, into, source, (*after, *behind))
 
     def copy_out(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """See `DeviceTier.copy_out`."""

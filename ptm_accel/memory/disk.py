@@ -12,12 +12,13 @@ import torch
 
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
+from ptm_accel.memory.copies import settle
 from ptm_accel.memory.diskio import DiskSlot, DiskTransfer, Lanes
 from ptm_accel.memory.mapping import FilePiece, private_run
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.scratch import Direction, Io, ScratchFile
 from ptm_accel.memory.slots import StripedSlots
-from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+from ptm_accel.memory.transfer import ALIGN_BYTES, Transfer, round_up
 from ptm_accel.units import format_bytes
 
 GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
@@ -160,12 +161,13 @@ class DiskTier:
         """
         return self._start(Direction.WRITE, handle, offset, source)
 
-    def load(self, handle: DiskSlot, offset: int, into: torch.Tensor) -> DiskTransfer:
-        """Starts copying the handle's bytes from `offset` on into `into`.
+    def load(self, handle: DiskSlot, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> DiskTransfer:
+        """Starts copying the handle's bytes from `offset` on into `into`; see `Home.load`.
 
         Raises:
             DiskError: the tier is closed, or has failed.
         """
+        settle(behind)
         return self._start(Direction.READ, handle, offset, into)
 
     def snapshot(self, handle: DiskSlot) -> torch.Tensor:

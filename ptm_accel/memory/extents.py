@@ -23,8 +23,8 @@ class Extents:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def make(self, tensor: PagedTensor, *, moves: bool = True) -> Extent:
-        """Gives a tensor an extent whose bytes are still to be written (`moves`: see `Room.take_block`).
+    def make(self, tensor: PagedTensor, *, moves: bool = True, ordered: bool = True) -> Extent:
+        """Gives a tensor an extent whose bytes are still to be written (`moves`, `ordered`: see `Room.take_block`).
 
         Raises:
             BudgetError: no room.
@@ -32,9 +32,10 @@ class Extents:
         if torch.is_inference_mode_enabled():
             # It may be used outside of this inference mode, too.
             with torch.inference_mode(False):
-                return self.make(tensor, moves=moves)
+                return self.make(tensor, moves=moves, ordered=ordered)
         assert not self._pool.closed, f"the model of {tensor.name} is no longer on pages"
-        reservation, block = self._pool.room.take_block(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves)
+        room, size = self._pool.room, tensor.slot_bytes
+        reservation, block = room.take_block(size, tensor.tag, tensor.name, moves=moves, ordered=ordered)
         octets = block.buffer
         assert octets is not None
         used = octets if tensor.nbytes == block.nbytes else octets[: tensor.nbytes]
@@ -83,9 +84,11 @@ class Extents:
             BudgetError: no room.
             DiskError: an earlier store of it failed.
         """
-        extent = self.make(tensor, moves=moves)
+        extent = self.make(tensor, moves=moves, ordered=False)
+        assert extent.block is not None
+        behind, extent.block.behind = extent.block.behind, ()
         try:
-            return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor)
+            return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor, behind)
         except BaseException:
             self.take_back(tensor)
             raise

@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -23,25 +24,44 @@ from ptm_accel.memory.frame_pages import (
     Page,
     PageState,
     Runs,
+    adjoin,
     check_runs,
     merged,
     whole_runs,
 )
 from ptm_accel.memory.framed_pages import FramedPages
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.host_sums import HostSum
 from ptm_accel.memory.mapping import FilePiece, private_run
+from ptm_accel.memory.own_threads import Worker
 from ptm_accel.memory.transfer import Transfer, round_up
 
 
 class HeldRun:
-    """Bytes of a page that stay in their frame, to be changed in place once the transfers `awaited` have ended."""
+    """Bytes of pages that stay in their frames, to be changed in place after `wait`.
 
-    __slots__ = ("awaited", "octets", "page")
+    Args:
+        pages: hold them, one after another in memory.
+        octets: the bytes.
+        written: transfers that write the pages.
+        read: transfers that read them, whose errors are raised elsewhere.
+    """
 
-    def __init__(self, page: Page, octets: torch.Tensor, awaited: list[Transfer]) -> None:
-        self.page = page
+    __slots__ = ("_read", "_written", "octets", "pages")
+
+    def __init__(
+        self, pages: Sequence[Page], octets: torch.Tensor, written: Sequence[Transfer], read: Sequence[Transfer]
+    ) -> None:
+        self.pages = pages
         self.octets = octets
-        self.awaited = awaited
+        self._written = written
+        self._read = read
+
+    def wait(self) -> None:
+        """Waits for the transfers on the pages; raises the first error of those that write them."""
+        for transfer in self._written:
+            transfer.wait()
+        settle(self._read)
 
 
 def _running(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
@@ -62,6 +82,7 @@ class FrameHome(FramedPages):
         super().__init__(frames, disk)
         self.device = device
         self._handles: dict[FrameHandle, None] = {}
+        self._adder = Worker("ptm_accel sums")
         self._closed = False
 
     @property
@@ -93,17 +114,25 @@ class FrameHome(FramedPages):
         return handle
 
     def free(self, handle: FrameHandle) -> None:
-        """Gives frames and slots back, after the transfers on them, whose errors are raised elsewhere."""
+        """Gives frames and slots back, after the transfers on them, whose errors are raised elsewhere.
+
+        For copies of the device nobody waits here.
+        """
         with self._lock:
             assert handle in self._handles, f"handle of {handle.name} freed twice"
             del self._handles[handle]
             pages, handle.pages, handle.runs = handle.pages, [], None
             for page in pages:
-                settle(page.writes)
-                settle(page.reads)
+                running = [each for each in (*page.writes, *page.reads) if not each.done()]
+                if page.frame is None:
+                    settle(running)
                 if page.frame is not None:
                     del self._framed[page]
-                    self._frames.give(page.frame)
+                    if running:
+                        # The thread goes on: the frame is free as soon as the device has come that far.
+                        self._ending.append((page.frame, running))
+                    else:
+                        self._frames.give(page.frame)
             for page in pages:
                 if page.slot is not None:
                     assert self._swap is not None
@@ -139,8 +168,10 @@ class FrameHome(FramedPages):
                 raise
         return joined(copies)
 
-    def load(self, handle: FrameHandle, offset: int, into: torch.Tensor) -> Transfer:
+    def load(self, handle: FrameHandle, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
         """Starts copying frames to the device; pages on disk are read into a frame first, without blocking (`Chained`).
+
+        See `Home.load`.
 
         Raises:
             BudgetError: no frame can be freed.
@@ -152,18 +183,18 @@ class FrameHome(FramedPages):
             try:
                 whole = self._whole(handle) if offset == 0 and into.numel() == handle.nbytes else None
                 if whole is not None:
-                    self._load_runs(whole, into, copies)
+                    self._load_runs(whole, into, copies, behind)
                     return joined(copies)
                 runs = Runs()
                 self._room_ahead(handle, offset, into.numel())
                 for page, start, stop, at in handle.spans(offset, into.numel()):
                     self._look_at_ended(page)
                     if page.state is PageState.DISK:
-                        self._load_runs(runs.taken(), into, copies)
+                        self._load_runs(runs.taken(), into, copies, behind)
                         self._read(page)
                     self._framed.move_to_end(page)
                     runs.add(page, start, stop, at)
-                self._load_runs(runs.taken(), into, copies)
+                self._load_runs(runs.taken(), into, copies, behind)
             except BaseException:
                 settle(copies)
                 raise
@@ -208,43 +239,120 @@ class FrameHome(FramedPages):
         """The size of all pages of a handle but the last."""
         return self._frames.frame_bytes
 
+    def reach(self, handle: FrameHandle, offset: int) -> int:
+        """How many bytes from `offset` on lie one after another in host memory; of a page on disk, those of it."""
+        with self._lock:
+            if (runs := whole_runs(handle)) is not None:
+                return next(run.at + run.octets.numel() for run in reversed(runs) if run.at <= offset) - offset
+            index, start = divmod(offset, handle.pages[0].nbytes)
+            nbytes = handle.pages[index].nbytes
+            for page, following in pairwise(handle.pages[index:]):
+                if not adjoin(page, following):
+                    break
+                nbytes += following.nbytes
+            return nbytes - start
+
     def hold(self, handle: FrameHandle, offset: int, nbytes: int) -> HeldRun:
-        """Keeps bytes of one page in their frame until `let_go`; if they are on disk, reading them is started.
+        """Keeps bytes within `reach` in their frames until `let_go`; if they are on disk, reading them is started.
 
         Raises:
             BudgetError: no frame can be freed.
-            DiskError: spilling failed, or a store to the page had failed.
+            DiskError: spilling failed, or a store to a page had failed.
         """
         with self._lock:
             assert handle in self._handles, f"hold of the freed handle of {handle.name}"
-            ((page, start, stop, _),) = handle.spans(offset, nbytes)
-            self._look_at_ended(page)
-            if page.state is PageState.DISK:
-                self._read(page)
-            # Copies to the device that still read the page; their errors are raised by their own `wait`.
-            settle(page.reads)
-            page.reads = ()
-            assert page.frame is not None
-            self._framed.move_to_end(page)
-            page.holds += 1
-            return HeldRun(page, page.frame.view(start, stop), list(page.writes))
+            spans = list(handle.spans(offset, nbytes))
+            pages = [page for page, *_ in spans]
+            for page in pages:
+                self._look_at_ended(page)
+                if page.state is PageState.DISK:
+                    assert len(pages) == 1, f"{handle.name}: a hold of {nbytes} B beyond its reach"
+                    self._read(page)
+            written: dict[Transfer, None] = {}
+            read: dict[Transfer, None] = {}
+            for page in pages:
+                self._framed.move_to_end(page)
+                page.holds += 1
+                page.reads = _running(page.reads)
+                written |= dict.fromkeys(page.writes)
+                read |= dict.fromkeys(page.reads)
+            assert pages[0].frame is not None
+            start = spans[0][1]
+            return HeldRun(pages, pages[0].frame.view(start, start + nbytes), list(written), list(read))
 
     def let_go(self, run: HeldRun, *, wrote: bool) -> None:
-        """Ends a hold, after `HeldRun.awaited`; if it `wrote`, what the disk has of the page is out of date."""
+        """Ends a hold, after `HeldRun.wait`; if it `wrote`, what the disk has of the page is out of date."""
         with self._lock:
-            page = run.page
-            assert page.holds > 0, f"{page.handle.name}: let go of more often than held"
-            page.holds -= 1
-            if wrote and page.state is PageState.CLEAN:
-                # The read has ended well, or there would have been nothing to change.
-                page.writes = ()
-                self._drop_slot(page)
+            for page in run.pages:
+                assert page.holds > 0, f"{page.handle.name}: let go of more often than held"
+                page.holds -= 1
+                if wrote and page.state is PageState.CLEAN:
+                    # The read has ended well, or there would have been nothing to change.
+                    page.writes = ()
+                    self._drop_slot(page)
+
+    def is_framed(self, handle: FrameHandle) -> bool:
+        """Whether all of it is in host memory, and nowhere else."""
+        with self._lock:
+            return all(page.state is PageState.FRAME for page in handle.pages)
+
+    def add(
+        self,
+        total: FrameHandle,
+        total_dtype: torch.dtype,
+        more: FrameHandle,
+        more_dtype: torch.dtype,
+        parts: Iterable[tuple[int, int]],
+    ) -> Transfer | None:
+        """Has the CPU add elements of one handle to those of another; later transfers of either come after that.
+
+        Args:
+            total: the sums.
+            total_dtype: of their elements.
+            more: what is added.
+            more_dtype: of its elements.
+            parts: which ones, of both: the first element, and where they end.
+
+        Returns:
+            the addition; None where one of them is not in host memory alone.
+        """
+        with self._lock:
+            if not (self.is_framed(total) and self.is_framed(more)):
+                return None
+            pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for start, stop in parts:
+                while start < stop:
+                    into = self._reached(total, total_dtype, start, stop)
+                    source = self._reached(more, more_dtype, start, stop)
+                    count = min(into.numel(), source.numel())
+                    pieces.append((into[:count], source[:count]))
+                    start += count
+            writes = [write for page in (*total.pages, *more.pages) for write in page.writes]
+            reads = [read for page in total.pages for read in page.reads]
+            added = HostSum(pieces, list(dict.fromkeys(writes)), list(dict.fromkeys(reads)))
+            self._adder.submit(added)
+            for page in total.pages:
+                page.writes = (*_running(page.writes), added)
+            for page in more.pages:
+                page.reads = (*_running(page.reads), added)
+            return added
+
+    def _reached(self, handle: FrameHandle, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """The elements from `start` on, up to `stop` or where they go on elsewhere in memory."""
+        index, offset = divmod(start * dtype.itemsize, handle.pages[0].nbytes)
+        frame = handle.pages[index].frame
+        assert frame is not None
+        nbytes = min(self.reach(handle, start * dtype.itemsize), (stop - start) * dtype.itemsize)
+        return frame.view(offset, offset + nbytes).view(dtype)
 
     def close(self) -> None:
         """Frees every handle after its transfers, then closes frames and disk. Idempotent."""
         with self._lock:
             for handle in list(self._handles):
                 self.free(handle)
+            while self._give_ended(wait=True):
+                pass
+            self._adder.close()
             self._closed = True
             self._frames.close()
             if self._swap is not None:
@@ -260,7 +368,7 @@ class FrameHome(FramedPages):
                 if handle.nbytes != (size := sum(page.nbytes for page in handle.pages)):
                     raise AssertionError(f"{handle.name}: {handle.nbytes} B in pages of {size} B together")
             framed = {page for handle in self._handles for page in handle.pages if page.frame is not None}
-            held = sum(page.nbytes for page in framed)
+            held = sum(page.nbytes for page in framed) + sum(frame.nbytes for frame, _ in self._ending)
             if framed != set(self._framed) or held != self._frames.used_bytes:
                 raise AssertionError(
                     f"frame home: {len(framed)} pages in frames ({held} B), {len(self._framed)} in the order of use, "
@@ -292,16 +400,18 @@ class FrameHome(FramedPages):
             for page in run.pages:
                 page.writes = (*page.writes, copy) if page.writes else alone
 
-    def _load_runs(self, runs: Iterable[FrameRun], into: torch.Tensor, copies: list[Transfer]) -> None:
+    def _load_runs(
+        self, runs: Iterable[FrameRun], into: torch.Tensor, copies: list[Transfer], behind: Sequence[Transfer]
+    ) -> None:
         """Starts copying from the pages of some runs."""
         for run in runs:
             octets = run.of(into)
             writes = list(dict.fromkeys(write for page in run.pages for write in page.writes))
             copy: Transfer
             if all(map(self.device.is_own, writes)):
-                copy = self.device.copy_in(octets, run.octets, after=writes)
+                copy = self.device.copy_in(octets, run.octets, after=writes, behind=behind)
             else:
-                copy = Chained(writes, partial(self.device.copy_in, octets, run.octets))
+                copy = Chained(writes, partial(self.device.copy_in, octets, run.octets, behind=behind))
             copies.append(copy)
             alone = (copy,)
             for page in run.pages:

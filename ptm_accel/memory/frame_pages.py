@@ -168,7 +168,7 @@ class Runs:
         runs: list[FrameRun] = []
         while parts:
             count = 1
-            while count < len(parts) and _goes_on(parts[count - 1][0], parts[count][0]):
+            while count < len(parts) and adjoin(parts[count - 1][0], parts[count][0]):
                 count += 1
             run, parts = parts[:count], parts[count:]
             (first, start, _, at), (_, begin, stop, after) = run[0], run[-1]
@@ -178,8 +178,8 @@ class Runs:
         return runs
 
 
-def _goes_on(page: Page, following: Page) -> bool:
-    """Whether two pages adjoin in memory, and neither has to wait for a read of its own."""
+def adjoin(page: Page, following: Page) -> bool:
+    """Whether two pages are one after another in memory, and neither has to wait for a read of its own."""
     if _is_being_read(page) or _is_being_read(following):
         return False
     return page.frame is not None and following.frame is not None and page.frame.is_followed_by(following.frame)

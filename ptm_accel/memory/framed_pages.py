@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +31,23 @@ class FramedPages:
         self._swap = None if disk is None else SwapSpace(disk, frames.frame_bytes)
         # Pages that have a frame, least recently used first.
         self._framed: OrderedDict[Page, None] = OrderedDict()
+        # Frames that nobody wants any more, with the copies of the device that still use them.
+        self._ending: deque[tuple[Frame, Sequence[Transfer]]] = deque()
         self._lock = threading.RLock()
+
+    def _give_ended(self, *, wait: bool = False) -> bool:
+        """Gives frames back whose last copies have ended; returns whether it did.
+
+        Args:
+            wait: for those of the oldest.
+        """
+        given = False
+        while self._ending and ((wait and not given) or all(each.done() for each in self._ending[0][1])):
+            frame, copies = self._ending.popleft()
+            settle(copies)
+            self._frames.give(frame)
+            given = True
+        return given
 
     def make_room(self, nbytes: int) -> int:
         """Spills pages until others can charge `nbytes` of the host budget; returns how many they can then.
@@ -40,6 +56,8 @@ class FramedPages:
             DiskError: spilling failed.
         """
         with self._lock:
+            while self._frames.room_bytes < nbytes and self._give_ended(wait=True):
+                pass
             with contextlib.suppress(BudgetError):
                 while self._frames.room_bytes < nbytes and (victims := self._victims(nbytes)):
                     self._spill(victims, admitting=True)
@@ -165,15 +183,24 @@ class FramedPages:
             return
         while (refusal := self._swap.refill()) is not None and self._drop_clean():
             pass
-        if refusal is not None and self._frames.budget.free_bytes < handle.nbytes + self._swap.missing_bytes:
+        while refusal is not None and self._is_short(handle) and self._give_ended(wait=True):
+            pass
+        if refusal is not None and self._is_short(handle):
             raise self._no_room(handle.nbytes, handle.name, refusal) from refusal
+
+    def _is_short(self, handle: FrameHandle) -> bool:
+        assert self._swap is not None
+        return self._frames.budget.free_bytes < handle.nbytes + self._swap.missing_bytes
 
     def _room(self, nbytes: int, tag: Tag, name: str, *, admitting: bool = False) -> Frame:
         """A frame, freed by spilling if need be; refuses if there is none."""
+        self._give_ended()
         while True:
             try:
                 return self._frames.take(nbytes, tag, name)
             except BudgetError as refusal:
+                if self._give_ended(wait=True):
+                    continue
                 victims = self._victims(nbytes)
                 if not victims:
                     raise self._no_room(nbytes, name, refusal) from refusal
@@ -207,6 +234,8 @@ class FramedPages:
         if self._swap is None:
             return
         missing = sum(p.nbytes for p, *_ in handle.spans(offset, nbytes) if p.state is PageState.DISK)
+        while missing > self._frames.budget.free_bytes and self._give_ended(wait=True):
+            pass
         if missing > self._frames.budget.free_bytes and (victims := self._victims(missing, handle)):
             try:
                 self._spill(victims)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
-from ptm_accel.memory.copies import close_all, settle
+from ptm_accel.memory.copies import Keeping, close_all, settle
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Part, Pin, Place, alone
 from ptm_accel.memory.room import Room
@@ -192,9 +192,9 @@ class Pool:
             elif tensor.place.resident:
                 self.extents.let_go(tensor)
             if tensor.handle is not None:
-                # Errors of these stores no longer matter.
+                # Errors of these stores no longer matter; the home waits for those that use its own memory.
                 stores, tensor.stores = tensor.stores, []
-                settle(stores)
+                settle([store for store in stores if self.card is None or isinstance(store, Keeping)])
                 assert self.home is not None
                 self.home.free(tensor.handle)
                 tensor.handle = None
@@ -326,7 +326,7 @@ class Pool:
         """Evicts an idle tensor, or makes a pending update that holds memory; False if there is neither."""
         victim = self.victim()
         if victim is not None:
-            self.evict(victim)
+            self.evict_behind(victim)
             return True
         return any(pool.owed is not None and pool.owed.give_way() for pool in self.tenants.pools)
 
@@ -353,6 +353,13 @@ class Pool:
                 self.traffic.store_whole(tensor)
             self.extents.let_go(tensor)
             tensor.place = Place.AWAY
+
+    def evict_behind(self, tensor: PagedTensor) -> None:
+        """As `evict`; memory of a card can be used again behind the store, which is not waited for."""
+        if self.card is None:
+            self.evict(tensor)
+        else:
+            self.ahead.evict(tensor)
 
     def flush(self, tensor: PagedTensor) -> None:
         """Makes the home hold the newest bytes of a resident tensor; it stays resident."""

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.copies import settle
+from ptm_accel.memory.copies import order_behind, parts_of, settle
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.tide import Shapes, Tide
@@ -25,6 +25,7 @@ from ptm_accel.memory.transfer import Block, Transfer, round_up
 from ptm_accel.units import format_bytes
 
 if TYPE_CHECKING:
+    from ptm_accel.memory.device import DeviceTier
     from ptm_accel.memory.pool import Pool
 
 
@@ -52,6 +53,21 @@ class _Released:
             self.transfer = self.kept = None
         return self.transfer is None and self.storage.expired()
 
+    def is_reusable(self, is_own: Callable[[Transfer], bool]) -> bool:
+        """Whether the memory can be used again behind the copies of the device (`is_own`) that use it."""
+        if self.block is None or not isinstance(self.block.region, Run) or not self.storage.expired():
+            return False
+        assert self.transfer is not None
+        if not all(map(is_own, parts := parts_of(self.transfer))):
+            return False
+        self.block.behind = parts
+        return True
+
+    def is_viewed(self, is_own: Callable[[Transfer], bool]) -> bool:
+        """Whether somebody else than a transfer holds the memory."""
+        ended = self.transfer is None or all(map(is_own, parts_of(self.transfer)))
+        return ended and not self.storage.expired()
+
 
 class Room:
     """The budget of the compute tier and the memory that is on its way out of it.
@@ -72,6 +88,9 @@ class Room:
         self._released: list[_Released] = []
         self._lock = pool.lock
         self._card = pool.card
+        self._is_own: Callable[[Transfer], bool] | None = None
+        if pool.card is not None:
+            self._is_own = cast("DeviceTier", pool.compute).is_own
 
     @property
     def limit_bytes(self) -> int:
@@ -100,7 +119,9 @@ class Room:
                 self.collect()
             return self.budget.reserve(nbytes, tag, name, allocates=allocates)
 
-    def take_block(self, nbytes: int, tag: Tag, name: str, *, moves: bool = True) -> tuple[Reservation, Block]:
+    def take_block(
+        self, nbytes: int, tag: Tag, name: str, *, moves: bool = True, ordered: bool = True
+    ) -> tuple[Reservation, Block]:
         """A charged block for at least `nbytes`; ends with `leave`.
 
         Args:
@@ -108,6 +129,7 @@ class Room:
             tag: what they are for.
             name: whose they are.
             moves: whether to evict where the tier has no such block although the budget has room.
+            ordered: whether compute may write to it; else the caller sees to `Block.behind`.
 
         Raises:
             BudgetError: nothing more can be moved.
@@ -116,7 +138,11 @@ class Room:
         size = round_up(max(nbytes, 1))
         reservation = self.reserve(size, tag, name, allocates=True)
         try:
-            return reservation, self._allocate(size, moves)
+            block = self._allocate(size, moves)
+            if ordered and block.behind:
+                order_behind(block.behind)
+                block.behind = ()
+            return reservation, block
         except BaseException:
             reservation.release()
             raise
@@ -153,7 +179,7 @@ class Room:
         runs = self._card.slabs.cheapest_range(nbytes, list(movable))
         for run in runs or ():
             if movable[run] in self._pool.shelf:
-                self._pool.evict(movable[run])
+                self._pool.evict_behind(movable[run])
         return bool(runs)
 
     def _drain(self) -> None:
@@ -228,7 +254,7 @@ class Room:
         with self._lock:
             still: list[_Released] = []
             for each in self._released:
-                if not each.is_unused():
+                if not each.is_unused() and (self._is_own is None or not each.is_reusable(self._is_own)):
                     still.append(each)
                     continue
                 each.reservation.release()
@@ -302,7 +328,9 @@ class Room:
 
     def _running(self) -> Transfer | None:
         """A running transfer that uses released memory."""
-        transfers = (each.transfer for each in self._released if each.transfer is not None)
+        # A device's own copies hold nothing: what is left beside them is viewed, and does not come free with them.
+        ending = (each for each in self._released if self._is_own is None or not each.is_viewed(self._is_own))
+        transfers = (each.transfer for each in ending if each.transfer is not None)
         return next((transfer for transfer in transfers if not transfer.done()), None)
 
     def _refusal(self, nbytes: int, name: str) -> BudgetError:

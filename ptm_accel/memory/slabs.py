@@ -9,12 +9,13 @@ A new slab is as large as all before it together, or as the run that it is for, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ptm_accel.memory.copies import order_behind
 from ptm_accel.memory.runs import RunSpace
-from ptm_accel.memory.transfer import round_up
+from ptm_accel.memory.transfer import Transfer, round_up
 
 GRANULE_BYTES = 2 << 20
 """Slabs are multiples of this, as torch's segments of more than 10 MiB are."""
@@ -25,12 +26,17 @@ _FIRST_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class Slab:
-    """A piece of device memory; one that is `draining` takes no more runs, and is given back when it is empty."""
+    """A piece of device memory; one that is `draining` takes no more runs, and is given back when it is empty.
+
+    Attributes:
+        behind: transfers that may still use runs that were given back, each with the run's first byte and its end.
+    """
 
     memory: Any
     nbytes: int
     draining: bool = False
     runs: RunSpace = field(init=False)
+    behind: list[tuple[int, int, Transfer]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.runs = RunSpace(self.nbytes)
@@ -48,6 +54,15 @@ class Run:
     slab: Slab
     offset: int
     nbytes: int
+
+    def users(self) -> tuple[Transfer, ...]:
+        """The transfers that still use the memory, of blocks that it was before."""
+        if not self.slab.behind:
+            return ()
+        self.slab.behind = [each for each in self.slab.behind if not each[2].done()]
+        stop = self.offset + self.nbytes
+        found = (transfer for start, end, transfer in self.slab.behind if start < stop and end > self.offset)
+        return tuple(dict.fromkeys(found))
 
 
 class Slabs:
@@ -125,9 +140,10 @@ class Slabs:
         run = self._cut(nbytes, self._slabs)
         return run if run is not None or not self._add(self._rounded(nbytes)) else self._cut(nbytes, self._slabs[-1:])
 
-    def give(self, run: Run) -> None:
-        """Takes a run back."""
+    def give(self, run: Run, behind: Iterable[Transfer] = ()) -> None:
+        """Takes a run back, which some transfers may still use."""
         slab = run.slab
+        slab.behind += [(run.offset, run.offset + run.nbytes, transfer) for transfer in behind]
         slab.runs.give(run.offset, run.nbytes)
         if not slab.used_bytes and slab.draining:
             self._release([slab])
@@ -199,6 +215,8 @@ class Slabs:
         for slab in slabs:
             self._slabs.remove(slab)
             self.held_bytes -= slab.nbytes
+            # What torch gives the memory to next comes after compute, and so after these.
+            order_behind(transfer for *_, transfer in slab.behind)
             self._give_up(slab.memory)
             slab.memory = None
         self._released()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from ptm_accel.memory.copies import Keeping, finish
+from ptm_accel.memory.copies import Keeping, finish, order_behind
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
@@ -74,7 +74,14 @@ class Traffic:
             tensor.handle = self.home.new(tensor.slot_bytes, tensor.tag, tensor.name)
         return tensor.handle
 
-    def start_load(self, tensor: PagedTensor, offset: int, into: torch.Tensor, typed: torch.Tensor) -> Transfer | None:
+    def start_load(
+        self,
+        tensor: PagedTensor,
+        offset: int,
+        into: torch.Tensor,
+        typed: torch.Tensor,
+        behind: Sequence[Transfer] = (),
+    ) -> Transfer | None:
         """Starts loading the bytes from `offset` on; what was never stored is filled.
 
         Args:
@@ -82,6 +89,7 @@ class Traffic:
             offset: first byte.
             into: the target, a multiple of `ALIGN_BYTES`.
             typed: the same memory as elements of the tensor.
+            behind: transfers that use the memory.
 
         Raises:
             DiskError: an earlier store of it failed.
@@ -92,8 +100,9 @@ class Traffic:
         there = min(max(0, tensor.stored_bytes - offset), wanted)
         load = None
         if there:
-            load = self.home.load(tensor.handle, offset, into if there == wanted else into[:there])
+            load = self.home.load(tensor.handle, offset, into if there == wanted else into[:there], behind)
         if there < wanted and (filled := there // tensor.dtype.itemsize) < typed.numel():
+            order_behind(behind)
             typed.view(-1)[filled:].fill_(tensor.fill)
         self.stats.loaded_bytes += there
         return load

@@ -8,6 +8,7 @@ device's memory and the home is host frames that may overflow to the disk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,14 +53,16 @@ class Block:
         buffer: the bytes; None once dropped.
         nbytes: its length, a multiple of `ALIGN_BYTES`.
         region: what the tier needs to take the run back.
+        behind: transfers that still use the memory: what is written to it comes after them.
     """
 
-    __slots__ = ("buffer", "nbytes", "region")
+    __slots__ = ("behind", "buffer", "nbytes", "region")
 
-    def __init__(self, buffer: torch.Tensor, region: Any) -> None:
+    def __init__(self, buffer: torch.Tensor, region: Any, behind: tuple[Transfer, ...] = ()) -> None:
         self.buffer: torch.Tensor | None = buffer
         self.nbytes = buffer.numel()
         self.region = region
+        self.behind = behind
 
 
 class ComputeTier(Protocol):
@@ -114,8 +117,15 @@ class Home(Protocol):
         """
         ...
 
-    def load(self, handle: Any, offset: int, into: torch.Tensor) -> Transfer:
-        """Starts copying the handle's bytes from `offset` on into `into` (1-D uint8 in the compute tier)."""
+    def load(self, handle: Any, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
+        """Starts copying the handle's bytes from `offset` on into `into` (1-D uint8 in the compute tier).
+
+        Args:
+            handle: of a run that holds them.
+            offset: the first byte.
+            into: the target.
+            behind: transfers that use `into`, which end, well or not, before anything is written there.
+        """
         ...
 
     def snapshot(self, handle: Any) -> torch.Tensor:

@@ -95,17 +95,19 @@ class Windows:
             offset = start * tensor.dtype.itemsize
             assert offset % ALIGN_BYTES == 0, (tensor, start)
             nbytes = (stop - start) * tensor.dtype.itemsize
-            reservation, block = pool.room.take_block(nbytes, Tag.STAGING, tensor.name)
+            loads = reads and tensor.place is Place.AWAY
+            reservation, block = pool.room.take_block(nbytes, Tag.STAGING, tensor.name, ordered=not loads)
             assert block.buffer is not None
             typed = block.buffer[:nbytes].view(tensor.dtype)
             window.tensor, window.block, window.reservation = typed, block, reservation
             if not reads:
                 return window
-            if tensor.place is not Place.AWAY:
+            if not loads:
                 typed.fill_(tensor.fill)
                 return window
+            behind, block.behind = block.behind, ()
             try:
-                window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed)
+                window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed, behind)
             except BaseException:
                 pool.room.leave(block.buffer, block, reservation)
                 raise
@@ -188,10 +190,10 @@ class Windows:
 
 
 class HostWindow(Window):
-    """Elements of an away tensor in their page in host memory, below a device; all on one page.
+    """Elements of an away tensor in their pages in host memory, below a device; within `FrameHome.reach`.
 
     Attributes:
-        run: keeps the page; `tensor` is not to be touched before its transfers have ended.
+        run: keeps the pages; `tensor` is not to be touched before its transfers have ended.
 
     Raises:
         BudgetError: it has to be read from the disk, and there is no frame for it.
@@ -200,7 +202,7 @@ class HostWindow(Window):
 
     __slots__ = ("run",)
 
-    def __init__(self, source: Part, start: int, stop: int, home: FrameHome) -> None:
+    def __init__(self, source: PagedTensor | Part, start: int, stop: int, home: FrameHome) -> None:
         super().__init__(source, start, stop)
         size = source.dtype.itemsize
         self.run = home.hold(self.source.handle, self.start * size, round_up((stop - start) * size))

@@ -1,0 +1,184 @@
+"""Memory that is used again behind the copies that still use it: the thread that computes waits for none of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.device import CopyDirection
+from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from tests.card import Card, CardTier
+from tests.memory.test_frame_home import PAGE, Setup
+from tests.mock_device import MockCopy, MockDevice
+
+
+class Gate:
+    """Holds copies of some directions up until it is opened."""
+
+    def __init__(self, *directions: CopyDirection) -> None:
+        self._closed = set(directions)
+        self._opened = threading.Event()
+
+    def __call__(self, copy: MockCopy) -> None:
+        if copy.direction in self._closed:
+            assert self._opened.wait(20)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@contextmanager
+def card(pages: int, delay: Gate) -> Iterator[tuple[Pool, CardTier]]:
+    """A card whose pages are of 4 KiB, and all of which are cut from slabs."""
+    tier = CardTier(Card(16 * pages * 4096, 1024), 1024)
+    memory: Memory = build_memory(Capacities(page_bytes=4096, host_bytes=1 << 20, device_bytes=pages * 4096), tier)
+    tier.delay = delay
+    try:
+        yield memory.pool, tier
+        memory.check_integrity()
+    finally:
+        delay.open()
+        memory.close()
+
+
+def made(pool: Pool, value: float) -> PagedTensor:
+    tensor = pool.create(f"t{value:g}", Tag.STATE, torch.Size([1024]), torch.float32)
+    pool.fault(tensor, write=True).fill_(value)
+    return tensor
+
+
+def test_a_load_takes_the_memory_of_a_store_that_runs() -> None:
+    gate = Gate(CopyDirection.OUT)
+    with card(2, gate) as (pool, tier):
+        gate.open()
+        first, second, third = made(pool, 1), made(pool, 2), made(pool, 3)
+        assert [t.place for t in (first, second, third)] == [Place.AWAY, Place.DIRTY, Place.DIRTY]
+        for store in first.stores:
+            store.wait()
+        tier.delay = gate = Gate(CopyDirection.OUT)
+        pool.ahead.evict(second)
+        assert pool.ahead.prefetch(first)
+        assert first.place is Place.ARRIVING
+        assert not any(store.done() for store in second.stores), "nobody has waited for it"
+        gate.open()
+        assert pool.fault(first).eq(1).all()
+        assert pool.fault(second).eq(2).all()
+        assert pool.fault(third).eq(3).all()
+
+
+def test_what_is_written_to_such_memory_comes_after_the_store() -> None:
+    gate = Gate(CopyDirection.OUT)
+    with card(1, gate) as (pool, _):
+        first = made(pool, 1)
+        threading.Timer(0.2, gate.open).start()
+        second = made(pool, 2)
+        assert pool.fault(first).eq(1).all()
+        assert pool.fault(second).eq(2).all()
+
+
+def test_a_load_that_is_given_up_leaves_its_memory_to_the_next() -> None:
+    gate = Gate(CopyDirection.IN)
+    with card(2, gate) as (pool, _):
+        tensors = [made(pool, value) for value in (1, 2, 3, 4)]
+        assert tensors[0].place is tensors[1].place is Place.AWAY
+        for tensor in tensors[2:]:
+            pool.ahead.evict(tensor)
+        assert pool.ahead.prefetch(tensors[0])
+        pool.ahead.turn_back(tensors[0])
+        assert pool.ahead.prefetch(tensors[1])
+        assert pool.ahead.prefetch(tensors[2])
+        gate.open()
+        for value in (2, 3, 1, 4):
+            assert pool.fault(tensors[value - 1]).eq(value).all()
+
+
+def test_a_view_keeps_its_memory_however_the_store_stands() -> None:
+    gate = Gate(CopyDirection.OUT)
+    with card(2, gate) as (pool, _):
+        first = made(pool, 1)
+        kept = pool.fault(first)[:4]
+        pool.ahead.evict(first)
+        second = made(pool, 2)
+        assert kept.eq(1).all()
+        assert pool.room.leaving_bytes == 4096
+        gate.open()
+        del kept
+        assert pool.fault(first).eq(1).all()
+        assert pool.fault(second).eq(2).all()
+
+
+def test_a_store_that_fails_is_no_matter_of_who_has_its_memory_next() -> None:
+    gate = Gate()
+    with card(2, gate) as (pool, tier):
+        first, second = made(pool, 1), made(pool, 2)
+        pool.ahead.evict(first)
+        assert pool.fault(second).eq(2).all()
+        for store in first.stores:
+            store.wait()
+
+        def fail(copy: MockCopy) -> None:
+            if copy.direction is CopyDirection.OUT:
+                raise OSError("the link is down")
+
+        tier.delay = fail
+        pool.ahead.evict(second)
+        while not second.stores[-1].done():
+            time.sleep(1e-3)
+        tier.delay = None
+        third = made(pool, 3)
+        assert pool.fault(first).eq(1).all()
+        assert pool.fault(third).eq(3).all()
+        with pytest.raises(OSError, match="the link is down"):
+            pool.fault(second)
+        # Let go of without another store.
+        pool.drop(second)
+
+
+def test_a_frame_is_freed_without_waiting_for_copies_of_the_device() -> None:
+    gate = Gate(CopyDirection.IN)
+    s = Setup(pages=2, slots=None, device=MockDevice(delay=gate))
+    handle = s.new(1)
+    s.store(handle, 5)
+    into = s.block(PAGE)
+    load = s.home.load(handle, 0, into)
+    s.home.free(handle)
+    assert not load.done()
+    assert s.host.used_bytes == PAGE, "the copy still reads it"
+    s.home.check_integrity()
+    other = s.new(1, "other")
+    s.store(other, 6)
+    assert s.host.used_bytes == 2 * PAGE
+    threading.Timer(0.2, gate.open).start()
+    third = s.new(1, "third")
+    assert load.done(), "the last frame was waited for"
+    s.store(third, 7)
+    assert into.eq(5).all()
+    assert s.load(other).eq(6).all()
+    s.close()
+
+
+def test_a_page_is_held_while_it_is_read_and_changed_after_that() -> None:
+    gate = Gate(CopyDirection.IN)
+    s = Setup(pages=2, slots=None, device=MockDevice(delay=gate))
+    handle = s.new(1)
+    s.store(handle, 5)
+    into = s.block(PAGE)
+    load = s.home.load(handle, 0, into)
+    run = s.home.hold(handle, 0, PAGE)
+    assert not load.done()
+    threading.Timer(0.2, gate.open).start()
+    run.wait()
+    assert load.done()
+    run.octets.fill_(6)
+    s.home.let_go(run, wrote=True)
+    assert into.eq(5).all()
+    assert s.load(handle).eq(6).all()
+    s.close()
