@@ -34,6 +34,9 @@ pieces of their own, each has so many.
 LEAST_ELEMENTS = 1 << 16
 """The smallest piece that a core is given for itself."""
 
+_TURNS = 4
+"""How often each thread comes to be given pieces, of a call that is large enough."""
+
 _ALIGN = 64
 """Pieces begin at multiples of so many elements, or numbers would depend on where they do."""
 _KERNELS = {
@@ -261,8 +264,11 @@ class InPieces(TorchDispatchMode):
         kernel = _KERNELS.get(func.overloadpacket)
         if kernel is None:
             return func(*args, **(kwargs or {}))
-        with self._given(sum(param.numel() for param in args[0])) as give:
+        total = sum(param.numel() for param in args[0])
+        with self._given(total) as give:
             rows: list[_Row] = []
+            # Handing a piece to a thread takes longer than some take: each thread gets a few of them at a time.
+            several = _Several(give, total // (_TURNS * self._threads.count) if self._by_threads else 0)
             elements = 0
             for index in range(len(args[0])):
                 for row in self._cut([column[index] if column else None for column in args]):
@@ -272,10 +278,12 @@ class InPieces(TorchDispatchMode):
                     if elements >= self._piece:
                         # One that is not cut is for all cores.
                         here = self._by_threads and elements > 2 * self._piece
-                        (_at_once if here else give)(partial(self._run, kernel, rows, args, kwargs))
+                        piece = partial(self._run, kernel, rows, args, kwargs)
+                        (piece() if here else several.give(piece, elements))
                         rows, elements = [], 0
             if rows:
-                give(partial(self._run, kernel, rows, args, kwargs))
+                several.give(partial(self._run, kernel, rows, args, kwargs), elements)
+            several.end()
         return None
 
     @contextmanager
@@ -339,6 +347,33 @@ class InPieces(TorchDispatchMode):
                 row.value.copy_(row.tensors[0])
         for desks, desk in used:
             desks.append(desk)
+
+
+class _Several:
+    """Hands pieces on, so many at a time that they have `least` elements together."""
+
+    def __init__(self, give: Callable[[Callable[[], object]], object], least: int) -> None:
+        self._give = give
+        self._least = least
+        self._pieces: list[Callable[[], object]] = []
+        self._elements = 0
+
+    def give(self, piece: Callable[[], object], elements: int) -> None:
+        self._pieces.append(piece)
+        self._elements += elements
+        if self._elements >= self._least:
+            self.end()
+
+    def end(self) -> None:
+        """Hands on what is left."""
+        pieces, self._pieces, self._elements = self._pieces, [], 0
+        if pieces:
+            self._give(partial(_all, pieces))
+
+
+def _all(pieces: list[Callable[[], object]]) -> None:
+    for piece in pieces:
+        piece()
 
 
 def _at_once(piece: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,12 +27,23 @@ from ptm_accel.memory.copies import Keeping
 from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.pool import Pool
-from ptm_accel.memory.transfer import Transfer
+from ptm_accel.memory.transfer import ALIGN_BYTES, Transfer
 from ptm_accel.memory.windows import HostWindow, Window, window_elements
 from ptm_accel.model.floor import update_extra_bytes
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.on_host import OnHost
-from ptm_accel.optim.units import Entry, ParamState, Unit, Work, blocks_of, no_more_owed, owe, parts_of
+from ptm_accel.optim.units import (
+    Entry,
+    ParamState,
+    Unit,
+    Work,
+    blocks_of,
+    group_at,
+    is_widened,
+    no_more_owed,
+    owe,
+    parts_of,
+)
 from ptm_accel.optim.worker import Job
 
 
@@ -83,7 +95,8 @@ class HostUpdates:
         self._scale = scale
         self._scale_comes: Transfer | None = None
         self._arithmetic: Arithmetic | None = None
-        self._scratch: Reservation | None = None
+        # One window is updated at a time.
+        self._scratch: list[Reservation] = []
         # What is to be opened, with the first element that is not yet; and what is open, in the same order.
         self._waiting: deque[tuple[Entry, int]] = deque()
         self._open: deque[Job] = deque()
@@ -110,7 +123,8 @@ class HostUpdates:
             entry[1].slot.value.block
         ):
             return False
-        if not all(self._can_be_held(tensor) for tensor in tensors) or not self._prepare():
+        step = self._step(entry)
+        if not all(self._can_be_held(tensor, step) for tensor in tensors) or not self._prepare(entry):
             return False
         try:
             for part in tensors:
@@ -134,14 +148,19 @@ class HostUpdates:
             return False
         return self._pool.shelf.is_spared(value) or value.viewed
 
-    def _can_be_held(self, part: Part) -> bool:
-        block, step = part.block, self._window_elements * part.dtype.itemsize
+    def _step(self, entry: Entry) -> int:
+        """Elements of the smallest window of an update: it lies on one page of each tensor."""
+        widest = max(part.dtype.itemsize for part in parts_of(entry).values())
+        return min(self._window_elements, self._home.page_bytes // widest)
+
+    def _can_be_held(self, part: Part, step: int) -> bool:
+        block, nbytes = part.block, step * part.dtype.itemsize
+        cuts = self._home.page_bytes % nbytes == 0 == nbytes % ALIGN_BYTES
         return (
             block.movable
             and not block.pins
             and block.place is not Place.BLANK
-            # A window lies on one page.
-            and (self._home.page_bytes % step == 0 or block.slot_bytes <= self._home.page_bytes)
+            and (cuts or block.slot_bytes <= self._home.page_bytes)
         )
 
     def _send_home(self, tensor: PagedTensor) -> None:
@@ -150,21 +169,24 @@ class HostUpdates:
         elif tensor.place.resident:
             self._pool.ahead.evict(tensor)
 
-    def _prepare(self) -> bool:
-        """Makes ready for the first update, if there is room for what the arithmetic of one window allocates."""
-        if self._arithmetic is not None:
-            return True
+    def _prepare(self, entry: Entry) -> bool:
+        """Makes ready for an update, if there is room for what the arithmetic of one window allocates."""
         compute, cpu = self._compute, torch.device("cpu")
-        arithmetic = Arithmetic(twin_of(compute.inner), compute.appetite, cpu, _there, compute.threads)
-        elements = min(self._window_elements, arithmetic.grain or self._window_elements)
-        nbytes = update_extra_bytes(compute.appetite, elements, 4, new=False, widened=True)
-        self._home.make_room(nbytes)
-        try:
-            self._scratch = self._home.budget.reserve(nbytes, Tag.STAGING, "updates on the CPU")
-        except BudgetError:
-            return False
-        self._scale, self._scale_comes = _on_the_host(self._home, self._scale)
-        self._arithmetic = arithmetic
+        arithmetic = self._arithmetic
+        if arithmetic is None:
+            arithmetic = Arithmetic(twin_of(compute.inner), compute.appetite, cpu, _there, compute.threads)
+        elements = min(entry[1].slot.value.numel, arithmetic.grain or self._window_elements)
+        nbytes = update_extra_bytes(compute.appetite, elements, 4, widened=is_widened(entry))
+        missing = nbytes - sum(held.nbytes for held in self._scratch)
+        if missing > 0:
+            self._home.make_room(missing)
+            try:
+                self._scratch.append(self._home.budget.reserve(missing, Tag.STAGING, "updates on the CPU"))
+            except BudgetError:
+                return False
+        if self._arithmetic is None:
+            self._scale, self._scale_comes = _on_the_host(self._home, self._scale)
+            self._arithmetic = arithmetic
         return True
 
     # ---- what it does ------------------------------------------------------------------------------------------
@@ -198,10 +220,11 @@ class HostUpdates:
         self._close(job)
         after = job.result()
         if unit.last:
-            self.done += 1
-            unit.state.small = after
-            if unit.state.master is not None:
-                unit.state.mastered = unit.state.slot.value.numel
+            self.done += len(unit.entries)
+            for (_, state, _), small in zip(unit.entries, after, strict=True):
+                state.small = small
+                if state.master is not None:
+                    state.mastered = state.slot.value.numel
             no_more_owed(self.owed, unit)
             unit.end()
 
@@ -216,10 +239,9 @@ class HostUpdates:
         """
         while self._waiting:
             entry, start = self._waiting[0]
-            needed = len(parts_of(entry)) * self._home.page_bytes
-            if self._open and self._open_bytes + needed > self._owner.most_bytes:
+            unit = (None if start else self._all_of_group()) or self._next(entry, start)
+            if self._open and self._open_bytes + _held_bytes(unit) > self._owner.most_bytes:
                 return
-            unit = _unit(entry, start, self._window_elements)
             try:
                 self._hold(unit)
             except BudgetError:
@@ -230,7 +252,8 @@ class HostUpdates:
                     raise
                 self._refuse(unit)
                 continue
-            self._waiting.popleft()
+            for _ in unit.entries:
+                self._waiting.popleft()
             if not unit.last:
                 self._waiting.appendleft((entry, unit.stop))
             job = Job(unit, self._wait, self._update)
@@ -254,52 +277,89 @@ class HostUpdates:
         self.work = [entry for entry in self.work if id(entry) in kept]
         self._waiting = deque(each for each in self._waiting if id(each[0]) in kept)
         for entry in given:
-            no_more_owed(self.owed, _unit(entry, 0, self._window_elements))
+            no_more_owed(self.owed, Unit([entry], 0, entry[1].slot.value.numel, last=True, new=False))
         for entry in given:
             self._refused(entry)
 
+    def _all_of_group(self) -> Unit | None:
+        """All parameters of the group that comes next, if each of its blocks lies in one piece of host memory.
+
+        One call of the optimizer then updates them; a gradient that has to be widened has room for one of them only.
+        """
+        parts = self._waiting[0][0][1].slot.value.block.parts
+        entries = group_at([entry for entry, _ in islice(self._waiting, parts)], 0)
+        if not entries or any(map(is_widened, entries)) or self._is_cut_short():
+            return None
+        unit = Unit(entries, 0, entries[0][1].slot.value.block.numel, last=True, new=False)
+        whole = all(self._home.reach(block.handle, 0) >= block.nbytes for block in unit.blocks.values())
+        return unit if whole and 2 * _held_bytes(unit) <= self._owner.most_bytes else None
+
+    def _is_cut_short(self) -> bool:
+        """Whether the arithmetic allocates memory for all of a window: it has room for the smallest only."""
+        return self._arithmetic is None or self._arithmetic.grain is None
+
+    def _next(self, entry: Entry, start: int) -> Unit:
+        """The window from `start` on: as far as each tensor that it involves lies in one piece of host memory."""
+        value, step = entry[1].slot.value, self._step(entry)
+        first, end = value.start + start, value.start + value.numel
+        parts = parts_of(entry).values()
+        # Others are to be open beside it.
+        reach = self._owner.most_bytes // (2 * sum(part.dtype.itemsize for part in parts))
+        reach = min(reach, step) if self._is_cut_short() else reach
+        for part in parts:
+            size = part.dtype.itemsize
+            reach = min(reach, self._home.reach(part.block.handle, (part.start + start) * size) // size)
+        stop = end if first + reach >= end else max((first + reach) // step, first // step + 1) * step
+        stop = min(stop, end)
+        return Unit([entry], start, stop - value.start, last=stop == end, new=False)
+
     def _hold(self, unit: Unit) -> None:
         try:
-            for key, part in parts_of(unit.entries[0]).items():
+            for key, part in unit.involved().items():
                 unit.windows[key] = HostWindow(part, unit.start, unit.stop, self._home)
         except BaseException:
             self._let_go(unit, wrote=False)
             raise
-        self._open_bytes += len(unit.windows) * self._home.page_bytes
+        self._open_bytes += _held_bytes(unit)
 
     def _wait(self, unit: Unit) -> None:
         """In the thread that updates: for all that the arithmetic reads."""
         with _on_device_of(self._pool):
             for window in unit.windows.values():
                 assert isinstance(window, HostWindow)
-                for transfer in window.run.awaited:
-                    transfer.wait()
+                window.run.wait()
             for transfer in self._counts_come:
                 transfer.wait()
             if self._scale_comes is not None:
                 self._scale_comes.wait()
 
-    def _update(self, unit: Unit) -> dict[str, Any]:
-        """In the thread that updates."""
+    def _update(self, unit: Unit) -> list[dict[str, Any]]:
+        """In the thread that updates: returns what is left for each parameter beside what is on pages."""
         arithmetic = self._arithmetic
         assert arithmetic is not None
         begin = time.perf_counter()
         with torch.no_grad(), _on_device_of(self._pool):
-            (after,) = arithmetic.update([unit], self._scale, self._hyper)
-        small: dict[str, Any] = {}
-        for key, value in after.items():
-            known = unit.windows.get(f"state.{key}")
-            if known is None:
-                small[key] = value
-            elif (here := _there(known)).data_ptr() != value.data_ptr():
-                # Most optimizers change their state in place.
-                here.copy_(value.reshape(here.shape))
+            after = arithmetic.update([unit], self._scale, self._hyper)
+        left: list[dict[str, Any]] = []
+        for (_, state, _), values in zip(unit.entries, after, strict=True):
+            left.append({})
+            for key, value in values.items():
+                known = unit.windows.get(f"state.{key}")
+                if known is None:
+                    left[-1][key] = value
+                    continue
+                here = _there(known)
+                if unit.together:
+                    here = state.paged[key].of(here)
+                if here.data_ptr() != value.data_ptr():
+                    # Most optimizers change their state in place.
+                    here.copy_(value.reshape(here.shape))
         self._spent_s += time.perf_counter() - begin
-        return small
+        return left
 
     def _close(self, job: Job) -> None:
         """Ends a window; what was raised for it comes out of `Job.result`."""
-        self._open_bytes -= len(job.unit.windows) * self._home.page_bytes
+        self._open_bytes -= _held_bytes(job.unit)
         self._let_go(job.unit, wrote=job.touched)
 
     def _let_go(self, unit: Unit, *, wrote: bool) -> None:
@@ -321,18 +381,17 @@ class HostUpdates:
 
     def close(self) -> None:
         """Gives back what was held for the arithmetic; all updates are done."""
-        if self._scratch is not None:
-            self._scratch.release()
-            self._scratch = self._arithmetic = None
+        for held in self._scratch:
+            held.release()
+        self._scratch = []
+        if self._arithmetic is not None:
+            self._arithmetic = None
             self._owner.spent(self._spent_s)
 
 
-def _unit(entry: Entry, start: int, elements: int) -> Unit:
-    state = entry[1]
-    # Up to where the next page may begin.
-    first = state.slot.value.start
-    stop = min((first + start) // elements * elements + elements - first, state.slot.value.numel)
-    return Unit([entry], start, stop, last=stop == state.slot.value.numel, new=False)
+def _held_bytes(unit: Unit) -> int:
+    """What its windows take, about."""
+    return (unit.stop - unit.start) * sum(part.dtype.itemsize for part in parts_of(unit.entries[0]).values())
 
 
 def _there(window: Window) -> torch.Tensor:

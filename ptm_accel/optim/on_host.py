@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.own_threads import Worker
 from ptm_accel.optim.compute_updates import ComputeUpdates
-from ptm_accel.optim.worker import Worker
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ptm_accel.errors import ScheduleError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.schedule.actions import Plan
-from ptm_accel.schedule.placement import SHARES, placed, spread
+from ptm_accel.schedule.placement import SHARES, behind, placed
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import Simulation, simulate
 from ptm_accel.schedule.trace import Item, Trace, Use
@@ -181,8 +181,12 @@ class _Task:
             final = set(final_gradients(self.recorded).values())
             updates = {name: used for name, used in updates.items() if name in final}
         way = Way(0.0, _AHEAD_UNKNOWN)
-        found = [self.choice(way, spread(self.recorded, updates, share)) for share in SHARES]
-        best = min(found, key=lambda each: each.seconds)
+        found = {share: self.choice(way, behind(self.recorded, updates, share)) for share in SHARES}
+        first = min(found, key=lambda share: found[share].seconds)
+        for share in (first - SHARES[0] / 2, first + SHARES[0] / 2):
+            if share < 1:
+                found[share] = self.choice(way, behind(self.recorded, updates, share))
+        best = min(found.values(), key=lambda each: each.seconds)
         return best.on_host if best.seconds * _WORTH_THE_CPU < self.choice(way, nobody).seconds else nobody
 
     def choice(self, way: Way, on_host: frozenset[str]) -> Choice:
@@ -234,13 +238,14 @@ class _Task:
         planned = _planned_updates(trace)
         rest = [used for used in updates.values() if used[-1].name not in planned]
         state_bytes = sum(item.nbytes for used in rest for item in used[:-1])
-        spent_s = sum(used[-1].nbytes for used in rest) * self.update_s
-        link_s = rates.seconds(state_bytes, state_bytes)
+        gradient_bytes = sum(used[-1].nbytes for used in rest)
+        spent_s = gradient_bytes * self.update_s
+        link_s = rates.seconds(state_bytes + gradient_bytes, state_bytes)
         return replace(
             simulated,
             seconds=simulated.seconds + spent_s + link_s,
             update_s=simulated.update_s + spent_s,
             load_stall_s=simulated.load_stall_s + link_s,
-            read_bytes=simulated.read_bytes + state_bytes,
+            read_bytes=simulated.read_bytes + state_bytes + gradient_bytes,
             written_bytes=simulated.written_bytes + state_bytes,
         )

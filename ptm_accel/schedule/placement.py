@@ -2,7 +2,8 @@
 
 On the device an update moves its state in and out. On the CPU, where the state lies, it moves its gradient out and the
 parameter in, and takes time of the CPU. Both go on at the same time, so the step is shortest where they end together
-(Deep Optimizer States splits each update; here whole parameters are dealt out, spread evenly over the pass).
+(Deep Optimizer States splits each update; here whole groups are dealt out). The device has what the next forward reads
+first: its gradients come last, and the CPU would be waited for; it begins with the rest meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ptm_accel.schedule.trace import Item, Trace
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
-"""The shares of the updates that are tried on the CPU, by the bytes of their gradients."""
+"""The shares of the updates that are tried on the CPU, by the bytes of their gradients; then those halfway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +36,20 @@ class Placement:
 NONE_ON_HOST = Placement()
 
 
-def spread(trace: Trace, updates: Mapping[str, Sequence[Item]], share: float) -> frozenset[str]:
-    """Parameters with a share of the updates, spread over the pass: so there is always something to do for both.
+def behind(trace: Trace, updates: Mapping[str, Sequence[Item]], share: float) -> frozenset[str]:
+    """Parameters with a share of the updates, those that the pass reads last.
 
     Args:
         trace: the pass.
         updates: what the update of each parameter uses beside it, the gradient last.
-        share: of the bytes of all gradients; 1 takes all.
+        share: of the bytes of all gradients, at the most; 1 takes all.
     """
     order = dict.fromkeys(trace.items[access.item].name for access in trace.accesses)
     names = [name for name in order if name in updates]
-    total = sum(updates[name][-1].nbytes for name in names)
-    chosen: set[str] = set()
-    passed = taken = 0
-    for name in names:
-        size = updates[name][-1].nbytes
-        passed += size
-        # Halfway between what is taken without it and with it: shares are met on both sides.
-        if taken + size / 2 <= share * passed and taken + size <= share * total + size / 2:
-            chosen.add(name)
-            taken += size
-    return frozenset(chosen)
+    left = (1 - share) * sum(updates[name][-1].nbytes for name in names)
+    while names and left > 0:
+        left -= updates[names.pop(0)][-1].nbytes
+    return frozenset(names)
 
 
 def placed(
@@ -71,7 +65,7 @@ def placed(
 
     Args:
         trace: the pass.
-        updates: as for `spread`.
+        updates: as for `behind`.
         names: the parameters.
         host_s: seconds of the CPU for each byte of gradient.
         in_backward: see `Placement`.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.choice import Choice, choose_plan
-from ptm_accel.schedule.placement import Placement, placed, spread
+from ptm_accel.schedule.placement import Placement, behind, placed
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import simulate
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
@@ -43,11 +43,34 @@ def choose(host_s: float | None, *, in_backward: bool = False) -> Choice:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
-def test_shares_are_met_and_spread(share: float) -> None:
-    chosen = spread(recorded(), UPDATES, share)
-    assert len(chosen) == pytest.approx(share * COUNT, abs=1)
-    first = {name for name in chosen if int(name[1:]) < COUNT // 2}
-    assert len(first) == pytest.approx(len(chosen) / 2, abs=1)
+def test_what_is_read_first_is_left_to_the_device(share: float) -> None:
+    chosen = behind(recorded(), UPDATES, share)
+    assert chosen == {f"w{n}" for n in range(COUNT - int(share * COUNT), COUNT)}
+
+
+def test_a_slow_cpu_is_given_what_is_read_last() -> None:
+    """The device has the gradients last of what the next forward reads first; the CPU would be waited for there."""
+    chosen = choose(0.5).on_host
+    assert 0 < len(chosen) < COUNT
+    assert chosen == {f"w{n}" for n in range(COUNT - len(chosen), COUNT)}
+
+
+def test_updates_that_are_no_part_of_a_plan_move_their_gradients_too() -> None:
+    """With no room for them beside the pass they are carried out in parts: all that they use comes in."""
+    simulated = choose_plan(
+        recorded(),
+        capacity_bytes=60,
+        updates=UPDATES,
+        repeats=True,
+        rates=DUPLEX,
+        update_s=0.0,
+    )
+    assert simulated.simulated is not None
+    assert not any(access.update for access in simulated.trace.accesses)
+    alone = choose_plan(recorded(), capacity_bytes=60, updates={}, repeats=True, rates=DUPLEX, update_s=0.0)
+    assert alone.simulated is not None
+    assert simulated.simulated.read_bytes - alone.simulated.read_bytes >= 50 * COUNT
+    assert simulated.simulated.written_bytes - alone.simulated.written_bytes >= 40 * COUNT
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,7 +79,7 @@ def test_any_share_of_unequal_parameters_is_met_to_within_the_largest(sizes: lis
     items = tuple(Item(f"w{n}", 1) for n in range(len(sizes)))
     trace = Trace(None, items, tuple(Access(n, Use.READ, 1.0) for n in range(len(sizes))))
     updates = {f"w{n}": [Item(f"w{n}.grad", size)] for n, size in enumerate(sizes)}
-    taken = sum(updates[name][-1].nbytes for name in spread(trace, updates, share))
+    taken = sum(updates[name][-1].nbytes for name in behind(trace, updates, share))
     assert abs(taken - share * sum(sizes)) <= max(sizes)
 
 
@@ -77,8 +100,8 @@ def test_no_other_share_would_have_been_faster(host_s: float, in_backward: bool)
     chosen = choose(host_s, in_backward=in_backward)
     assert chosen.simulated is not None
     place = with_updates_in_backward if in_backward else with_updates
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        names = spread(recorded(), UPDATES, share)
+    for share in (number / 8 for number in range(9)):
+        names = behind(recorded(), UPDATES, share)
         here = {name: used for name, used in UPDATES.items() if name not in names}
         trace = place(recorded(), here, most_bytes=(300 - 75) // 2)
         host = placed(trace, UPDATES, names, host_s, in_backward=in_backward)
