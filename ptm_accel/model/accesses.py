@@ -58,7 +58,9 @@ class Accesses:
         if self.outside is not None:
             self.outside()
         # Where no forward does that already.
-        saved = self._forwards.saved.cover() if torch.is_grad_enabled() and not within else None
+        saved = None
+        if torch.is_grad_enabled() and not within:
+            saved = self._forwards.saved.cover(together=self._forwards.is_owned(slot))
         with self._pool.pin(slot.value) as tensor, saved or nullcontext():
             if changes:
                 slot.changed()

@@ -124,16 +124,28 @@ class Forwards:
         self._regions = regions
         self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[list[ParamSlot], set[nn.Module]]]
         self._owners = weakref.WeakKeyDictionary()
+        self._owned: weakref.WeakSet[ParamSlot] = weakref.WeakSet()
+        self._owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._recomputed: _Frame | None = None
         self._running = _Stack()
         self._refuse = refusal(regions.name_of)
 
     def find_owners(self, model: nn.Module) -> None:
         """Finds the modules whose parameters are a group."""
         self._owners.clear()
+        self._owner_of.clear()
+        self._owned.clear()
         for module in model.modules():
             slots = owned_by(module, self._slots)
             if slots:
-                self._owners[module] = slots, {part for part in module.modules() if part in self.hooked}
+                parts = {part for part in module.modules() if part in self.hooked}
+                self._owners[module] = slots, parts
+                self._owner_of |= dict.fromkeys(parts, weakref.ref(module))
+                self._owned |= set(slots)
+
+    def is_owned(self, slot: ParamSlot) -> bool:
+        """Whether a parameter is of a module whose parameters are a group."""
+        return slot in self._owned
 
     @property
     def under_way(self) -> bool:
@@ -150,6 +162,8 @@ class Forwards:
                 return
             if frames[0].module is module:
                 self._end_torn_down(module)
+        elif module in self._owner_of and self._recomputes(module):
+            return
         self.enter(module)
 
     def call_ends(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -166,6 +180,8 @@ class Forwards:
             self._refuse(module)
         if self._running.frames:
             self._end_torn_down(module)
+        if torch._C._current_graph_task_id() == -1:
+            self._end_recomputed()
         if not self._running.frames and torch._C._current_graph_task_id() == -1:
             if self.between is not None:
                 self.between()
@@ -209,7 +225,7 @@ class Forwards:
             self._begin_outermost(module)
         entered = None if region is not None else module
         region = region or self._regions.at(module)
-        frame = _Frame(module, saved=self.saved.cover())
+        frame = _Frame(module, saved=self.saved.cover(together=module in self._owner_of))
         if frame.saved is not None:
             frame.saved.__enter__()
         self.casts.enter()
@@ -255,6 +271,36 @@ class Forwards:
             slot.show()
         frame.covered = modules
         return True
+
+    def _recomputes(self, module: nn.Module) -> bool:
+        """In a backward that recomputes a part of a group's layer: pins the group until it comes to the next one.
+
+        Returns:
+            whether the group of `module` is pinned, and its forward needs no frame.
+        """
+        if torch._C._current_graph_task_id() == -1 or not self.saved.checkpointed:
+            return False
+        owner, known = self._owner_of[module](), self._recomputed
+        if known is not None and known.module is owner:
+            return True
+        # What is pinned cannot be updated in this backward.
+        if owner is None or self.run_ahead.final_gradients:
+            return False
+        self._end_recomputed()
+        frame = _Frame(owner)
+        if not self._enter_group(frame):
+            return False
+        self._recomputed = frame
+        if known is None:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_recomputed)
+        return True
+
+    def _end_recomputed(self) -> None:
+        """The backward of a group's layer is over, or was broken off."""
+        frame, self._recomputed = self._recomputed, None
+        if frame is not None:
+            _let_go(frame)
 
     def _shows(self, module: nn.Module) -> bool:
         """Whether a module's own parameters may be ordinary ones in its forward: no uncounted writes are possible."""
@@ -304,10 +350,7 @@ class Forwards:
         if frame.saved is not None:
             frame.saved.__exit__(None, None, None)
         self.casts.leave()
-        for slot in frame.shown:
-            slot.hide()
-        for pin in frame.pins:
-            pin.release()
+        _let_go(frame)
         if not running.frames:
             self.casts.end()
             if self.ended is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -330,3 +373,11 @@ class Forwards:
         self.run_ahead.give_up()
         while self._running.frames:
             self._pop()
+        self._end_recomputed()
+
+
+def _let_go(frame: _Frame) -> None:
+    for slot in frame.shown:
+        slot.hide()
+    for pin in frame.pins:
+        pin.release()

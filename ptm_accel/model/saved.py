@@ -4,7 +4,8 @@ While a forward runs, and in each torch function on a parameter outside of all f
 parameter's buffer (or in a cast copy of one) is replaced by a `SavedView`: which parameter, and which view of it.
 Unpacking it in backward loads the parameter again. Other tensors go to the hooks that were active before ours
 (activation checkpointing, offloading of activations), or are saved as they are: autograd calls the innermost pair of
-hooks only. Those other hooks never get a parameter, of which a checkpoint would keep all of a recomputed layer.
+hooks only. Those other hooks never get a parameter, of which a checkpoint would keep all of a recomputed layer; but for
+those of a group, which is in memory as a whole until the backward of its layer has been carried out.
 
 Autograd does not check tensors for in-place changes where there are hooks, so the check is done here, by the same
 version counter. A changed parameter is refused under hooks of others too, since a `SavedView` does not keep the old
@@ -192,23 +193,36 @@ class SavedTensors:
         self._table = table
         self.off_in_backward = False
 
-    def cover(self) -> AbstractContextManager[Any] | None:
-        """The hooks as a context; None where they are active already, or hooks are disabled."""
+    def cover(self, *, together: bool = False) -> AbstractContextManager[Any] | None:
+        """The hooks as a context; None where they are active already, or hooks are disabled.
+
+        Args:
+            together: whether the parameters are a group, which stays until the backward of its layer has been carried
+                out: then hooks of checkpointing may keep it.
+        """
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or self._are_off():
             return None
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:
             return saved_tensors_hooks(_Pack(self._table, None), _Unpack(None))
         pack, unpack = others
-        if isinstance(pack, _Pack) and pack.covers(self._table):
+        if (together and _is_checkpointing(pack)) or (isinstance(pack, _Pack) and pack.covers(self._table)):
             return None
         return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
 
     @property
     def on_top(self) -> bool:
-        """Whether our hooks are the innermost. Those of a checkpoint would count weights that ours do not show it."""
+        """Whether our hooks are the innermost, or those of checkpointing, of which a group needs none of ours."""
         hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        return hooks is not None and type(hooks[0]) is _Pack and hooks[0].covers(self._table)
+        if hooks is None:
+            return False
+        return _is_checkpointing(hooks[0]) or (type(hooks[0]) is _Pack and hooks[0].covers(self._table))
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether hooks of checkpointing are the innermost: those of a forward, or of its recomputation."""
+        hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        return hooks is not None and _is_checkpointing(hooks[0])
 
     def cover_others(self) -> None:
         """Replaces hooks that user code has put on since by ours around them, before a parameter is used.
