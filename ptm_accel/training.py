@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -44,6 +44,7 @@ class Training:
         plain: takes the hooks off while everything fits.
         gradients: of its trainable parameters; None before it is on pages and after it has left them.
         optimizer: the optimizer bound to it, if any.
+        more_follow: tells whether more gradients are added to those of the next backward before the step.
         replicas: keeps it and those of other processes alike, where there are some.
         updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
             as they are; set by whoever owns the loop (`backward`).
@@ -54,6 +55,7 @@ class Training:
         self.optimizer: PagedOptimizer | None = None
         self.replicas: Replicas | None = None
         self.updates_in_backward: Callable[[], bool] = lambda: False
+        self.more_follow: Callable[[], bool] = lambda: False
         self.plain = PlainMode(pages)
         self._pages = pages
         self._pool = pages.pool
@@ -61,6 +63,8 @@ class Training:
         self._needs = pages.needs
         self._masters = pages.config.master_weights is not None
         self._forbidden = 0
+        # The gradients that were synchronised last, and how many had arrived.
+        self._seen: tuple[Gradients | None, int] = (None, 0)
         self._told_of_lost: str | None = None
         # The pool, which outlives the model, holds some of these.
         pages.residency.forwards.beginning = weakly(self._meet_newcomers, None)
@@ -81,6 +85,7 @@ class Training:
         with bare():
             trainable = [s for s in self._slots if s.param.requires_grad]
         self.gradients = Gradients(trainable, self._pool, wide=self._masters)
+        self.gradients.on_host.expected = weakly(self._more_follow, False)
         self.gradients.hold_arrival()
         self.gradients.looking = weakly(self.look_at_gradients, None)
         self.hold_norms()
@@ -137,7 +142,11 @@ class Training:
             return
         if self.optimizer is not None:
             self.optimizer.updates.refuse("a gradient was looked at or set")
-        self.synchronise()
+        seen = (self.gradients, 0 if self.gradients is None else self.gradients.arrivals)
+        if seen != self._seen:
+            # Each gradient of a model may be looked at, one after the other.
+            self.synchronise()
+            self._seen = seen
         if self.optimizer is not None:
             self.optimizer.gradients.apply_scale()
         self._used_outside()
@@ -297,6 +306,9 @@ class Training:
     def _may_update_in_backward(self) -> bool:
         return self._step_follows() and self.optimizer is not None and self.optimizer.expects_backward()
 
+    def _more_follow(self) -> bool:
+        return self.replicas is None and self.more_follow()
+
     def _step_follows(self) -> bool:
         """Whether the update comes right after the next backward, and there is room for both at once."""
         one = self.optimizer is not None and self.replicas is None
@@ -315,13 +327,23 @@ class Training:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward: updates begin in it where `updates_in_backward` says that they may."""
-        possible = not self._forbidden and not self.plain.active
-        if self.optimizer is not None and possible and self._step_follows():
-            with self.optimizer.updates.in_backward():
-                yield
-        else:
+        """Around a backward: updates begin in it where `updates_in_backward` says that they may.
+
+        Where `more_follow`, the CPU adds its gradients to sums that are in host memory below a device.
+        """
+        if self.plain.active or self.gradients is None:
             yield
+            return
+        updates: AbstractContextManager[object] = nullcontext()
+        if self.optimizer is not None and not self._forbidden and self._step_follows():
+            updates = self.optimizer.updates.in_backward()
+        on_host = self.gradients.on_host
+        on_host.begin()
+        try:
+            with updates:
+                yield
+        finally:
+            on_host.end()
 
     @torch.no_grad()
     def clip_grad_norm_(

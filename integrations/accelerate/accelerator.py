@@ -169,6 +169,9 @@ class PTMAccelerator(PagedStates):
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)
         self._attached.add(engine)
+        # `accelerate` itself keeps this state, one for all accelerators.
+        state = self.gradient_state
+        engine.training.more_follow = lambda: not state.sync_gradients
         if hasattr(bare, "save_pretrained"):
             import_module("..transformers.saving", __package__).install()
         if self.num_processes > 1:

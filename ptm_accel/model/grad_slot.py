@@ -89,7 +89,7 @@ class GradSlot:
             if value.alone:
                 self._pool.adopt(value.block, gradient, copied=held)
             else:
-                self._write(value, gradient)
+                write_first(self._pool, value, gradient)
                 # The block may have left before that, and taken a norm of what was there.
                 self._norm = None
             return
@@ -119,18 +119,10 @@ class GradSlot:
         slot = self.slot
         return slot.group.part(slot.member, GRAD_SUFFIX, Tag.GRAD, dtype or slot.value.dtype, self._pool)
 
-    def _write(self, value: Part, source: torch.Tensor) -> None:
-        """Writes the first values of a sum."""
-        if value.block.place is Place.BLANK and len(value.used) == 1:
-            # The rest of the block belongs to nobody yet. What others have of a blank block are zeros (`zero`).
-            value.of(self._pool.make(value.block)).copy_(source)
-        else:
-            self._pool.fault(value, write=True).copy_(source)
-
     def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> Part:
         copy = self.paged(dtype)
         try:
-            self._write(copy, source)
+            write_first(self._pool, copy, source)
         except BaseException:
             self._pool.forget(copy)
             raise
@@ -264,6 +256,15 @@ class GradSlot:
             value, self.value = self.value, None
             self._let_go(value)
             self._pool.forget(value)
+
+
+def write_first(pool: Pool, value: Part, source: torch.Tensor) -> None:
+    """Writes the first values of a part of a block."""
+    if value.block.place is Place.BLANK and len(value.used) == 1:
+        # The rest of the block belongs to nobody yet. What others have of a blank block are zeros (`GradSlot.zero`).
+        value.of(pool.make(value.block)).copy_(source)
+    else:
+        pool.fault(value, write=True).copy_(source)
 
 
 def _take_over(total: torch.Tensor, shown: torch.Tensor) -> None:

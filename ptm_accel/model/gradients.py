@@ -18,6 +18,7 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.grad_slot import GradSlot
+from ptm_accel.model.host_gradients import HostGradients
 from ptm_accel.model.norms import Norms
 from ptm_accel.model.slots import ParamSlot
 
@@ -35,6 +36,8 @@ class Sums(enum.Enum):
     WIDENED = "widened"
     """They are converted to fp32 first, in other memory."""
     ADDED_TO = "added to"
+    ON_HOST = "on host"
+    """The CPU adds to them, below a device."""
 
 
 class Gradients:
@@ -49,6 +52,7 @@ class Gradients:
 
     Attributes:
         norms: takes their norms.
+        on_host: has those of micro-batches added on the CPU, below a device.
         arrivals: number of gradients taken.
         arriving: called before a gradient is added to a sum, or is the first of one.
         taken: called with each sum that a gradient was added to.
@@ -58,6 +62,7 @@ class Gradients:
     def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
         self._pool = pool
         self.norms = Norms(pool, wide)
+        self.on_host = HostGradients(pool)
         self._by_param = {id(s.param): GradSlot(s, pool, self.norms) for s in slots}
         self._arrival_bytes = max((s.value.nbytes for s in slots), default=0)
         self._arrival: Reservation | None = None
@@ -245,7 +250,9 @@ class Gradients:
         present = self.present()
         if not present:
             return Sums.NONE
-        return Sums.WIDENED if any(g.widens for g in present) else Sums.ADDED_TO
+        if any(g.widens for g in present):
+            return Sums.WIDENED
+        return Sums.ON_HOST if self.on_host.possible else Sums.ADDED_TO
 
     @torch.no_grad()
     def multiply(self, coefficient: torch.Tensor, gradients: Iterable[GradSlot] | None = None) -> None:
@@ -361,7 +368,8 @@ class Gradients:
             # The reservation for arrivals becomes the charge of the gradient, unless a copy of it has room beside.
             self.release_arrival()
         with torch.no_grad():
-            grad.add(gradient, held=held)
+            if not (self.on_host.open and self.on_host.take(grad, gradient)):
+                grad.add(gradient, held=held)
         del gradient
         self.hold_arrival()
         if self.taken is not None:

@@ -1,0 +1,136 @@
+"""Gradients of further micro-batches below a device: they go to host memory, where the CPU adds them to their sums.
+
+Brought in for it, all sums would cross the link once more in each direction with each micro-batch: for 8B in bf16,
+143 GiB a step of four instead of 73. The numbers are the same: both round each sum once. The last micro-batch of a step
+has its sums brought in, since their norms are taken on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ptm_accel.errors import BudgetError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.paged import PagedTensor, Part, Place
+from ptm_accel.memory.pool import Pool
+from ptm_accel.model.grad_slot import GradSlot, write_first
+from ptm_accel.schedule.updates import GRAD_SUFFIX
+
+MORE_SUFFIX = f"{GRAD_SUFFIX}.more"
+"""What follows a group's name in that of the block with what is to be added to its gradients."""
+
+_SPARE_BLOCKS = 2
+"""Blocks that there must be room for beside what the model needs at the least."""
+
+
+class HostGradients:
+    """Collects the gradients of a backward that are added on the CPU.
+
+    Args:
+        pool: where gradients live.
+
+    Attributes:
+        expected: tells, before a forward and its backward, whether more gradients follow before the step.
+        open: whether `take` may take some.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.expected: Callable[[], bool] = lambda: False
+        self._pool = pool
+        self._home = pool.home if isinstance(pool.home, FrameHome) else None
+        self.open = False
+        # What has arrived for the sums of a block, until all of it has.
+        self._coming: dict[PagedTensor, dict[GradSlot, Part]] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Whether the sums are below a device, and more gradients follow before the step."""
+        return self._home is not None and self.expected()
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.open = self.possible
+
+    def end(self) -> None:
+        """The backward has ended, or was broken off: adds what has arrived."""
+        self.open = False
+        for block in list(self._coming):
+            self._send(block)
+
+    def take(self, grad: GradSlot, gradient: torch.Tensor) -> bool:
+        """Takes a gradient that is to be added to a sum in host memory.
+
+        Args:
+            grad: of which parameter.
+            gradient: it; copied.
+
+        Returns:
+            whether it did; otherwise it is to be added on the device.
+        """
+        if grad.value is None:
+            return False
+        block = grad.value.block
+        coming = self._coming.get(block)
+        if coming is not None and grad in coming:
+            # The second of one backward: the first has to be added before it.
+            self._fold(block)
+            return False
+        if grad.widens or not self._is_away(block):
+            return False
+        part = grad.slot.group.part(grad.slot.member, MORE_SUFFIX, Tag.GRAD, gradient.dtype, self._pool)
+        try:
+            write_first(self._pool, part, gradient)
+        except BaseException:
+            self._pool.forget(part)
+            raise
+        grad.changed()
+        coming = self._coming.setdefault(block, {})
+        coming[grad] = part
+        if len(coming) == len(grad.value.used):
+            self._send(block)
+        return True
+
+    def _is_away(self, block: PagedTensor) -> bool:
+        """Whether all of a block of sums is in host memory, and there is room to add to it there."""
+        pool = self._pool
+        if block.place is not Place.AWAY or not block.movable or block.stored_bytes < block.nbytes:
+            return False
+        spare = pool.share_bytes - pool.need.least_bytes
+        assert self._home is not None
+        return spare >= _SPARE_BLOCKS * block.slot_bytes and self._home.is_framed(block.handle)
+
+    def _send(self, block: PagedTensor) -> None:
+        """Sends what has arrived to host memory, to be added there; adds it here if it cannot be."""
+        parts, pool = self._coming[block], self._pool
+        assert self._home is not None
+        more = next(iter(parts.values())).block
+        with pool.lock:
+            try:
+                if more.place.resident and block.place is Place.AWAY:
+                    pool.ahead.evict(more)
+            except BudgetError:
+                # The home is full.
+                self._fold(block)
+                return
+            where = [(part.start, part.start + part.numel) for part in parts.values()]
+            added = None
+            if block.place is Place.AWAY and more.place is Place.AWAY:
+                added = self._home.add(block.handle, block.dtype, more.handle, more.dtype, where)
+            if added is None:
+                self._fold(block)
+                return
+            block.stores.append(added)
+            for part in self._coming.pop(block).values():
+                pool.forget(part)
+
+    def _fold(self, block: PagedTensor) -> None:
+        """Adds what has arrived on the device."""
+        for grad, part in self._coming.pop(block).items():
+            assert grad.value is not None
+            with self._pool.pin(part) as more, self._pool.pin(grad.value, write=True) as total:
+                total.add_(more)
+            grad.changed()
+            self._pool.forget(part)
