@@ -25,6 +25,8 @@ from transformers import (
 import ptm_accel
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import ConfigError, PagedModelError, UnsupportedError
+from tests.tiers import AMPLE, on_pages
+from tests.tiers import config as small_pages
 
 CASES: dict[str, dict[str, Any]] = {
     "simple": {},
@@ -437,3 +439,34 @@ def test_other_versions_of_transformers_are_refused(installed: str) -> None:
 def test_supported_versions_of_transformers() -> None:
     for installed in (None, "5.17.0", "5.23.0.dev0", "5.99"):
         check_version(installed)
+
+
+class Looks(TrainerCallback):
+    """Notes what was done to the collector by the beginning of each step."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.seen: list[list[str]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(list(self.calls))
+
+
+@pytest.mark.parametrize(("kind", "frozen"), [("mock+host", ["freeze"]), ("host+disk", [])])
+def test_the_collector_leaves_alone_what_there_is_beside_a_device(
+    kind: str, frozen: list[str], tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not the collector's own: processes of tests have frozen what they were forked with.
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    model, looks = tiny.model(), Looks(calls)
+    with on_pages(model, kind, AMPLE, tmp_path):
+        trainer = _build(tiny, Trainer, tmp_path, small_pages(), model=model, given={"callbacks": [looks]})
+        trainer.train()
+        trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
+    assert len(looks.seen) > 1
+    assert looks.seen[0] == []
+    assert all(seen == frozen for seen in looks.seen[1:])
+    assert calls == frozen + ["unfreeze"] * len(frozen)
