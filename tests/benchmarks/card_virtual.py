@@ -19,7 +19,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.transfer import Block
 from ptm_accel.model import attach
+from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.units import GIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -43,6 +46,7 @@ from tests.card import Card, CardAllocator, CardTier
 
 SCALE = 1024
 TOKENS = 2048
+"""Of a micro-batch, unless `--tokens` says otherwise."""
 FLOPS = 4.4e14
 LINK_BYTES_S = 53e9
 """Of an H200: docs/benchmarks/card.md."""
@@ -64,7 +68,7 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.ends = {"kernels": 0.0, "in": 0.0, "out": 0.0}
+        self.ends = {"kernels": 0.0, "in": 0.0, "out": 0.0, "cpu": 0.0}
         self.busy = dict.fromkeys(self.ends, 0.0)
         self.calls: Counter[str] = Counter()
         self.call_us: dict[str, float] = {}
@@ -165,8 +169,10 @@ class VirtualTier(CardTier):
     def is_own(self, transfer: Any) -> bool:
         return isinstance(transfer, Copy)
 
-    def copy_in(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Any] = ()) -> Any:
-        return self._copied(CopyDirection.IN, into.numel(), after)
+    def copy_in(
+        self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Any] = (), behind: Sequence[Any] = ()
+    ) -> Any:
+        return self._copied(CopyDirection.IN, into.numel(), (*after, *behind))
 
     def copy_out(self, into: torch.Tensor, source: torch.Tensor, after: Sequence[Any] = ()) -> Any:
         return self._copied(CopyDirection.OUT, into.numel(), after)
@@ -181,6 +187,10 @@ class VirtualTier(CardTier):
 
     def record(self) -> Event:
         return Event()
+
+    def allocate(self, nbytes: int) -> Block:
+        assert self.memory is not None
+        return self.memory.allocate(nbytes)
 
     def recycle(self, block: Block) -> None:
         assert self.memory is not None
@@ -201,7 +211,7 @@ class Backward(torch.autograd.Function):
         return grads[0], None
 
 
-def model_of() -> LlamaForCausalLM:
+def model_of(tokens: int) -> LlamaForCausalLM:
     """8B, its matrices smaller by 32 in both dimensions."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 32}
@@ -209,33 +219,62 @@ def model_of() -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM(config).to(torch.bfloat16)
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def kernels(seconds: float) -> Callable[..., torch.Tensor]:
-        def run(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            DEVICE.queue("kernels", seconds)
-            return Backward.apply(output, seconds)  # type: ignore[no-any-return,no-untyped-call]
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        seconds = 2 * tokens * self.weight.numel() * SCALE / FLOPS
+        output = nn.functional.linear(x, self.weight, self.bias)
+        DEVICE.queue("kernels", seconds)
+        return Backward.apply(output, seconds)  # type: ignore[no-any-return,no-untyped-call]
 
-        return run
-
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(kernels(2 * TOKENS * module.weight.numel() * SCALE / FLOPS))
+    # Not by hooks: where modules have hooks of others, parameters are watched more closely.
+    nn.Linear.forward = forward  # type: ignore[method-assign]
     return model.train()
 
 
-def step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """One step; seconds of what it was about."""
+def step(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, engine: Engine | None = None, accum: int = 1
+) -> dict[str, float]:
+    """One step of some micro-batches; seconds of what it was about."""
     ids, began, busy = torch.zeros(1, 8, dtype=torch.long), (now(), time.thread_time()), dict(DEVICE.busy)
-    loss = model(input_ids=ids, labels=ids).loss
-    forward = now()
-    loss.backward()  # type: ignore[no-untyped-call]
-    backward = now()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    forward = backward = 0.0
+    for number in range(accum):
+        if engine is not None:
+            engine.training.more_follow = partial(bool, accum - number - 1)
+        at = now()
+        loss = model(input_ids=ids, labels=ids).loss
+        between = now()
+        with nullcontext() if engine is None else engine.training.backward():
+            loss.backward()
+        forward, backward = forward + between - at, backward + now() - between
+    if engine is None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        # As the Trainer does.
+        engine.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
     DEVICE.settle()
     found = {"step": now() - began[0], "the thread's own": time.thread_time() - began[1]}
-    found |= {"forward": forward - began[0], "backward": backward - forward}
+    found |= {"forward": forward, "backward": backward}
     return found | {row: DEVICE.busy[row] - busy[row] for row in busy}
+
+
+def updates_on_cpu(engine: Engine, bytes_s: float) -> None:
+    """Has updates on the CPU take what AdamW in bf16 takes of the host's memory: 14 B a parameter."""
+    seconds = 14 * SCALE / bytes_s
+    engine.run_ahead.host_s = seconds / 2
+    update = HostUpdates._update
+
+    def timed(self: HostUpdates, unit: Any) -> dict[str, Any]:
+        begun = now()
+        after = update(self, unit)
+        elements = (
+            sum(state.slot.value.numel for _, state, _ in unit.entries) if unit.together else unit.stop - unit.start
+        )
+        sleep_until(DEVICE.queue("cpu", elements * seconds))
+        self._spent_s += max(elements * seconds - (now() - begun), 0.0)
+        return after
+
+    HostUpdates._update = timed  # type: ignore[method-assign]
 
 
 def adamw(model: LlamaForCausalLM) -> torch.optim.Optimizer:
@@ -254,6 +293,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--share", type=float, default=0.21, help="of the model's states, what pages have of the card")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-batch")
+    parser.add_argument("--accum", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--cpu", type=float, default=150.0, help="GB/s of memory that updates on the CPU have; 0: none")
     parser.add_argument("--calls", action="store_true", help="the driver's calls cost the thread what is usual")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -262,13 +304,13 @@ def main() -> None:
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/card_virtual.py {' '.join(sys.argv[1:])}".rstrip()))
     print(f"* kernels at {FLOPS / 1e12:.0f} TFLOP/s, each direction of the link at {LINK_BYTES_S / 1e9:.0f} GB/s")
     print(f"* the driver's calls, in us: {CALL_US if options.calls else 'nothing'}\n")
-    print("| | step, median (range) | the thread's own | forward | backward | kernels | copies in | copies out |")
-    print("|" + " --- |" * 8)
-    model = model_of()
+    print("| | step, median (range) | the thread's own | forward | backward | kernels | copies in | copies out | cpu |")
+    print("|" + " --- |" * 9)
+    model = model_of(options.tokens)
     optimizer = adamw(model)
-    row("plain", [step(model, optimizer) for _ in range(WARM_UP)][2:])
+    row("plain", [step(model, optimizer, accum=options.accum) for _ in range(WARM_UP)][2:])
     del optimizer, model
-    model = model_of()
+    model = model_of(options.tokens)
     states = 4 * sum(p.nbytes for p in model.parameters())
     pages = int(states * options.share)
     tier = VirtualTier(Card(2 * pages, 64))
@@ -277,11 +319,13 @@ def main() -> None:
     engine = Engine.attach(model, PTMConfig(page_size=PAGE_BYTES), memory=memory)
     rate = LINK_BYTES_S / SCALE
     engine.run_ahead.rates = LinkRates(rate, rate, 2 * rate)
+    if options.cpu:
+        updates_on_cpu(engine, options.cpu * 1e9)
     optimizer = engine.bind_optimizer(adamw(model))
-    warm = [step(model, optimizer)["step"] for _ in range(WARM_UP)]
+    warm = [step(model, optimizer, engine, options.accum)["step"] for _ in range(WARM_UP)]
     stats, calls, collected = engine.pool.stats, DEVICE.calls.copy(), [g["collections"] for g in gc.get_stats()]
     before = stats.faults, stats.hits, stats.loaded_bytes
-    row("paged", [step(model, optimizer) for _ in range(options.steps)])
+    row("paged", [step(model, optimizer, engine, options.accum) for _ in range(options.steps)])
     count = options.steps
     print(f"\nPages have {pages * SCALE / GIB:.1f} of {states * SCALE / GIB:.1f} GiB. Warm-up:", end=" ")
     print(", ".join(f"{seconds:.2f}" for seconds in warm), "s. A step of these:", end=" ")
