@@ -393,6 +393,8 @@ class FrameHome(FramedPages):
     def _store_runs(self, runs: Iterable[FrameRun], source: torch.Tensor, copies: list[Transfer]) -> None:
         """Starts copying to the pages of some runs."""
         for run in runs:
+            # No copy of the device comes after those by itself.
+            settle([write for page in run.pages for write in page.writes if isinstance(write, HostSum)])
             reads = list(dict.fromkeys(read for page in run.pages for read in self._running_reads(page)))
             copy = self.device.copy_out(run.octets, run.of(source), after=reads)
             copies.append(copy)

@@ -16,7 +16,7 @@ from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from tests.card import Card, CardTier
-from tests.memory.test_frame_home import PAGE, Setup
+from tests.memory.test_frame_home import PAGE, UNIT, Setup
 from tests.mock_device import MockCopy, MockDevice
 
 
@@ -181,4 +181,34 @@ def test_a_page_is_held_while_it_is_read_and_changed_after_that() -> None:
     s.home.let_go(run, wrote=True)
     assert into.eq(5).all()
     assert s.load(handle).eq(6).all()
+    s.close()
+
+
+def test_a_store_comes_after_what_the_cpu_still_adds_there() -> None:
+    gate = Gate(CopyDirection.OUT)
+    gate.open()
+    s = Setup(pages=4, slots=None, device=MockDevice(delay=gate))
+    total, more = s.new(1, "total"), s.new(1, "more")
+    s.store(total, 1)
+    source = s.block(PAGE)
+    source.fill_(2)
+    s.device.delay = gate = Gate(CopyDirection.OUT)
+    s.home.store(more, 0, source)
+    added = s.home.add(total, torch.uint8, more, torch.uint8, [(0, PAGE)])
+    assert added is not None
+    assert not added.done(), "what is added has not come yet"
+    threading.Timer(0.2, gate.open).start()
+    s.store(total, 7)
+    assert added.done()
+    assert s.load(total).eq(7).all()
+    third = s.new(1, "third")
+    s.store(third, 5)
+    again = s.home.add(third, torch.uint8, total, torch.uint8, [(0, 16), (UNIT, PAGE)])
+    assert again is not None
+    # A load comes after it, and so does the end of the handle that is read.
+    s.home.free(total)
+    loaded = s.load(third)
+    assert loaded[:16].eq(12).all()
+    assert loaded[16:UNIT].eq(5).all()
+    assert loaded[UNIT:].eq(12).all()
     s.close()
