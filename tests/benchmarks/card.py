@@ -1,13 +1,16 @@
 """A CUDA card that is too small: training on pages under `device_memory`, beside the plain Trainer with the whole card.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/card.py 1b 8b [--device-memory 16GB] [--deepspeed] [--profile]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/card.py 1b 8b [--device-memory 16GB] [--batch 2] [--accum 4]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/card.py 1b --deterministic
     OMP_WAIT_POLICY=passive python tests/benchmarks/card.py --smoke
 
 Each run is a process of its own, and plain and paged ones alternate. The small card is emulated: in the paged processes
 torch's allocator is forbidden to reserve more than `device_memory`. Both train the same bf16 weights with AdamW in bf16
-(`--masters`: the paged ones with fp32 masters, after which losses are not the same). `--deepspeed` adds processes that
-train with DeepSpeed ZeRO-3, offloaded, on a card of `device_memory` (`card_deepspeed.py`). `--profile` adds a process
-that traces one paged step. `--smoke` runs all of it on a tiny model without a card, and checks it.
+(`--masters`: the paged ones with fp32 masters, after which losses are not the same). Losses are compared bit for bit
+with `--deterministic` only: kernels that repeat themselves are slower, and leave no updates to the CPU. `--deepspeed`
+adds processes that train with DeepSpeed ZeRO-3, offloaded, on a card of `device_memory` (`card_deepspeed.py`).
+`--profile` adds a process that traces one paged step. `--smoke` runs all of it on a tiny model without a card, and
+checks it. What is known so far is on stderr, with the time of each step.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ SHAPES = {
 class Meter(TrainerCallback):
     """Notes time, memory and what has been moved at the beginning of each step; traces one, if asked."""
 
-    def __init__(self, *, traces: bool) -> None:
+    def __init__(self, kind: str, *, traces: bool) -> None:
+        self.kind = kind
         self.marks: list[Result] = []
         self.traces = traces
         self.trace: Any = None
@@ -74,6 +78,7 @@ class Meter(TrainerCallback):
         if engine is not None:
             mark |= {**dataclasses.asdict(engine.metrics.read()), "hits": engine.pool.stats.hits}
         self.marks.append(mark)
+        print(f"{time.strftime('%H:%M:%S')} {self.kind}: step {len(self.marks)}", file=sys.stderr, flush=True)
         if self.traces and len(self.marks) == 1:
             # Loads the tracing library, and shows which calls a trace adds by itself.
             empty = new_trace()
@@ -162,7 +167,7 @@ def train(kind: str, name: str, options: argparse.Namespace, directory: str) -> 
     """Trains some steps; returns what was seen."""
     cuda = not options.smoke
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    repeats = "not asked for" if options.nondeterministic else settle_determinism(device)
+    repeats = settle_determinism(device) if options.deterministic else "not asked for"
     dials: Result = {"device_memory": options.device_memory, "master_weights": "fp32" if options.masters else None}
     dials |= {} if cuda else {"host_memory": "10MiB", "disk": directory, "page_size": "64KiB"}
     dials |= dict(dial.split("=", 1) for dial in options.dial)
@@ -174,14 +179,16 @@ def train(kind: str, name: str, options: argparse.Namespace, directory: str) -> 
     seen: Result = {"repeats": repeats, "built_s": time.perf_counter() - begin}
     # What DeepSpeed has taken apart is empty, and says elsewhere how much it is.
     seen["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    meter = Meter(traces=kind == "profile")
+    meter = Meter(kind, traces=kind == "profile")
     fixed: Result = {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused"}
-    fixed |= {"per_device_train_batch_size": 1, "gradient_checkpointing": True, "save_strategy": "no"}
+    fixed |= {"per_device_train_batch_size": options.batch, "gradient_accumulation_steps": options.accum}
+    fixed |= {"gradient_checkpointing": True, "save_strategy": "no"}
     fixed |= {"logging_steps": 1, "logging_nan_inf_filter": False, "report_to": [], "disable_tqdm": True}
     fixed |= {"max_steps": options.steps, "use_cpu": not cuda, "dataloader_pin_memory": cuda, "output_dir": directory}
     (*_, vocabulary), sequence, _ = SHAPES[name]
     random = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (options.steps, sequence), generator=random)
+    rows = options.steps * options.batch * options.accum
+    tokens = torch.randint(0, vocabulary, (rows, sequence), generator=random)
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = trainer_of(kind, model, options, fixed, dials, train_dataset=dataset, callbacks=[meter])
     begin = time.perf_counter()
@@ -218,6 +225,7 @@ def launch(kind: str, name: str, options: argparse.Namespace, deadline: float) -
     left = deadline - time.monotonic()
     if left < 20:
         return {"error": "not run, since no time was left"}
+    left = min(left, options.each)
     # cuBLAS repeats itself only with such a workspace. Of several cards the plain Trainer would use all. Without a
     # card, none may be seen.
     env = {"CUDA_VISIBLE_DEVICES": "0", **os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -290,14 +298,16 @@ def ratio_line(pairs: list[dict[str, Result]], other: str) -> str:
 def report(name: str, pairs: list[dict[str, Result]], options: argparse.Namespace) -> None:
     """Prints what the runs of one shape have shown."""
     runs = [(f"{kind} {n}", pair[kind]) for n, pair in enumerate(pairs, 1) for kind in kinds_of(options)]
-    tokens = SHAPES[name][1]
+    sequence = SHAPES[name][1]
+    tokens = sequence * options.batch * options.accum
     print(f"\n## {name}\n")
     for seen in [seen for _, seen in runs if "log" in seen][:1]:
         print(f"* card: {seen.get('card', 'none')}; kernels that repeat themselves: {seen['repeats']}")
         print(
             f"* model: Llama, {seen['parameters'] / 1e9:.3f}B parameters, bf16 "
-            f"({'fp32 masters, but for plain' if options.masters else 'AdamW in bf16'}), 1 x {tokens} tokens, gradient "
-            f"checkpointing, clipping at 1.0; {options.steps} steps, the first {WARM_UP} and the last left out\n"
+            f"({'fp32 masters, but for plain' if options.masters else 'AdamW in bf16'}), "
+            f"{options.accum} x ({options.batch} x {sequence}) tokens, gradient checkpointing, clipping at "
+            f"1.0; {options.steps} steps, the first {WARM_UP} and the last left out\n"
         )
     columns = [column(seen, tokens) for _, seen in runs]
     print(f"| | {' | '.join(label for label, _ in runs)} |\n| --- |{' --- |' * len(runs)}")
@@ -310,6 +320,7 @@ def report(name: str, pairs: list[dict[str, Result]], options: argparse.Namespac
     if both:
         control = agreement(both[0]["plain"], both[1]["plain"]) if len(both) > 1 else "not run twice"
         same = "not comparable (fp32 masters)" if options.masters else agreement(both[0]["paged"], both[0]["plain"])
+        same = same if options.deterministic else f"{same}, by kernels that need not repeat themselves"
         print(f"\nLosses and gradient norms: paged and plain {same}; plain and plain again (control) {control}.")
     for label, seen in runs:
         if "error" in seen:
@@ -330,11 +341,17 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pairs", type=int)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--nondeterministic", action="store_true", help="whatever kernels torch prefers")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--accum", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--deterministic", action="store_true", help="kernels that repeat themselves, for equal losses")
+    parser.add_argument("--each", type=float, default=240.0, help="seconds after which one process is stopped")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds after which everything is stopped")
     parser.add_argument("--smoke", action="store_true", help="small, without a card")
     parser.add_argument("--child", nargs=2, help="for its own processes")
     options = parser.parse_args()
+    options.deterministic |= options.smoke
+    if options.deepspeed and (options.batch, options.accum) != (1, 1):
+        parser.error("--deepspeed runs with a batch of 1, without accumulation")
     options.shapes = options.shapes or (["tiny"] if options.smoke else ["1b", "8b"])
     if not set(options.shapes) <= set(SHAPES) or options.steps < WARM_UP + 3:
         parser.error(f"shapes are {', '.join(SHAPES)}; --steps is at least {WARM_UP + 3}")
