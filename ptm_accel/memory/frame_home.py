@@ -116,7 +116,7 @@ class FrameHome(FramedPages):
     def free(self, handle: FrameHandle) -> None:
         """Gives frames and slots back, after the transfers on them, whose errors are raised elsewhere.
 
-        For copies of the device nobody waits here.
+        Nobody waits here for those on frames.
         """
         with self._lock:
             assert handle in self._handles, f"handle of {handle.name} freed twice"
@@ -126,13 +126,13 @@ class FrameHome(FramedPages):
                 running = [each for each in (*page.writes, *page.reads) if not each.done()]
                 if page.frame is None:
                     settle(running)
-                if page.frame is not None:
-                    del self._framed[page]
-                    if running:
-                        # The thread goes on: the frame is free as soon as the device has come that far.
-                        self._ending.append((page.frame, running))
-                    else:
-                        self._frames.give(page.frame)
+                    continue
+                del self._framed[page]
+                if running:
+                    # The thread goes on: the frame is free as soon as they have ended.
+                    self._ending.append((page.frame, running))
+                else:
+                    self._frames.give(page.frame)
             for page in pages:
                 if page.slot is not None:
                     assert self._swap is not None

@@ -31,12 +31,12 @@ class FramedPages:
         self._swap = None if disk is None else SwapSpace(disk, frames.frame_bytes)
         # Pages that have a frame, least recently used first.
         self._framed: OrderedDict[Page, None] = OrderedDict()
-        # Frames that nobody wants any more, with the copies of the device that still use them.
+        # Frames that nobody wants any more, with the transfers that still use them.
         self._ending: deque[tuple[Frame, Sequence[Transfer]]] = deque()
         self._lock = threading.RLock()
 
     def _give_ended(self, *, wait: bool = False) -> bool:
-        """Gives frames back whose last copies have ended; returns whether it did.
+        """Gives frames back whose last transfers have ended; returns whether it did.
 
         Args:
             wait: for those of the oldest.

@@ -279,7 +279,10 @@ class InPieces(TorchDispatchMode):
                         # One that is not cut is for all cores.
                         here = self._by_threads and elements > 2 * self._piece
                         piece = partial(self._run, kernel, rows, args, kwargs)
-                        (piece() if here else several.give(piece, elements))
+                        if here:
+                            piece()
+                        else:
+                            several.give(piece, elements)
                         rows, elements = [], 0
             if rows:
                 several.give(partial(self._run, kernel, rows, args, kwargs), elements)
@@ -359,6 +362,7 @@ class _Several:
         self._elements = 0
 
     def give(self, piece: Callable[[], object], elements: int) -> None:
+        """Takes a piece of so many elements."""
         self._pieces.append(piece)
         self._elements += elements
         if self._elements >= self._least:
