@@ -228,8 +228,8 @@ class CudaTier:
 
     tier = Tier.DEVICE
     _open: ClassVar[weakref.WeakSet[CudaTier]] = weakref.WeakSet()
-    # The share of each limited card that torch's allocator was allowed before.
-    _before: ClassVar[dict[torch.device, float]] = {}
+    # The share of each limited card that torch's allocator was allowed before, and the one that it was given.
+    _limited: ClassVar[dict[torch.device, tuple[float, float]]] = {}
 
     def __init__(self, device: torch.device | None = None) -> None:
         index = None if device is None else device.index
@@ -261,12 +261,14 @@ class CudaTier:
         """
         before = self._allowed(self.device)
         if nbytes is None:
-            CudaTier._before.pop(self.device, None)
+            CudaTier._limited.pop(self.device, None)
             torch.cuda.set_per_process_memory_fraction(before, self.device)
             return
-        CudaTier._before[self.device] = before
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(before, nbytes / total), self.device)
+        share = min(before, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        # As torch has it, which may round.
+        CudaTier._limited[self.device] = before, torch.cuda.get_per_process_memory_fraction(self.device)
 
     @classmethod
     def left(cls, device: torch.device) -> int:
@@ -281,8 +283,10 @@ class CudaTier:
 
     @classmethod
     def _allowed(cls, device: torch.device) -> float:
-        known = cls._before.get(device)
-        return float(torch.cuda.get_per_process_memory_fraction(device)) if known is None else known
+        before, ours = cls._limited.get(device, (None, None))
+        now = float(torch.cuda.get_per_process_memory_fraction(device))
+        # Where the program has set another since, that holds.
+        return before if before is not None and now == ours else now
 
     def copy_in(
         self,

@@ -11,6 +11,7 @@ import torch
 
 from ptm_accel.memory.copies import Keeping, finish, order_behind
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.profiling import ranged
 from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
 
@@ -37,6 +38,10 @@ class PoolStats:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     stall_s: float = 0.0
+
+
+def _name(tensor: PagedTensor) -> str:
+    return tensor.name
 
 
 class Traffic:
@@ -74,6 +79,7 @@ class Traffic:
             tensor.handle = self.home.new(tensor.slot_bytes, tensor.tag, tensor.name)
         return tensor.handle
 
+    @ranged("load", _name)
     def start_load(
         self,
         tensor: PagedTensor,
@@ -135,6 +141,7 @@ class Traffic:
         tensor.stores = [store for store in tensor.stores if store not in ended]
         finish(ended)
 
+    @ranged("store", _name)
     def start_store(self, tensor: PagedTensor, offset: int, octets: torch.Tensor) -> Transfer:
         """Starts storing part of a tensor; later loads of it wait for that."""
         assert self.home is not None
@@ -160,6 +167,7 @@ class Traffic:
                 tensor.stored_bytes += size
                 self.stats.stored_bytes += size
 
+    @ranged("store", _name)
     def start_store_whole(self, tensor: PagedTensor) -> None:
         """Starts storing a resident tensor; later loads of it wait for that.
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptm_accel.memory.profiling import ranged
 from ptm_accel.model.floor import Appetite
 from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import NAMES, apart
@@ -87,6 +88,7 @@ class Arithmetic:
         """Whether groups of these hyperparameters are updated in pieces; a state that is loaded may change them."""
         return self._cuts and all(group.get("fused") for group in groups)
 
+    @ranged("update", lambda units: units[0].state.slot.name)
     def update(
         self, units: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:

@@ -112,6 +112,22 @@ def test_what_the_program_allows_torch_on_a_card_holds_during_a_limit_and_after(
     assert CudaTier.left(card) == left
 
 
+def test_what_the_program_allows_torch_during_a_limit_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, fraction = torch.device("cuda", 0), [1.0]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fraction.append(share))
+    tier = CudaTier(card)
+    tier.limit(60 << 30)
+    torch.cuda.set_per_process_memory_fraction(0.5, card)
+    tier.limit(70 << 30)
+    assert fraction[-1] == 0.5
+    torch.cuda.set_per_process_memory_fraction(0.6, card)
+    tier.close()
+    assert fraction[-1] == 0.6
+
+
 def test_a_transfer_on_a_failed_device_has_ended_and_raises() -> None:
     class BrokenEvent:
         def query(self) -> bool:
