@@ -52,6 +52,10 @@ The first list is of parameters, the second of their gradients.
 """
 
 
+def _first(units: list[Unit]) -> str:
+    return units[0].state.slot.name
+
+
 class Arithmetic:
     """Updates windows by calling an optimizer.
 
@@ -88,7 +92,7 @@ class Arithmetic:
         """Whether groups of these hyperparameters are updated in pieces; a state that is loaded may change them."""
         return self._cuts and all(group.get("fused") for group in groups)
 
-    @ranged("update", lambda units: units[0].state.slot.name)
+    @ranged("update", _first)
     def update(
         self, units: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
