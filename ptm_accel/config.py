@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ DISK_SHARE = "90%"
 BLOCKING = "blocking"
 UPDATE_MODES = ("exact", BLOCKING)
 MASTER_WEIGHTS = ("fp32", "none")
+AUTO = "auto"
+MOMENTS = ("copy", "scale", "reset")
 YAML_SECTION = "ptm_config"
 
 
@@ -75,6 +78,50 @@ class DiskConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PseudoToRealConfig:
+    """Pseudo-to-Real training (M6-10T, arXiv 2110.03888): repeated blocks share their weights until they are delinked.
+
+    Attributes:
+        delink: when: after so many steps (an integer), after so much of the training (a fraction below 1), or `"auto"`:
+            when the loss falls slowly, and after half of the training at the latest.
+        moments: what becomes of the optimizer state of what is delinked: `"copy"` for each block, `"scale"` (copied,
+            as if each block had had its share of the gradient), or `"reset"`.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    delink: str | int | float = AUTO
+    moments: str = "copy"
+
+    def __post_init__(self) -> None:
+        """Checks both, and takes a number that is given as text."""
+        object.__setattr__(self, "delink", _delink_of(self.delink))
+        _check_choice("pseudo_to_real.moments", self.moments, MOMENTS)
+
+    @classmethod
+    def load(cls, value: PseudoToRealConfig | Mapping[str, Any] | str | float) -> PseudoToRealConfig:
+        """Makes one from a mapping with `delink` and `moments`, or from what `delink` may be.
+
+        Raises:
+            ConfigError: an unknown key, or a value that cannot be used.
+        """
+        if isinstance(value, PseudoToRealConfig):
+            return value
+        if isinstance(value, Mapping):
+            _check_keys(value, [field.name for field in fields(cls)], "pseudo_to_real")
+            return cls(**value)
+        return cls(delink=value)
+
+    def last_linked(self, steps: int) -> int | None:
+        """After how many of `steps` steps blocks are delinked; None for `"auto"`."""
+        if self.delink == AUTO:
+            return None
+        assert not isinstance(self.delink, str)
+        return self.delink if isinstance(self.delink, int) else max(1, int(self.delink * steps))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PTMConfig:
     """The dials. Each has a default that is derived on the machine (`resolve`), so `PTMConfig()` is complete.
 
@@ -90,6 +137,8 @@ class PTMConfig:
             is carried out within `optimizer.step()`, nothing of it before or after.
         page_size: the unit of booking and transfer; a power of two and a multiple of 4096 bytes.
         master_weights: `"fp32"` keeps fp32 masters of low-precision parameters; None or `"none"` does not.
+        pseudo_to_real: repeated blocks share their weights at first: a `PseudoToRealConfig`, or a mapping of its
+            values. Default: they never do.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -101,6 +150,7 @@ class PTMConfig:
     update: str = "exact"
     page_size: str | int = DEFAULT_PAGE_SIZE
     master_weights: str | None = None
+    pseudo_to_real: PseudoToRealConfig | dict[str, Any] | str | float | None = None
 
     def __post_init__(self) -> None:
         """Checks each dial, and the dials against one another."""
@@ -115,6 +165,8 @@ class PTMConfig:
             _check_choice("master_weights", self.master_weights, MASTER_WEIGHTS)
         if self.master_weights == "none":
             object.__setattr__(self, "master_weights", None)
+        if self.pseudo_to_real is not None:
+            object.__setattr__(self, "pseudo_to_real", PseudoToRealConfig.load(self.pseudo_to_real))
 
     @classmethod
     def load(cls, value: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
@@ -381,6 +433,24 @@ def _check_holds_a_page(dial: str, nbytes: int, page_bytes: int, asked: str | in
             f"{dial}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}{unit}; "
             f"raise {dial}, or lower page_size."
         )
+
+
+def _delink_of(value: object) -> str | int | float:
+    """When blocks are delinked: `"auto"`, a positive integer, or a fraction between 0 and 1."""
+    given = value
+    if isinstance(value, str) and value != AUTO:
+        with suppress(ValueError):
+            given = int(value) if value.isdecimal() else float(value)
+    if given == AUTO:
+        return AUTO
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    if isinstance(given, float) and 0.0 < given < 1.0:
+        return given
+    raise ConfigError(
+        f"pseudo_to_real.delink: got {value!r}; write auto, a number of steps such as 1000, or a fraction of the "
+        "training between 0 and 1, such as 0.3."
+    )
 
 
 def _check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:

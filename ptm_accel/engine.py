@@ -204,7 +204,8 @@ class Engine:
             return
         check_model(model, {slot.param for slot in self.slots})
         small = small_bytes(self.config.page_bytes)
-        changes = changes_of(model, self.slots, self.pool, self.table, small=small)
+        group_bytes = self.pages.group_bytes
+        changes = changes_of(model, self.slots, self.pool, self.table, small=small, group_bytes=group_bytes)
         try:
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)

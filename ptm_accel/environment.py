@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptm_accel.autoload import SWITCH as SWITCH
-from ptm_accel.config import DiskConfig, PTMConfig
+from ptm_accel.config import DiskConfig, PseudoToRealConfig, PTMConfig
 from ptm_accel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,15 @@ TEXT_DIALS = {
     "disk_limit": "what may be used on disk, such as 500GB",
     "update": "exact or blocking",
     "page_size": "unit of booking and transfer, such as 4MiB",
+    "pseudo_to_real": "when blocks that share their weights are delinked: auto, a step, or a fraction of the training",
+    "moments": "optimizer state of what is delinked: copy, scale or reset",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
 }
 """Each dial that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
+
+
+_IN_PARTS = ("disk", "disk_limit", "pseudo_to_real", "moments")
+"""Dials of two parts, each of which is a text of its own."""
 
 
 def variable_of(dial: str) -> str:
@@ -82,7 +88,7 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
     Raises:
         ConfigError: the path of a disk has a comma.
     """
-    found = {name: getattr(config, name) for name in TEXT_DIALS if name not in ("disk", "disk_limit")}
+    found = {name: getattr(config, name) for name in TEXT_DIALS if name not in _IN_PARTS}
     if config.disk is not None:
         disk = DiskConfig.load(config.disk)
         commas = [path for path in disk.paths if "," in path]
@@ -92,6 +98,9 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
                 "as a list, `disk: [/mnt/a, /mnt/b]`, or use another folder."
             )
         found |= {"disk": ",".join(disk.paths), "disk_limit": disk.limit}
+    if config.pseudo_to_real is not None:
+        recipe = PseudoToRealConfig.load(config.pseudo_to_real)
+        found |= {"pseudo_to_real": recipe.delink, "moments": recipe.moments}
     return {SWITCH: "true", **{variable_of(name): str(value) for name, value in found.items() if value is not None}}
 
 
@@ -136,9 +145,9 @@ def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
     """`config` with the dials that are given as text, by the names of `TEXT_DIALS`, in place of its own.
 
     Raises:
-        ConfigError: dials that cannot be used; a limit without a disk.
+        ConfigError: dials that cannot be used; a limit without a disk, moments without Pseudo-to-Real.
     """
-    changes: dict[str, Any] = {name: text for name, text in texts.items() if name not in ("disk", "disk_limit")}
+    changes: dict[str, Any] = {name: text for name, text in texts.items() if name not in _IN_PARTS}
     disk = DiskConfig.load(config.disk) if config.disk is not None else None
     if "disk" in texts:
         paths = tuple(part.strip() for part in texts["disk"].split(",") if part.strip())
@@ -147,7 +156,17 @@ def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
         if disk is None:
             raise ConfigError(f"disk_limit: {texts['disk_limit']!r} is a limit without a disk; set disk as well.")
         disk = replace(disk, limit=texts["disk_limit"])
-    return replace(config, **changes, disk=disk)
+    recipe = None if config.pseudo_to_real is None else PseudoToRealConfig.load(config.pseudo_to_real)
+    if "pseudo_to_real" in texts:
+        recipe = replace(recipe or PseudoToRealConfig(), delink=texts["pseudo_to_real"])
+    if "moments" in texts:
+        if recipe is None:
+            raise ConfigError(
+                f"moments: {texts['moments']!r} is of blocks that are delinked, and none are linked; set "
+                "pseudo_to_real as well."
+            )
+        recipe = replace(recipe, moments=texts["moments"])
+    return replace(config, **changes, disk=disk, pseudo_to_real=recipe)
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------

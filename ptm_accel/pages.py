@@ -51,6 +51,7 @@ class Pages:
         state_dicts: the hooks that fill state dictionaries.
         metrics: what was used and moved.
         needs: what it needs of the tiers.
+        group_bytes: the most that the values of a group of several parameters take.
     """
 
     grouped = True
@@ -72,6 +73,7 @@ class Pages:
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out
         self.needs = Needs(model, self.slots, memory, config)
+        self.group_bytes = 0
         self._asked = asked
         self._buffers: Reservation | None = None
 
@@ -97,7 +99,7 @@ class Pages:
         for group_bytes in group_sizes(self.pool.share_bytes) if self.grouped else ():
             together = self._slots(values, group_bytes)
             if self.needs.suit(together, alone):
-                chosen = together
+                chosen, self.group_bytes = together, group_bytes
                 break
             self._forget(together, values)
         if chosen is not alone:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .callback import PTMCallback
     from .enabling import disable, enable
     from .loading import from_config, from_pretrained
+    from .pseudo_to_real import PseudoToReal
     from .trainer import PTMTrainerMixin, Trainer, ptm_trainer
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "PTMTrainerMixin": ".trainer",
     "ptm_trainer": ".trainer",
     "PTMCallback": ".callback",
+    "PseudoToReal": ".pseudo_to_real",
     "enable": ".enabling",
     "disable": ".enabling",
     "from_pretrained": ".loading",
@@ -35,6 +37,7 @@ OLDEST, BELOW = (5, 17), (6, 0)
 __all__ = [
     "PTMCallback",
     "PTMTrainerMixin",
+    "PseudoToReal",
     "Trainer",
     "check_version",
     "disable",

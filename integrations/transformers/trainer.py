@@ -14,7 +14,7 @@ import transformers
 import transformers.trainer
 from torch import nn
 
-from ptm_accel.config import PTMConfig
+from ptm_accel.config import PseudoToRealConfig, PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import agreed, speak
 from ptm_accel.errors import PagedModelError, UnsupportedError
@@ -27,6 +27,7 @@ from .checkpoints import PagedCheckpoints
 from .interrupts import SafePoints
 from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
+from .pseudo_to_real import PseudoToReal, recipe_of, refuse_others
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,10 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
             )
         if not any(isinstance(callback, PTMCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(PTMCallback)
+        if self.ptm_config.pseudo_to_real is not None:
+            refuse_others(self.args, self.model if self.model_init is None else None)
+            asked = PseudoToRealConfig.load(self.ptm_config.pseudo_to_real)
+            self.add_callback(PseudoToReal(asked.delink, asked.moments))
 
     # ---- placement -------------------------------------------------------------------------------------------
 
@@ -131,6 +136,11 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         if resume_from_checkpoint:
             resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)
         with self._ending_cleanly():
+            if (recipe := recipe_of(self)) is not None:
+                self._attach()
+                # True: there is none, as the Trainer will say.
+                checkpoint = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
+                recipe.begin(self._bare_model, checkpoint)
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,16 +9,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ptm_accel.errors import BudgetError
+from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.units import format_bytes
+
+if TYPE_CHECKING:
+    from ptm_accel.memory.budget import Reservation
 
 HUGE_PAGE_BYTES = 2 << 20
 """Runs of at least this size are aligned to it and ask for huge pages."""
@@ -163,3 +168,56 @@ def _map_aligned(nbytes: int) -> int:
     if tail:
         _LIBC.munmap(start + nbytes, tail)
     return start
+
+
+def mapped_copies(
+    tensor: torch.Tensor, count: int, folder: Path | None = None, held: Reservation | None = None
+) -> list[torch.Tensor]:
+    """A copy of a tensor, mapped several times at different addresses: it takes room once, as long as one is alive.
+
+    Args:
+        tensor: in host memory.
+        count: how often; a write to one of them is not seen in the others, and costs memory.
+        folder: where it lies on disk; None for memory.
+        held: the charge for it, which ends with the last of them.
+
+    Raises:
+        BudgetError: the machine gives no more memory.
+        DiskError: the disk is full.
+    """
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    nbytes = round_up(octets.numel(), mmap.PAGESIZE)
+    left = [count]
+
+    def gone() -> None:
+        left[0] -= 1
+        if held is not None and held.live and not left[0]:
+            held.release()
+
+    try:
+        with _unnamed(folder) as file:
+            file.write(view_at(octets.data_ptr(), octets.numel()))
+            file.truncate(nbytes)
+            runs = [private_run([FilePiece(file.fileno(), 0, nbytes)]) for _ in range(count)]
+    except OSError as error:
+        if held is not None:
+            held.release()
+        if folder is not None:
+            text = (
+                f"disk: {folder} has no room for {format_bytes(nbytes)} of weights: {error.strerror}; free space there"
+            )
+            raise DiskError(error.errno, text) from error
+        raise BudgetError(
+            f"cannot copy {format_bytes(nbytes)} of weights: {error.strerror}; set host_memory lower, to what this "
+            "machine or container really has."
+        ) from error
+    for run in runs:
+        weakref.finalize(run, gone).atexit = False
+    return [run.tensor()[: octets.numel()].view(tensor.dtype).view(tensor.shape) for run in runs]
+
+
+def _unnamed(folder: Path | None) -> Any:
+    """A file without a name, in a folder or in memory."""
+    if folder is not None:
+        return tempfile.TemporaryFile(dir=folder)
+    return open(os.memfd_create("ptm_accel copy", os.MFD_CLOEXEC), "wb")

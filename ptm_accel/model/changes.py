@@ -38,7 +38,9 @@ class Changes:
     gone: list[ParamSlot]
 
 
-def changes_of(model: nn.Module, known: SlotTable, pool: Pool, table: ExtentTable, *, small: int) -> Changes:
+def changes_of(
+    model: nn.Module, known: SlotTable, pool: Pool, table: ExtentTable, *, small: int, group_bytes: int = 0
+) -> Changes:
     """Compares a model with what is on pages; changes neither.
 
     Args:
@@ -47,9 +49,10 @@ def changes_of(model: nn.Module, known: SlotTable, pool: Pool, table: ExtentTabl
         pool: where the pages are.
         table: for new slots.
         small: parameters below this many bytes never leave the compute tier.
+        group_bytes: the most that the values of a group of several new parameters take.
     """
     slots = SlotTable()
-    new = take_parameters(model, pool, slots, table, small=small, paged={}, known=known)
+    new = take_parameters(model, pool, slots, table, small=small, paged={}, group_bytes=group_bytes, known=known)
     return Changes(slots, new, [slot for slot in known if slots.of(slot.param) is None])
 
 
