@@ -28,7 +28,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.recipes.delinking import delink
 from ptm_accel.recipes.linking import link
 
-LENGTH, ROWS = 128, 2
+LENGTH, ROWS = 128, 1
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "num_attention_heads": 4}
 LINKED_PART = 0.3
 EVALUATIONS = 20
