@@ -18,7 +18,7 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import MemoryLimit
 from ptm_accel.units import GIB, KIB, MIB
 
-DIALS = "device_memory, host_memory, disk, update, page_size, master_weights"
+DIALS = "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real"
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ class TestDials:
             "update": "exact",
             "page_size": "4MiB",
             "master_weights": None,
+            "pseudo_to_real": None,
         }
         assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit"]
 

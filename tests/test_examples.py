@@ -195,3 +195,12 @@ def test_sft_with_trl(extra: list[str], model_folder: Path, tmp_path: Path) -> N
     assert "2 steps; loss" in text
     name = "adapter_model.safetensors" if extra else "model.safetensors"
     assert (tmp_path / "out" / name).is_file()
+
+
+def test_layers_share_their_weights_at_first(tmp_path: Path) -> None:
+    lines = [_run("pseudo_to_real.py", "--small", *more, cwd=tmp_path) for more in ((), ("--plain",))]
+    paged, plain = ([line.split() for line in text.splitlines() if line[:6] in ("shared", "own   ")] for text in lines)
+    losses = [[line[2] for line in each] for each in (paged, plain)]
+    assert losses[0] == losses[1], "the mean loss of both stages"
+    loaded = [float(line[line.index("ptm_loaded_gib") + 1].strip(",")) for line in paged]
+    assert loaded[0] * 4 < loaded[1]

@@ -62,10 +62,11 @@ def test_methods_of_the_engine(name: str) -> None:
 
 
 def test_the_dials() -> None:
-    names = ["device_memory", "host_memory", "disk", "update", "page_size", "master_weights"]
+    names = ["device_memory", "host_memory", "disk", "update", "page_size", "master_weights", "pseudo_to_real"]
     assert [field.name for field in dataclasses.fields(config.PTMConfig)] == names
     assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit"]
-    assert set(environment.TEXT_DIALS) == {*names, "disk_limit"}
+    assert [field.name for field in dataclasses.fields(config.PseudoToRealConfig)] == ["delink", "moments"]
+    assert set(environment.TEXT_DIALS) == {*names, "disk_limit", "moments"}
 
 
 def test_the_command_line() -> None:
@@ -79,6 +80,7 @@ def test_the_adapters() -> None:
     assert transformers.__all__ == [
         "PTMCallback",
         "PTMTrainerMixin",
+        "PseudoToReal",
         "Trainer",
         "check_version",
         "disable",

@@ -161,7 +161,11 @@ def test_a_model_without_repeated_blocks(tiny: ModuleType, tmp_path: Path) -> No
 
 
 def test_a_model_that_is_made_as_training_begins(tiny: ModuleType, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"model_init": lambda: tiny.model(), "args": tiny.arguments(tmp_path), "train_dataset": tiny.data()}
+    given: dict[str, Any] = {
+        "model_init": lambda: tiny.model(),
+        "args": tiny.arguments(tmp_path),
+        "train_dataset": tiny.data(),
+    }
     with pytest.raises(UnsupportedError, match="model_init"):
         Trainer(**given, ptm_config={"pseudo_to_real": "auto"})
 
