@@ -7,7 +7,6 @@ moved and updated once, as any parameter with several names.
 from __future__ import annotations
 
 import shutil
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,22 +39,24 @@ class Place(NamedTuple):
     source: str
 
 
-_links: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+_PLACES = "_ptm_linked_places"
+"""Where a model keeps them: a table beside it would keep the model alive, to which its modules lead by their hooks."""
 
 
 def is_linked(model: nn.Module) -> bool:
     """Whether blocks of a model are linked."""
-    return model in _links
+    return bool(places_of(model))
 
 
 def places_of(model: nn.Module) -> list[Place]:
     """The parameters of a linked model that are others' now; of one that is not linked, none."""
-    return _links.get(model, [])
+    found: list[Place] = model.__dict__.get(_PLACES, [])
+    return found
 
 
 def forget(model: nn.Module) -> None:
     """The blocks of a model have weights of their own again."""
-    _links.pop(model, None)
+    model.__dict__.pop(_PLACES, None)
 
 
 def link(model: nn.Module) -> int:
@@ -86,7 +87,7 @@ def link(model: nn.Module) -> int:
     sources = {place.source: model.get_parameter(place.source) for place in places}
     for place in places:
         place.module._parameters[place.attribute] = sources[place.source]
-    _links[model] = places
+    model.__dict__[_PLACES] = places
     if not any(hook is _separate for hook in model._state_dict_hooks.values()):
         model.register_state_dict_post_hook(_separate)
     engine = engine_of(model)
