@@ -8,6 +8,7 @@ a place to rejoin it; if it departs too often the pass is recorded anew, ever mo
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +22,14 @@ from ptm_accel.model.following import Following
 from ptm_accel.model.gradients import Sums
 from ptm_accel.model.route import Ended, Route
 from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.standing import describe
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace
 from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
 from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
+from ptm_accel.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _DEPARTURES = 0.05
 """The share of accesses that may differ from the trace of the plan."""
@@ -85,6 +90,7 @@ class RunAhead(Following):
         self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
         self._passes_a_step = self._passes = 0
         self._evaluates = False
+        self._told = ""
 
     # ---- passes ----------------------------------------------------------------------------------------------
 
@@ -306,7 +312,12 @@ class RunAhead(Following):
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
         )
-        return Route(recorded, updates, choice, capacity, watch)
+        route = Route(recorded, updates, choice, capacity, watch)
+        text = describe(choice, recorded) if route.trains else None
+        if text is not None and text != self._told:
+            self._told = text
+            logger.info("a pass under %s: %s.", format_bytes(capacity), text)
+        return route
 
     def _bytes_apart(self) -> int:
         """The most bytes that a training pass without updates can use, as far as is known."""
