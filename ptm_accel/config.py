@@ -139,6 +139,8 @@ class PTMConfig:
         master_weights: `"fp32"` keeps fp32 masters of low-precision parameters; None or `"none"` does not.
         pseudo_to_real: repeated blocks share their weights at first: a `PseudoToRealConfig`, or a mapping of its
             values. Default: they never do.
+        token_slices: so many slices of each sequence are computed one after the other in every decoder layer, which
+            holds the activations of one of them; `"auto"` for slices of about 2048 tokens. Default: whole sequences.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -151,6 +153,7 @@ class PTMConfig:
     page_size: str | int = DEFAULT_PAGE_SIZE
     master_weights: str | None = None
     pseudo_to_real: PseudoToRealConfig | dict[str, Any] | str | float | None = None
+    token_slices: str | int | None = None
 
     def __post_init__(self) -> None:
         """Checks each dial, and the dials against one another."""
@@ -167,6 +170,8 @@ class PTMConfig:
             object.__setattr__(self, "master_weights", None)
         if self.pseudo_to_real is not None:
             object.__setattr__(self, "pseudo_to_real", PseudoToRealConfig.load(self.pseudo_to_real))
+        if self.token_slices is not None:
+            object.__setattr__(self, "token_slices", _slices_of(self.token_slices))
 
     @classmethod
     def load(cls, value: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
@@ -451,6 +456,15 @@ def _delink_of(value: object) -> str | int | float:
         f"pseudo_to_real.delink: got {value!r}; write auto, a number of steps such as 1000, or a fraction of the "
         "training between 0 and 1, such as 0.3."
     )
+
+
+def _slices_of(value: object) -> str | int:
+    """The number of slices of a sequence, or `"auto"`."""
+    given = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if given == AUTO or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        assert isinstance(given, str | int)
+        return given
+    raise ConfigError(f"token_slices: got {value!r}; write auto, or how many slices each sequence is cut into.")
 
 
 def _check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:

@@ -34,6 +34,7 @@ TEXT_DIALS = {
     "update": "exact or blocking",
     "page_size": "unit of booking and transfer, such as 4MiB",
     "pseudo_to_real": "when blocks that share their weights are delinked: auto, a step, or a fraction of the training",
+    "token_slices": "slices of a sequence that a layer computes one after the other; auto for about 2048 tokens each",
     "moments": "optimizer state of what is delinked: copy, scale or reset",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
 }

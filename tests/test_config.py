@@ -18,7 +18,7 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import MemoryLimit
 from ptm_accel.units import GIB, KIB, MIB
 
-DIALS = "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real"
+DIALS = "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices"
 
 
 @pytest.fixture
@@ -39,6 +39,7 @@ class TestDials:
             "page_size": "4MiB",
             "master_weights": None,
             "pseudo_to_real": None,
+            "token_slices": None,
         }
         assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit"]
 
@@ -102,6 +103,9 @@ class TestDials:
         ({"page_size": 0}, "page_size: 0 is 0 B, which is not a power of two"),
         ({"update": "fast"}, "update: got 'fast', which it cannot be; write update: exact or update: blocking."),
         ({"master_weights": "bf16"}, "master_weights: got 'bf16', which it cannot be; write master_weights: fp32 or"),
+        ({"token_slices": 0}, "token_slices: got 0; write auto, or how many slices each sequence is cut into."),
+        ({"token_slices": "many"}, "token_slices: got 'many'; write auto"),
+        ({"token_slices": True}, "token_slices: got True; write auto"),
         ({"disk": {"limit": "5GB"}}, "disk: {'limit': '5GB'} has no paths; set disk.paths to at least one folder."),
         ({"disk": {"path": "/a"}}, "disk: unknown key 'path'; did you mean 'paths'? The keys are: paths, limit."),
         ({"disk": 7}, "disk: got 7, which names no folder; write disk: /mnt/ssd, several as disk: [/mnt/a"),

@@ -29,6 +29,7 @@ DISKS = st.one_of(
         page_size=st.sampled_from(["4MiB", 65536]),
         master_weights=st.sampled_from([None, "fp32"]),
         pseudo_to_real=st.sampled_from([None, "auto", 7, 0.25, {"delink": 3, "moments": "reset"}]),
+        token_slices=st.sampled_from([None, "auto", 4]),
     )
 )
 def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> None:
@@ -40,7 +41,7 @@ def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> Non
         asked = getattr(config, dial)
         assert getattr(read, dial) == (None if asked is None else str(asked))
     assert (read.update, read.master_weights) == (config.update, config.master_weights)
-    assert read.pseudo_to_real == config.pseudo_to_real
+    assert (read.pseudo_to_real, read.token_slices) == (config.pseudo_to_real, config.token_slices)
     if config.disk is None:
         assert read.disk is None
     else:

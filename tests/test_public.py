@@ -62,7 +62,16 @@ def test_methods_of_the_engine(name: str) -> None:
 
 
 def test_the_dials() -> None:
-    names = ["device_memory", "host_memory", "disk", "update", "page_size", "master_weights", "pseudo_to_real"]
+    names = [
+        "device_memory",
+        "host_memory",
+        "disk",
+        "update",
+        "page_size",
+        "master_weights",
+        "pseudo_to_real",
+        "token_slices",
+    ]
     assert [field.name for field in dataclasses.fields(config.PTMConfig)] == names
     assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit"]
     assert [field.name for field in dataclasses.fields(config.PseudoToRealConfig)] == ["delink", "moments"]

@@ -17,12 +17,13 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
-from ptm_accel.config import PTMConfig
+from ptm_accel.config import AUTO, PTMConfig
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed, speak
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
+from ptm_accel.pipeline.layer_slices import slice_layers
 
 from ..peft import refuse_adapters
 from .states import PagedStates
@@ -165,6 +166,9 @@ class PTMAccelerator(PagedStates):
         if self.is_main_process:
             # Not as the accelerator is made: scripts set up their logging after that.
             speak()
+        slices = self.ptm_config.token_slices
+        if slices is not None and not evaluates:
+            slice_layers(bare, None if slices == AUTO else int(slices))
         engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)
