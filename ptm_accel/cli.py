@@ -141,12 +141,9 @@ def estimate(
 
     from ptm_accel.estimate import estimate as work_out
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in dtypes:
-        raise ConfigError(f"dtype: {dtype!r} is unknown; set it to {', '.join(dtypes)}.")
     dials = PTMConfig(master_weights=master_weights, page_size=page_size)
     host = import_module("ptm_accel.integrations.transformers.estimating")
-    meta = host.meta_model(model, dtypes[dtype], checkpointing=checkpointing)
+    meta = host.meta_model(model, _dtype_of(dtype), checkpointing=checkpointing)
     needs = partial(work_out, meta, master_weights=dials.master_weights is not None, page_size=dials.page_size)
     batch: Any = host.text_batch(meta, batch_size, length)
     found, unknown = needs(), None
@@ -180,6 +177,82 @@ def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
     typer.echo("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
     if unknown is not None:
         typer.echo(unknown)
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
+    device_memory: Annotated[str | None, typer.Option("--device_memory", help="As the dial; with a GPU.")] = None,
+    host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the dial; without a GPU.")] = None,
+    disk: Annotated[str | None, typer.Option(help="As the dial; without a GPU.")] = None,
+    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Rows of a batch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
+    master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
+    page_size: Annotated[
+        str, typer.Option("--page_size", "--page-size", help="As the dial; a small model wants less.")
+    ] = DEFAULT_PAGE_SIZE,
+) -> None:
+    """Tells which layers would stay and which would leave on this machine, and what a step would take."""
+    import torch
+
+    from ptm_accel.config import DiskConfig, resolve
+    from ptm_accel.estimate import estimate as work_out
+    from ptm_accel.opening import default_device
+    from ptm_accel.outlook import measured_speeds, outlook
+
+    asked = PTMConfig(
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=None if disk is None else DiskConfig.load(disk.split(",")),
+        master_weights=master_weights,
+        page_size=page_size,
+    )
+    device = default_device()
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    resolved = resolve(asked, device_total_bytes=total)
+    host = import_module("ptm_accel.integrations.transformers.estimating")
+    meta = host.meta_model(model, _dtype_of(dtype), checkpointing=checkpointing)
+    speeds = measured_speeds(device, _dtype_of(dtype), resolved.disk_paths)
+    if speeds is None:
+        raise ConfigError("disk: without a GPU layers leave for a disk; give --disk a folder on an SSD.")
+    batch: Any = host.text_batch(meta, batch_size, length)
+    passing = None if resolved.device_bytes is None or batch is None else work_out(meta, batch).pass_bytes
+    found = outlook(
+        meta,
+        resolved.host_bytes if resolved.device_bytes is None else resolved.device_bytes,
+        speeds,
+        tokens=batch_size * length,
+        pass_bytes=passing or 0,
+        checkpointing=checkpointing,
+        master_weights=resolved.master_weights is not None,
+        page_size=page_size,
+    )
+    _show(
+        {
+            "a step, simulated": f"{found.step_s:.3g} s, of which {found.arithmetic_s:.3g} s are arithmetic",
+            "moved in and out": f"{format_bytes(found.in_bytes)}, {format_bytes(found.out_bytes)}",
+            **dict(part.split(": ", 1) for part in found.layers.split("; ")),
+        }
+    )
+
+
+def _dtype_of(name: str) -> Any:
+    """A dtype of torch by its name.
+
+    Raises:
+        ConfigError: it is none of the three.
+    """
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ConfigError(f"dtype: {name!r} is unknown; set it to {', '.join(known)}.")
+    return known[name]
 
 
 # ---- config ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import BertConfig, ViTConfig
+from transformers import BertConfig, LlamaConfig, ViTConfig
 from typer.testing import CliRunner
 
 import ptm_accel
@@ -22,7 +22,7 @@ from ptm_accel.checkpoint.training_state import save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import from_environment
-from ptm_accel.errors import CheckpointError, ConfigError
+from ptm_accel.errors import BudgetError, CheckpointError, ConfigError
 from tests.prepared import run_prepared
 
 RUNNER = CliRunner()
@@ -265,3 +265,49 @@ def test_the_estimate_of_a_model_that_takes_something_else(config: Any, said: st
     assert found.exit_code == 0, found.output
     assert "not known beforehand" in found.output
     assert said in found.output
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layered(tmp_path: Path) -> Path:
+    """A model of eight layers of 0.8 MB."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=8, num_attention_heads=4, vocab_size=256
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    (tmp_path / "disk").mkdir()
+    return tmp_path
+
+
+def planned(folder: Path, *more: str) -> str:
+    given = ["plan", str(folder / "model"), "--disk", str(folder / "disk"), "--page_size", "4096", *more]
+    found = RUNNER.invoke(cli.app, given)
+    assert found.exit_code == 0, found.output
+    return re.sub(r"\s+", " ", found.output)
+
+
+def test_the_plan_of_a_model(layered: Path) -> None:
+    roomy, tight = (planned(layered, "--host_memory", size) for size in ("200MiB", "4MiB"))
+    assert "parameters that stay model.layers.0-7" in roomy
+    assert "that leave none" in roomy
+    assert "moved in and out 0 B, 0 B" in roomy
+    assert "a step, simulated" in tight
+    assert re.search(r"that leave .*model\.layers\.[\d,-]+", tight)
+    assert re.search(r"optimizer state that stays .* of ", tight)
+
+
+def test_a_plan_that_cannot_be_is_refused_with_a_figure_that_works(layered: Path) -> None:
+    given = ["plan", str(layered / "model"), "--disk", str(layered / "disk"), "--page_size", "4096"]
+    refused = RUNNER.invoke(cli.app, [*given, "--host_memory", "128KiB"])
+    assert isinstance(refused.exception, BudgetError)
+    least = re.search(r"give at least ([\d.]+ \w+)\.", str(refused.exception))
+    assert least is not None, refused.exception
+    assert RUNNER.invoke(cli.app, [*given, "--host_memory", least[1].replace(" ", "")]).exit_code == 0
+    without = RUNNER.invoke(cli.app, ["plan", str(layered / "model"), "--host_memory", "1GiB"])
+    assert isinstance(without.exception, ConfigError)
+    assert "give --disk a folder" in str(without.exception)
+    other = RUNNER.invoke(cli.app, [*given, "--dtype", "int8"])
+    assert "dtype: 'int8' is unknown" in str(other.exception)
