@@ -1,0 +1,95 @@
+"""What a slice takes on this machine, by its tokens and those before it: measured at some points, and fitted between them.
+
+TeraPipe's cost model (eq. 9 of arXiv 2102.07988): a time for the tokens alone, measured, and a part that is linear in
+tokens, context and their product.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptm_accel.pipeline.stage import Stage
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a stage's forward and backward of a slice of one number of rows.
+
+    Attributes:
+        tokens: lengths that were measured without context, ascending.
+        alone_s: what they took.
+        context: a0 to a3, of 1, tokens, context and tokens x context.
+    """
+
+    tokens: tuple[int, ...]
+    alone_s: tuple[float, ...]
+    context: tuple[float, float, float, float]
+
+    def seconds(self, tokens: int, before: int) -> float:
+        """What a slice takes.
+
+        Args:
+            tokens: of it.
+            before: tokens before it.
+        """
+        if not before:
+            return self._alone(tokens)
+        a0, a1, a2, a3 = self.context
+        return self._alone(tokens) + max(0.0, a0 + a1 * tokens + a2 * before + a3 * tokens * before)
+
+    def _alone(self, tokens: int) -> float:
+        """Between two lengths that were measured, on the line through both."""
+        known, times = self.tokens, self.alone_s
+        at = min(max(bisect.bisect_left(known, tokens), 1), len(known) - 1)
+        left, right = known[at - 1], known[at]
+        return times[at - 1] + (times[at] - times[at - 1]) * (tokens - left) / (right - left)
+
+
+def measure(stage: Stage, given: torch.Tensor, labels: torch.Tensor, lengths: Sequence[int]) -> Cost:
+    """Measures a stage; gradients are left in its parameters.
+
+    Args:
+        stage: of this process.
+        given: what comes into it for all tokens: (rows, length) tokens or (rows, length, width) hidden states.
+        labels: (rows, length), for the last stage.
+        lengths: of the slices to measure, two at least.
+    """
+    length = given.shape[1]
+    lengths = sorted({tokens for tokens in lengths if tokens <= length})
+    alone = {tokens: _least(stage, given, labels, tokens, 0) for tokens in lengths}
+    rows, values = [], []
+    for tokens in lengths:
+        for part in (1, 2):
+            before = (length - tokens) * part // 2
+            if before > 0:
+                rows.append([1.0, tokens, before, tokens * before])
+                values.append(_least(stage, given, labels, tokens, before) - alone[tokens])
+    fitted = [0.0] * 4
+    if len(rows) >= len(fitted):
+        solution = torch.linalg.lstsq(torch.tensor(rows).double(), torch.tensor(values).double()[:, None]).solution
+        fitted = solution.flatten().tolist()
+    a0, a1, a2, a3 = fitted
+    return Cost(tuple(lengths), tuple(alone.values()), (a0, a1, a2, a3))
+
+
+def _least(stage: Stage, given: torch.Tensor, labels: torch.Tensor, tokens: int, before: int) -> float:
+    """The median of a few times that a slice takes, with one slice of all that is before it."""
+    found = []
+    for _ in range(_REPEATS):
+        stage.begin()
+        if before:
+            stage.forward(given[:, :before], 0, labels=labels[:, :before], predicted=1)
+        part = slice(before, before + tokens)
+        begin = time.perf_counter()
+        made = stage.forward(given[:, part], before, labels=labels[:, part], predicted=1)
+        stage.backward(None if stage.last else torch.ones_like(made))
+        found.append(time.perf_counter() - begin)
+    stage.begin()
+    return sorted(found)[len(found) // 2]

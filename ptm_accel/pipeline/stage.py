@@ -1,0 +1,237 @@
+"""A stage of a token pipeline (TeraPipe, arXiv 2102.07988): a range of decoder layers that computes slice after slice.
+
+The model's own code computes each slice, with keys and values of the slices before it in the place of a cache. They are
+leaves of the slice's graph: its backward leaves their gradients in them, and the backward of the slice that they belong
+to, which comes after it, takes them over. So the order is all slices forward, then all backward in reverse. No graph spans
+two slices.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ptm_accel.errors import ConfigError, UnsupportedError
+from ptm_accel.pipeline.refusals import refuse_slicing
+
+_IGNORED = -100
+"""Labels of tokens that are not predicted."""
+
+
+class _Cache:
+    """Keys and values of all layers of a stage, of the slices before the present one and of itself.
+
+    Args:
+        before: for each slice before it, keys and values of the layers in turn.
+    """
+
+    def __init__(self, before: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._before = before
+        self.own: list[torch.Tensor] = []
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *where: Any, **how: Any) -> tuple[torch.Tensor, ...]:
+        """As `transformers.Cache.update`; layers come in order."""
+        at = len(self.own)
+        self.own += [keys, values]
+        return tuple(
+            torch.cat([*(kept[at + number] for kept in self._before), new], dim=2)
+            for number, new in enumerate((keys, values))
+        )
+
+
+@dataclass(slots=True)
+class _Slice:
+    """What is kept of a slice between its forward and its backward.
+
+    Attributes:
+        given: what came into the stage; a leaf, but for tokens.
+        output: what it made: hidden states, or the slice's part of the loss.
+        own: keys and values of its layers, in its graph.
+        leaves: the same, in the graphs of the slices after it.
+    """
+
+    given: torch.Tensor
+    output: torch.Tensor
+    own: list[torch.Tensor] = field(default_factory=list)
+    leaves: list[torch.Tensor] = field(default_factory=list)
+
+
+class Stage:
+    """Some layers of a causal language model, with its embedding if they are first, and its head if they are last.
+
+    Args:
+        model: of transformers; its other layers are dropped. It may be put on pages afterwards.
+        number: of the stage.
+        stages: how many there are.
+        checkpoints: slices are recomputed in backward.
+
+    Attributes:
+        model: see above.
+        first, last: whether it is the first, or the last stage.
+
+    Raises:
+        UnsupportedError: a model that cannot be cut.
+        ConfigError: more stages than layers.
+    """
+
+    def __init__(self, model: nn.Module, number: int, stages: int, *, checkpoints: bool = False) -> None:
+        refuse_slicing(model)
+        self.model: Any = model
+        self.first, self.last = number == 0, number == stages - 1
+        self._checkpoints = checkpoints
+        inner: Any = self.model.base_model
+        self._inner = inner
+        config: Any = self.model.config
+        if stages > 1 and config.tie_word_embeddings:
+            raise UnsupportedError(
+                f"{type(model).__name__} ties its head to its embedding (tie_word_embeddings), and they are on "
+                "different stages; build it with tie_word_embeddings=False."
+            )
+        names = inspect.signature(self._inner.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._cut(number, stages)
+        self._slices: list[_Slice] = []
+
+    def _cut(self, number: int, stages: int) -> None:
+        name, layers = max(
+            ((name, part) for name, part in self._inner.named_children() if isinstance(part, nn.ModuleList)),
+            key=lambda found: len(found[1]),
+        )
+        count = len(layers)
+        if stages > count:
+            raise ConfigError(f"pipeline.stages: {stages} stages of {count} layers; set it to at most {count}.")
+        mine = range(number * count // stages, (number + 1) * count // stages)
+        setattr(self._inner, name, nn.ModuleList(layers[layer] for layer in mine))
+        if not self.first:
+            self.model.set_input_embeddings(None)
+            if hasattr(self._inner, "wpe"):
+                # Positions have been added in the first stage.
+                self._inner.wpe = _Zeros(self.model.config.n_embd)
+                self._inner.drop = nn.Identity()
+        if not self.last:
+            for norm in ("norm", "ln_f"):
+                if hasattr(self._inner, norm):
+                    setattr(self._inner, norm, nn.Identity())
+            self.model.set_output_embeddings(None)
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new batch."""
+        self._slices.clear()
+
+    def forward(
+        self,
+        given: torch.Tensor,
+        begin: int,
+        *,
+        mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        predicted: int = 1,
+    ) -> torch.Tensor:
+        """Computes the next slice.
+
+        Args:
+            given: tokens (rows, tokens) in the first stage; elsewhere hidden states (rows, tokens, width).
+            begin: its first token.
+            mask: (rows, length) of the whole batch, 0 where a row is padded on the right.
+            labels: (rows, tokens), for the last stage: what is predicted at each of the slice's tokens.
+            predicted: how many are predicted in the whole batch, by which the loss is divided.
+
+        Returns:
+            hidden states, or in the last stage the slice's part of the loss; detached.
+        """
+        if not self.first:
+            given = given.detach().requires_grad_()
+        known = [each.leaves for each in self._slices]
+        run = (lambda *all_: checkpoint(self._run, *all_, use_reentrant=False)) if self._checkpoints else self._run
+        output, *own = run(given, begin, mask, labels, predicted, known)
+        leaves = [each.detach().requires_grad_() for each in own]
+        self._slices.append(_Slice(given, output, own, leaves))
+        detached: torch.Tensor = output.detach()
+        return detached
+
+    def _run(
+        self,
+        given: torch.Tensor,
+        begin: int,
+        mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        predicted: int,
+        known: list[list[torch.Tensor]],
+    ) -> tuple[torch.Tensor, ...]:
+        end = begin + given.shape[1]
+        cache = _Cache(known)
+        hidden = self._inner(
+            **{"input_ids" if self.first else "inputs_embeds": given},
+            attention_mask=self._mask(begin, end, mask, given.device),
+            position_ids=torch.arange(begin, end, device=given.device)[None],
+            **{self._cache_name: cache},
+            use_cache=True,
+        ).last_hidden_state
+        if self.last:
+            assert labels is not None
+            logits = self.model.get_output_embeddings()(hidden)
+            # As transformers' own loss, which sums in float32 at least.
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+            hidden = functional.cross_entropy(logits, labels.flatten(), ignore_index=_IGNORED, reduction="sum")
+            hidden = hidden / predicted
+        return hidden, *cache.own
+
+    def _mask(self, begin: int, end: int, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """What each token of a slice sees: (rows or 1, 1, tokens, end)."""
+        seen = torch.ones(end - begin, end, dtype=torch.bool, device=device).tril(begin)[None, None]
+        if mask is not None:
+            seen = seen & mask[:, None, None, :end].bool()
+        if self.model.config._attn_implementation == "sdpa":
+            return seen
+        dtype = next(self.model.parameters()).dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+
+    def backward(self, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The backward of the last slice that has had none.
+
+        Args:
+            gradient: of what `forward` returned; None in the last stage, for the loss.
+
+        Returns:
+            the gradient of what came into the stage; None in the first.
+        """
+        done = self._slices.pop()
+        roots, gradients = [done.output], [gradient]
+        for own, leaf in zip(done.own, done.leaves, strict=True):
+            # Of the last slice, nobody has read them.
+            if leaf.grad is not None:
+                roots.append(own)
+                gradients.append(leaf.grad)
+        torch.autograd.backward(roots, gradients)
+        return None if self.first else done.given.grad
+
+
+class _Zeros(nn.Module):
+    """Embeds positions as nothing.
+
+    Args:
+        width: of the embeddings.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """Zeros, (rows, tokens, width)."""
+        return torch.zeros(*positions.shape, self.width, device=positions.device)
+
+
+def shifted(labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What is predicted at each token, and how many that are: (rows, length) labels as transformers takes them."""
+    following = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    return following, int((following != _IGNORED).sum())

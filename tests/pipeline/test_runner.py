@@ -1,0 +1,21 @@
+"""A pipeline over processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.prepared import run_ranks
+
+CHILD = Path(__file__).with_name("pipeline_child.py")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_train_as_the_whole_model_does(count: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = run_ranks(CHILD, tmp_path, "train", count=count, cwd=tmp_path, env=environment)
+    for rank, run in enumerate(runs):
+        assert run.code == 0, run.err[-4000:]
+        assert run.out == f"stage {rank} agrees over 20 steps\n"
