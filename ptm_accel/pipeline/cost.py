@@ -1,4 +1,4 @@
-"""What a slice takes on this machine, by its tokens and those before it: measured at some points, and fitted between them.
+"""What a slice takes on this machine, by its tokens and those before it: measured at some points, fitted between.
 
 TeraPipe's cost model (eq. 9 of arXiv 2102.07988): a time for the tokens alone, measured, and a part that is linear in
 tokens, context and their product.

@@ -2,8 +2,8 @@
 
 The model's own code computes each slice, with keys and values of the slices before it in the place of a cache. They are
 leaves of the slice's graph: its backward leaves their gradients in them, and the backward of the slice that they belong
-to, which comes after it, takes them over. So the order is all slices forward, then all backward in reverse. No graph spans
-two slices.
+to, which comes after it, takes them over. So the order is all slices forward, then all backward in reverse. No graph
+spans two slices.
 """
 
 from __future__ import annotations

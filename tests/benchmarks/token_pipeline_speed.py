@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive torchrun --nproc_per_node 2 tests/benchmarks/token_pipeline_speed.py
 
-Each process has one thread and half of the layers of a Llama. The slices are those of the dynamic program, by what slices
-take in the slower of the two processes. Prints the result as Markdown.
+Each process has one thread and half of the layers of a Llama. The slices are those of the dynamic program, by what
+slices take in the slower of the two processes. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ def main() -> None:
         for name in times:
             median = statistics.median(times[name])
             print(f"| {name} | {median:.3f} s | {foretold[name]:.3f} s | {foretold[name] / median:.2f} |")
-        print(
-            f"\nSliced is **{ratio:.2f}** times as fast (median of pairs; {foretold['whole'] / foretold['sliced']:.2f}"
-            f" simulated). Slices: {list(slices)}."
-        )
+        simulated = foretold["whole"] / foretold["sliced"]
+        print(f"\nSliced is **{ratio:.2f}** times as fast (median of pairs; simulated {simulated:.2f}).")
+        print(f"Slices: {list(slices)}.")
     dist.destroy_process_group()
 
 
