@@ -208,7 +208,7 @@ class FramedPages:
                 try:
                     self._spill(victims, admitting=admitting)
                 except BudgetError as full:
-                    if len(self._framed) == framed and not self._free_a_slab():
+                    if len(self._framed) == framed and not (self._free_a_slab() or self._free_a_place()):
                         raise self._no_room(nbytes, name, full) from full
 
     def _free_a_slab(self) -> bool:
@@ -220,14 +220,42 @@ class FramedPages:
             with contextlib.suppress(BudgetError):
                 for frame in group:
                     page = pages[frame]
-                    place = self._frames.take(page.nbytes, page.handle.tag, page.handle.name, beside=frame)
-                    self._end_writes(page)
-                    settle(page.reads)
-                    place.view(0, page.nbytes).copy_(frame.view(0, page.nbytes))
-                    page.frame, page.reads, page.handle.runs = place, (), None
-                    self._frames.give(frame)
+                    self._move(page, self._frames.take(page.nbytes, page.handle.tag, page.handle.name, beside=frame))
                 return True
         return False
+
+    def _free_a_place(self) -> bool:
+        """Moves what is left of tensors out of the place of one whole page; False if there is none where that works."""
+        pages = {page.frame: page for page in self._framed if page.frame is not None}
+        for group in self._frames.by_page(pages):
+            if not all(pages[frame].may_leave() and frame.nbytes < self._frames.frame_bytes for frame in group):
+                continue
+            refused: list[Frame] = []
+            try:
+                for frame in group:
+                    page = pages[frame]
+                    place = self._frames.take(page.nbytes, page.handle.tag, page.handle.name)
+                    while self._frames.is_beside(place, frame):
+                        refused.append(place)
+                        place = self._frames.take(page.nbytes, page.handle.tag, page.handle.name)
+                    self._move(page, place)
+            except BudgetError:
+                continue
+            finally:
+                for place in refused:
+                    self._frames.give(place)
+            return True
+        return False
+
+    def _move(self, page: Page, place: Frame) -> None:
+        """Moves a page to another frame."""
+        frame = page.frame
+        assert frame is not None
+        self._end_writes(page)
+        settle(page.reads)
+        place.view(0, page.nbytes).copy_(frame.view(0, page.nbytes))
+        page.frame, page.reads, page.handle.runs = place, (), None
+        self._frames.give(frame)
 
     def _room_ahead(self, handle: FrameHandle, offset: int, nbytes: int) -> None:
         """Frees in one go, with parallel writes, what the pages of a load that are on disk will need."""

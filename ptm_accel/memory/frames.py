@@ -188,6 +188,20 @@ class FramePool:
             found.setdefault(frame._slab, []).append(frame)
         return sorted(found.values(), key=lambda group: sum(frame.nbytes for frame in group))
 
+    def by_page(self, frames: Iterable[Frame]) -> list[list[Frame]]:
+        """Frames by the place of a whole page that they lie in; the place of which they use least comes first."""
+        found: dict[tuple[_Slab, int], list[Frame]] = {}
+        for frame in frames:
+            found.setdefault(self._place_of(frame), []).append(frame)
+        return sorted(found.values(), key=lambda group: sum(frame.nbytes for frame in group))
+
+    def is_beside(self, frame: Frame, other: Frame) -> bool:
+        """Whether two frames lie in the place of the same whole page."""
+        return self._place_of(frame) == self._place_of(other)
+
+    def _place_of(self, frame: Frame) -> tuple[_Slab, int]:
+        return frame._slab, frame._offset // self.frame_bytes
+
     def reclaim(self, nbytes: int) -> int:
         """Releases empty slabs until `nbytes` are free or none is left; returns how many are. For the budget."""
         freed = 0

@@ -812,6 +812,17 @@ def test_small_pages_that_are_scattered_make_way_for_a_whole_one() -> None:
         s.close()
 
 
+def test_small_pages_make_way_within_a_slab() -> None:
+    """With frames and disk full, where no slab can be emptied."""
+    numbers = [0, 0, 46, 0, 3, *[0] * 7]
+    stores = [("store", number) for number in (0, 1, 28)]
+    s = Setup(pages=3, slots=2)
+    try:
+        check_against_bytes(s, [*(("new", number) for number in numbers), *stores, *[("new", 0)] * 10])
+    finally:
+        s.close()
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=_CHECKS)
 @given(steps=st.lists(STEP, min_size=20, max_size=40), pages=st.integers(1, 5), slots=st.integers(2, 6))
 def test_any_use_over_the_real_disk(tmp_path: Path, steps: list[tuple[str, int]], pages: int, slots: int) -> None:
