@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="Without pages.")
     parser.add_argument("--small", action="store_true", help="A few steps.")
     parser.add_argument("--delink", default="0.5", help="auto, a step, or a fraction of the training.")
-    parser.add_argument("--moments", default="copy", help="copy, scale or reset.")
+    parser.add_argument("--moments", default="scale", help="copy, scale or reset.")
     parser.add_argument("--host_memory", default="24MiB", help="What may be used; the states take eight times as much.")
     asked = parser.parse_args()
     steps = 8 if asked.small else 200

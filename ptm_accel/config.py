@@ -92,7 +92,7 @@ class PseudoToRealConfig:
     """
 
     delink: str | int | float = AUTO
-    moments: str = "copy"
+    moments: str = "scale"
 
     def __post_init__(self) -> None:
         """Checks both, and takes a number that is given as text."""

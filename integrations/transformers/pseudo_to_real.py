@@ -47,7 +47,7 @@ class PseudoToReal(TrainerCallback, ExportableState):
     def __init__(
         self,
         delink: str | float = AUTO,
-        moments: str = "copy",
+        moments: str = "scale",
         resume_from_checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = PseudoToRealConfig(delink=delink, moments=moments)

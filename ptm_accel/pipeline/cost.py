@@ -88,7 +88,9 @@ def _least(stage: Stage, given: torch.Tensor, labels: torch.Tensor, tokens: int,
             stage.forward(given[:, :before], 0, labels=labels[:, :before], predicted=1)
         part = slice(before, before + tokens)
         begin = time.perf_counter()
-        made = stage.forward(given[:, part], before, labels=labels[:, part], predicted=1)
+        made = stage.forward(
+            given[:, part], before, labels=labels[:, part], predicted=1, alone=tokens == given.shape[1]
+        )
         stage.backward(None if stage.last else torch.ones_like(made))
         found.append(time.perf_counter() - begin)
     stage.begin()

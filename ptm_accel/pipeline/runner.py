@@ -66,7 +66,12 @@ class Pipeline:
         for begin, end in edges:
             given = ids[:, begin:end] if self.stage.first else next(coming)
             made = self.stage.forward(
-                given, begin, mask=mask, labels=following[:, begin:end], predicted=max(predicted, 1)
+                given,
+                begin,
+                mask=mask,
+                labels=following[:, begin:end],
+                predicted=max(predicted, 1),
+                alone=len(edges) == 1,
             )
             if self.stage.last:
                 loss += made.double().cpu()

@@ -135,6 +135,7 @@ class Stage:
         mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         predicted: int = 1,
+        alone: bool = False,
     ) -> torch.Tensor:
         """Computes the next slice.
 
@@ -144,6 +145,7 @@ class Stage:
             mask: (rows, length) of the whole batch, 0 where a row is padded on the right.
             labels: (rows, tokens), for the last stage: what is predicted at each of the slice's tokens.
             predicted: how many are predicted in the whole batch, by which the loss is divided.
+            alone: it is the whole sequence, so that it is computed as without slices.
 
         Returns:
             hidden states, or in the last stage the slice's part of the loss; detached.
@@ -152,7 +154,7 @@ class Stage:
             given = given.detach().requires_grad_()
         known = [each.leaves for each in self._slices]
         run = (lambda *all_: checkpoint(self._run, *all_, use_reentrant=False)) if self._checkpoints else self._run
-        output, *own = run(given, begin, mask, labels, predicted, known)
+        output, *own = run(given, begin, mask, labels, predicted, None if alone else known)
         leaves = [each.detach().requires_grad_() for each in own]
         self._slices.append(_Slice(given, output, own, leaves))
         detached: torch.Tensor = output.detach()
@@ -165,16 +167,19 @@ class Stage:
         mask: torch.Tensor | None,
         labels: torch.Tensor | None,
         predicted: int,
-        known: list[list[torch.Tensor]],
+        known: list[list[torch.Tensor]] | None,
     ) -> tuple[torch.Tensor, ...]:
         end = begin + given.shape[1]
-        cache = _Cache(known)
+        cache = _Cache(known or [])
+        how: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+        if known is not None:
+            # Attention kernels take causal masks to be square.
+            seen = self._mask(begin, end, mask, given.device)
+            how = {"attention_mask": seen, self._cache_name: cache, "use_cache": True}
         hidden = self._inner(
             **{"input_ids" if self.first else "inputs_embeds": given},
-            attention_mask=self._mask(begin, end, mask, given.device),
             position_ids=torch.arange(begin, end, device=given.device)[None],
-            **{self._cache_name: cache},
-            use_cache=True,
+            **how,
         ).last_hidden_state
         if self.last:
             assert labels is not None

@@ -30,7 +30,7 @@ Clones = dict[nn.Parameter, nn.Parameter]
 """New parameters, each with the one whose clone it is."""
 
 
-def delink(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, moments: str = "copy") -> int:
+def delink(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, moments: str = "scale") -> int:
     """Gives each block of a linked model a clone of the weights, between two steps.
 
     Learning rates, parameter groups and schedulers go on: a clone is in the group of what it was cloned from.

@@ -104,7 +104,7 @@ def test_the_first_stage_is_delinked_by_itself(
     assert not is_linked(trainer.model)
     assert f"blocks are delinked after step {STEPS // 2}: 50% of the {STEPS} steps are done" in caplog.text
     assert "3 blocks share their weights" in caplog.text
-    assert "optimizer state: copy" in caplog.text
+    assert "optimizer state: scale" in caplog.text
 
 
 def test_a_fraction_of_the_training(tiny: ModuleType, tmp_path: Path) -> None:

@@ -35,7 +35,14 @@ def step(stages: list[Stage], given: dict[str, torch.Tensor], edges: tuple[int, 
     for stage in stages:
         stage.begin()
         flow = [
-            stage.forward(part, begin, mask=mask, labels=following[:, begin:end], predicted=predicted)
+            stage.forward(
+                part,
+                begin,
+                mask=mask,
+                labels=following[:, begin:end],
+                predicted=predicted,
+                alone=len(edges) == 2,
+            )
             for part, (begin, end) in zip(flow, pairwise(edges), strict=True)
         ]
     back: list[torch.Tensor | None] = [None] * len(flow)
@@ -81,6 +88,15 @@ def test_gradients_are_those_of_the_whole_model(kind: str, count: int, checkpoin
     loss = step(stages, batch(padded))
     check((loss, found(stages, whole)), wanted)
     assert all(not stage._slices for stage in stages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_slice_is_the_whole_sequence(kind: str) -> None:
+    whole = model_of(kind)
+    stages = stages_of(whole, 2, False)
+    wanted = gradients(whole, batch(True))
+    loss = step(stages, batch(True), (0, LENGTH))
+    check((loss, found(stages, whole)), wanted)
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
