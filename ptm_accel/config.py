@@ -6,12 +6,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,17 @@ import psutil
 import yaml
 
 from ptm_accel import machine
+from ptm_accel.config_checks import AUTO as AUTO
+from ptm_accel.config_checks import (
+    check_choice,
+    check_holds_a_page,
+    check_keys,
+    check_size,
+    delink_of,
+    expand,
+    path_texts,
+    slices_of,
+)
 from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.units import format_bytes, parse_bytes
 
@@ -37,7 +45,6 @@ DISK_SHARE = "90%"
 BLOCKING = "blocking"
 UPDATE_MODES = ("exact", BLOCKING)
 MASTER_WEIGHTS = ("fp32", "none")
-AUTO = "auto"
 MOMENTS = ("copy", "scale", "reset")
 YAML_SECTION = "ptm_config"
 
@@ -56,8 +63,8 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         """Checks the paths' form (not yet whether they exist) and the limit."""
-        object.__setattr__(self, "paths", _path_texts(self.paths))
-        if self.limit is not None and _check_size("disk.limit", self.limit) == 0:
+        object.__setattr__(self, "paths", path_texts(self.paths))
+        if self.limit is not None and check_size("disk.limit", self.limit) == 0:
             raise ConfigError("disk.limit: 0 B leaves no room for pages; raise it, or leave disk out.")
 
     @classmethod
@@ -70,11 +77,11 @@ class DiskConfig:
         if isinstance(value, DiskConfig):
             return value
         if isinstance(value, Mapping):
-            _check_keys(value, [field.name for field in fields(cls)], "disk")
+            check_keys(value, [field.name for field in fields(cls)], "disk")
             if value.get("paths") is None:
                 raise ConfigError(f"disk: {dict(value)!r} has no paths; set disk.paths to at least one folder.")
             return cls(**value)
-        return cls(paths=_path_texts(value))
+        return cls(paths=path_texts(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +103,8 @@ class PseudoToRealConfig:
 
     def __post_init__(self) -> None:
         """Checks both, and takes a number that is given as text."""
-        object.__setattr__(self, "delink", _delink_of(self.delink))
-        _check_choice("pseudo_to_real.moments", self.moments, MOMENTS)
+        object.__setattr__(self, "delink", delink_of(self.delink))
+        check_choice("pseudo_to_real.moments", self.moments, MOMENTS)
 
     @classmethod
     def load(cls, value: PseudoToRealConfig | Mapping[str, Any] | str | float) -> PseudoToRealConfig:
@@ -109,7 +116,7 @@ class PseudoToRealConfig:
         if isinstance(value, PseudoToRealConfig):
             return value
         if isinstance(value, Mapping):
-            _check_keys(value, [field.name for field in fields(cls)], "pseudo_to_real")
+            check_keys(value, [field.name for field in fields(cls)], "pseudo_to_real")
             return cls(**value)
         return cls(delink=value)
 
@@ -160,18 +167,18 @@ class PTMConfig:
         page_bytes = _check_page_size(self.page_size)
         for dial, value in (("device_memory", self.device_memory), ("host_memory", self.host_memory)):
             if value is not None:
-                _check_holds_a_page(dial, _check_size(dial, value), page_bytes, value)
+                check_holds_a_page(dial, check_size(dial, value), page_bytes, value)
         if self.disk is not None:
             object.__setattr__(self, "disk", DiskConfig.load(self.disk))
-        _check_choice("update", self.update, UPDATE_MODES)
+        check_choice("update", self.update, UPDATE_MODES)
         if self.master_weights is not None:
-            _check_choice("master_weights", self.master_weights, MASTER_WEIGHTS)
+            check_choice("master_weights", self.master_weights, MASTER_WEIGHTS)
         if self.master_weights == "none":
             object.__setattr__(self, "master_weights", None)
         if self.pseudo_to_real is not None:
             object.__setattr__(self, "pseudo_to_real", PseudoToRealConfig.load(self.pseudo_to_real))
         if self.token_slices is not None:
-            object.__setattr__(self, "token_slices", _slices_of(self.token_slices))
+            object.__setattr__(self, "token_slices", slices_of(self.token_slices))
 
     @classmethod
     def load(cls, value: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
@@ -225,7 +232,7 @@ class PTMConfig:
                 f"configuration: expected a mapping of dials, got {type(value).__name__} {value!r}; "
                 f"write lines such as 'host_memory: 16GiB'."
             )
-        _check_keys(value, known, "configuration")
+        check_keys(value, known, "configuration")
         return cls(**value)
 
 
@@ -292,9 +299,9 @@ def resolve(
     device_bytes, device_origin = _resolve_device(config.device_memory, device_total_bytes, device_free_bytes)
     disk_paths, disk_limit_bytes, disk_origin = _resolve_disk(config, processes)
     page_bytes = parse_bytes(config.page_size)
-    _check_holds_a_page("host_memory", host_bytes, page_bytes)
+    check_holds_a_page("host_memory", host_bytes, page_bytes)
     if device_bytes is not None:
-        _check_holds_a_page("device_memory", device_bytes, page_bytes)
+        check_holds_a_page("device_memory", device_bytes, page_bytes)
     default = PTMConfig()
     return ResolvedConfig(
         page_bytes=page_bytes,
@@ -389,7 +396,7 @@ def _given(dial: str, asked: str | int, total_bytes: int, name: str) -> tuple[in
     Raises:
         BudgetError: it asks for more.
     """
-    nbytes, total = _check_size(dial, asked, total_bytes=total_bytes), format_bytes(total_bytes)
+    nbytes, total = check_size(dial, asked, total_bytes=total_bytes), format_bytes(total_bytes)
     if nbytes > total_bytes:
         # What is shown may have been rounded up.
         most = total if parse_bytes(total) <= total_bytes else str(total_bytes)
@@ -412,103 +419,3 @@ def _check_page_size(value: str | int) -> int:
 
 def _show(nbytes: int | None) -> str:
     return "none" if nbytes is None else format_bytes(nbytes)
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-_ANY_TOTAL_BYTES = 1 << 62
-"""Stands for a total that is only known on the machine, and so large that no share but 0% of it is too small."""
-
-
-def _check_size(dial: str, value: str | int, *, total_bytes: int = _ANY_TOTAL_BYTES) -> int:
-    """Bytes of a dial; without `total_bytes`, a share is only checked for its form and for not being zero."""
-    try:
-        return parse_bytes(value, total_bytes=total_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"{dial}: {error}") from error
-
-
-def _check_holds_a_page(dial: str, nbytes: int, page_bytes: int, asked: str | int | None = None) -> None:
-    """Says that the bytes of a dial are too few for anything, if they are."""
-    if nbytes < page_bytes:
-        # `16` is rarely meant so; neither is the `16` of `--ptm_host_memory 16 GB`, which a shell cuts in two.
-        bare = nbytes > 0 and str(asked).strip() == str(nbytes)
-        unit = " (a number without a unit is bytes; in a shell a size is one word, such as 16GB)" if bare else ""
-        raise ConfigError(
-            f"{dial}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}{unit}; "
-            f"raise {dial}, or lower page_size."
-        )
-
-
-def _delink_of(value: object) -> str | int | float:
-    """When blocks are delinked: `"auto"`, a positive integer, or a fraction between 0 and 1."""
-    given = value
-    if isinstance(value, str) and value != AUTO:
-        with suppress(ValueError):
-            given = int(value) if value.isdecimal() else float(value)
-    if given == AUTO:
-        return AUTO
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
-    if isinstance(given, float) and 0.0 < given < 1.0:
-        return given
-    raise ConfigError(
-        f"pseudo_to_real.delink: got {value!r}; write auto, a number of steps such as 1000, or a fraction of the "
-        "training between 0 and 1, such as 0.3."
-    )
-
-
-def _slices_of(value: object) -> str | int:
-    """The number of slices of a sequence, or `"auto"`."""
-    given = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if given == AUTO or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
-        assert isinstance(given, str | int)
-        return given
-    raise ConfigError(f"token_slices: got {value!r}; write auto, or how many slices each sequence is cut into.")
-
-
-def _check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
-    """Says that a dial has a value that there is not, if so."""
-    if value not in choices:
-        written = " or ".join(f"{dial}: {name}" for name in choices)
-        raise ConfigError(f"{dial}: got {value!r}, which it cannot be; write {written}.")
-
-
-_MEANT = {
-    "gpu": "device_memory",
-    "cuda": "device_memory",
-    "vram": "device_memory",
-    "cpu": "host_memory",
-    "ram": "host_memory",
-    "nvme": "disk",
-    "ssd": "disk",
-}
-"""What others call it, and the dial that it is here."""
-
-
-def _check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
-    """Says that a mapping has a key that there is not, and which one may be meant."""
-    for key in value:
-        if key not in known:
-            words = re.split("[^a-z]+", str(key).lower())
-            meant = [dial for word, dial in _MEANT.items() if word in words and dial in known]
-            close = meant or difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}The keys are: {', '.join(known)}.")
-
-
-def _path_texts(paths: object) -> tuple[str, ...]:
-    """The paths as texts; accepts one path too, since configurations come from files and callers without types."""
-    given = paths if isinstance(paths, list | tuple) else [paths]
-    texts = [os.fspath(path) if isinstance(path, str | os.PathLike) else "" for path in given]
-    if not texts or not all(text.strip() for text in texts):
-        raise ConfigError(
-            f"disk: got {paths!r}, which names no folder; write disk: /mnt/ssd, several as disk: [/mnt/a, /mnt/b], or "
-            "leave it out to train without."
-        )
-    return tuple(texts)
-
-
-def expand(text: str) -> str:
-    """A path with `~` and environment variables put in."""
-    return os.path.expanduser(os.path.expandvars(text))

@@ -311,3 +311,32 @@ def test_a_plan_that_cannot_be_is_refused_with_a_figure_that_works(layered: Path
     assert "give --disk a folder" in str(without.exception)
     other = RUNNER.invoke(cli.app, [*given, "--dtype", "int8"])
     assert "dtype: 'int8' is unknown" in str(other.exception)
+
+
+# ---- slices ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_slices_of_a_pipeline(layered: Path) -> None:
+    given = ["slices", str(layered / "model"), "--seq", "128", "--stages", "4", "--batch", "2"]
+    found = RUNNER.invoke(cli.app, given)
+    assert found.exit_code == 0, found.output
+    text = re.sub(r"\s+", " ", found.output)
+    times = [re.search(rf"{name} ([\d.e-]+) s", text) for name in ("a step", "by rows alone", "in one piece")]
+    step, rows, whole = (float(each[1]) for each in times if each is not None)
+    assert step <= rows <= whole
+    parts = re.findall(r"(\d+) x \[([\d, ]+)\]", text)
+    assert sum(int(size) for size, _ in parts) == 2
+    assert all(sum(map(int, tokens.split(","))) == 128 for _, tokens in parts)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seq", "128", "--stages", "9"], "9 stages of 8 layers; set it to at most 8"),
+        (["--seq", "40", "--stages", "2"], "40 tokens are too few to be cut; give 64 at least"),
+    ],
+)
+def test_slices_that_cannot_be(more: list[str], said: str, layered: Path) -> None:
+    found = RUNNER.invoke(cli.app, ["slices", str(layered / "model"), *more])
+    assert isinstance(found.exception, ConfigError)
+    assert said in str(found.exception)

@@ -79,7 +79,7 @@ def test_the_dials() -> None:
 
 
 def test_the_command_line() -> None:
-    assert set(get_command(cli.app).commands) == {"config", "env", "estimate", "export", "launch", "plan"}  # type: ignore[attr-defined]
+    assert set(get_command(cli.app).commands) == {"config", "env", "estimate", "export", "launch", "plan", "slices"}  # type: ignore[attr-defined]
 
 
 def test_the_adapters() -> None:

@@ -56,3 +56,24 @@ def text_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Shap
     if getattr(model.config, "is_encoder_decoder", False):
         names.append("decoder_input_ids")
     return {name: ShapeSpec((rows, length)) for name in names}
+
+
+def some_layers(id_or_path: str, dtype: torch.dtype, count: int, device: torch.device) -> PreTrainedModel:
+    """A causal language model with its first layers alone and random weights, in training mode.
+
+    Args:
+        id_or_path: as for `from_pretrained`; only the configuration is read.
+        dtype: of its parameters.
+        count: of the layers.
+        device: where it is made.
+
+    Raises:
+        ConfigError: there is no such configuration.
+    """
+    config = meta_model(id_or_path, dtype).config
+    config.num_hidden_layers = count
+    config.use_cache = False
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.train()
+    return model
