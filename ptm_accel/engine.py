@@ -203,9 +203,8 @@ class Engine:
             self.training.meet_trainable()
             return
         check_model(model, {slot.param for slot in self.slots})
-        small = small_bytes(self.config.page_bytes)
-        group_bytes = self.pages.group_bytes
-        changes = changes_of(model, self.slots, self.pool, self.table, small=small, group_bytes=group_bytes)
+        sizes = {"small": small_bytes(self.config.page_bytes), "group_bytes": self.pages.group_bytes}
+        changes = changes_of(model, self.slots, self.pool, self.table, **sizes)
         try:
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
