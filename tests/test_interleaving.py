@@ -262,7 +262,7 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
     for model in (plain, paged):
         use_checkpointing(model, checkpointing)
     done = []
-    with in_groups() if seed % 2 else nullcontext(), on_pages(paged, kind, budget, tmp_path) as engine:
+    with in_groups() if seed % 2 else nullcontext(), on_pages(paged, kind, budget, tmp_path, seed=seed) as engine:
         twins = Twins(entry, plain, paged, engine, rng)
         if on_host:
             chooser = random.Random(seed)

@@ -84,12 +84,19 @@ def config(**dials: object) -> PTMConfig:
 
 @contextmanager
 def on_pages(
-    model: nn.Module, kind: str, compute_bytes: int, directory: Path, *, host_bytes: int | None = None, **dials: object
+    model: nn.Module,
+    kind: str,
+    compute_bytes: int,
+    directory: Path,
+    *,
+    host_bytes: int | None = None,
+    seed: int = 0,
+    **dials: object,
 ) -> Iterator[Engine]:
     """The model on pages; at the end the conservation laws are checked and all memory is given back."""
     page = dials.get("page_size", PAGE)
     assert isinstance(page, int)
-    memory = open_memory(kind, compute_bytes, directory, host_bytes=host_bytes, page_bytes=page)
+    memory = open_memory(kind, compute_bytes, directory, seed=seed, host_bytes=host_bytes, page_bytes=page)
     try:
         engine = Engine.attach(model, config(**dials), memory=memory)
         yield engine
