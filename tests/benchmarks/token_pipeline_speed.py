@@ -3,14 +3,19 @@
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive torchrun --nproc_per_node 2 tests/benchmarks/token_pipeline_speed.py
 
 Each process has one thread and half of the layers of a Llama. The slices are those of the dynamic program, by what
-slices take in the slower of the two processes. Prints the result as Markdown.
+slices take in the slower of the two processes. Prints the result as Markdown;
+given the path of an SVG, draws a step of each kind.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -25,7 +30,67 @@ from ptm_accel.pipeline.scheme import best_scheme
 from ptm_accel.pipeline.simulate import Work, simulate
 from ptm_accel.pipeline.stage import Stage, shifted
 
+Spans = list[tuple[str, float, float]]
+"""What a stage did, and from when to when."""
+
 LENGTH, WIDTH, LAYERS, VOCABULARY, PAIRS, GRAIN = 2048, 256, 8, 2048, 11, 32
+
+
+def traced(pipeline: Pipeline, batch: dict[str, torch.Tensor], cut: Sequence[int]) -> list[Spans]:
+    """What all stages do in a step, by one clock that all processes of a machine share."""
+    spans: Spans = []
+    stage = pipeline.stage
+    kept = {"forward": stage.forward, "backward": stage.backward}
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*given: Any, **how: Any) -> Any:
+            begin = time.perf_counter()
+            made = kept[name](*given, **how)
+            spans.append((name, begin, time.perf_counter()))
+            return made
+
+        return call
+
+    for name in kept:
+        setattr(stage, name, noted(name))
+    dist.barrier()
+    pipeline.step(batch, cut)
+    for name in kept:
+        delattr(stage, name)
+    stage.model.zero_grad()
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, spans)
+    return found
+
+
+def picture(steps: dict[str, list[Spans]]) -> str:
+    """Both steps as lanes of one process each, on one scale of time, as an SVG."""
+    colours = {"forward": "#7fb3e6", "backward": "#f0a868"}
+    begins = {name: min(span[1] for lane in lanes for span in lane) for name, lanes in steps.items()}
+    longest = max(span[2] - begins[name] for name, lanes in steps.items() for lane in lanes for span in lane)
+    lines = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 230" font-family="sans-serif" font-size="12">']
+    lines.append('<rect width="760" height="230" fill="white"/>')
+    y = 20
+    for name, lanes in steps.items():
+        for rank, lane in enumerate(lanes):
+            lines.append(f'<text x="4" y="{y + 22}">{name}, stage {rank}</text>')
+            for kind, begin, end in lane:
+                x, width = (610 * seconds / longest for seconds in (begin - begins[name], end - begin))
+                lines.append(
+                    f'<rect x="{120 + x:.1f}" y="{y}" width="{width:.1f}" height="36" fill="{colours[kind]}" '
+                    'stroke="white"/>'
+                )
+            y += 42
+        y += 10
+    lines.append(
+        f'<text x="120" y="{y + 12}">0 s</text><text x="730" y="{y + 12}" text-anchor="end">{longest:.1f} s</text>'
+    )
+    lines += [
+        f'<rect x="{300 + 130 * number}" y="{y}" width="14" height="14" fill="{colour}"/>'
+        f'<text x="{320 + 130 * number}" y="{y + 12}">{kind}</text>'
+        for number, (kind, colour) in enumerate(colours.items())
+    ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def main() -> None:
@@ -61,7 +126,10 @@ def main() -> None:
             if number:
                 times[name].append(time.perf_counter() - begin)
             stage.model.zero_grad()
+    steps = {name: traced(pipeline, batch, cut) for name, cut in (("whole", (LENGTH,)), ("sliced", slices))}
     if rank == 0:
+        if len(sys.argv) > 1:
+            Path(sys.argv[1]).write_text(picture(steps), encoding="utf-8")
         # Of a slice, a third is its forward; each stage takes what was measured there.
         foretold = {}
         for name, cut in (("whole", (LENGTH,)), ("sliced", slices)):

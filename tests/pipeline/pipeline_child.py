@@ -1,12 +1,14 @@
 """One of the processes of a pipeline: trains its stage on pages, and compares losses with the whole model's.
 
-Started by torchrun with two arguments: a folder for pages, and what to do: `train`, `raise` or `wait`.
+Started by torchrun with two arguments: a folder for pages, and what to do: `train`; or `raise` or `kill`, in the second
+process in the third step.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,8 @@ def main() -> None:
     for number in range(STEPS):
         if what == "raise" and number == 2 and rank == 1:
             raise RuntimeError("rank 1: something is wrong")
-        if what == "wait" and number == 2 and rank == 1:
-            time.sleep(600)
+        if what == "kill" and number == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = pipeline.step(batch(number), SLICES).item()
         own = engine.clip_grad_norm_(float("inf"))
         norm = pipeline.total_norm(own)
