@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ptm_accel.memory.budget import Tier
 from ptm_accel.recipes.delinking import delink
 from ptm_accel.recipes.linking import is_linked, link, places_of
 from tests.plain_loop import adamw, same_bits
+from tests.prepared import run_ranks
 from tests.tiers import MEMORIES, budget_bytes, in_groups, needs, on_pages
 from tests.zoo import ENTRIES, Entry, use_checkpointing
 
@@ -283,3 +285,13 @@ def test_delinking_without_room_is_an_error(tmp_path: Path) -> None:
         steps(model, ENTRIES["llama"], optimizer, 0, engine)
         with pytest.raises(BudgetError):
             delink(model, optimizer)
+
+
+def test_two_processes_link_and_delink_alike(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    child = Path(__file__).with_name("linked_child.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = run_ranks(child, tmp_path / "pages", count=2, cwd=tmp_path, env=environment)
+    for rank, run in enumerate(runs):
+        assert run.code == 0, run.err[-4000:]
+        assert run.out == f"process {rank} agrees\n"
