@@ -127,7 +127,8 @@ def picture(runs: list[dict[str, Any]], seconds: float) -> str:
     least, most = min(map(min, shown.values())), max(map(max, shown.values()))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + 120} {height + 60}" '
-        'font-family="sans-serif" font-size="12">'
+        'font-family="sans-serif" font-size="12">',
+        "<title>Loss on held-out text: the real model from the start, and Pseudo-to-Real</title>",
     ]
     lines.append(f'<rect width="{width + 120}" height="{height + 60}" fill="white"/>')
     for part in range(5):

@@ -69,6 +69,7 @@ def picture(steps: dict[str, list[Spans]]) -> str:
     begins = {name: min(span[1] for lane in lanes for span in lane) for name, lanes in steps.items()}
     longest = max(span[2] - begins[name] for name, lanes in steps.items() for lane in lanes for span in lane)
     lines = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 230" font-family="sans-serif" font-size="12">']
+    lines.append("<title>A step of a pipeline of two stages, whole and in slices of tokens</title>")
     lines.append('<rect width="760" height="230" fill="white"/>')
     y = 20
     for name, lanes in steps.items():
