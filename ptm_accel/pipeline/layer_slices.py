@@ -60,6 +60,8 @@ class SlicedForward:
         self._stock: Callable[..., Any] = stock.__wrapped__ if self._checkpoints else stock
         names = inspect.signature(self._stock).parameters
         self._cache = "cache" if "cache" in names else "past_key_values"
+        # Behind the layer itself and its hidden states; GPT-2 gives some of them by position.
+        self._names = list(names)[2:]
         self._layer: Any = layer
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -69,12 +71,16 @@ class SlicedForward:
             ConfigError: the sequence is shorter than there are slices.
         """
         layer = self._layer
+        if args:
+            kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         length = hidden.shape[1]
+        # The first forward under a re-entrant checkpoint has no gradients.
+        trains = torch.is_grad_enabled() or layer.training
         count = max(1, round(length / AUTO_TOKENS)) if self.slices is None else self.slices
-        if count > length and torch.is_grad_enabled():
+        if count > length and trains:
             raise ConfigError(f"token_slices: {count} slices of {length} tokens; set it to at most {length}.")
-        if count == 1 or not torch.is_grad_enabled() or kwargs.get(self._cache) is not None or args:
-            return type(layer).forward(layer, hidden, *args, **kwargs)
+        if count == 1 or not trains or kwargs.get(self._cache) is not None:
+            return type(layer).forward(layer, hidden, **kwargs)
         run = partial(self._run, count, kwargs)
         if self._checkpoints and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(run, hidden)

@@ -103,7 +103,11 @@ def test_gradients_are_those_of_whole_sequences(kind: str, slices: int, checkpoi
     model = build(kind)
     use_checkpointing(model, checkpointing)
     assert slice_layers(model, slices) == 3
+    seen = []
+    first = next(part for name, part in model.named_modules() if name.endswith("0.mlp"))
+    first.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape[1]))
     check(gradients(model, batch(padded)), wanted)
+    assert max(seen) == -(-LENGTH // slices), "a layer computes slices, and never the whole"
 
 
 def test_packed_sequences_stay_apart() -> None:
