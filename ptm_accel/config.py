@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,11 @@ import yaml
 
 from ptm_accel import machine
 from ptm_accel.config_checks import AUTO as AUTO
-from ptm_accel.config_checks import (
-    check_choice,
-    check_holds_a_page,
-    check_keys,
-    check_size,
-    delink_of,
-    expand,
-    path_texts,
-    slices_of,
-)
+from ptm_accel.config_checks import check_choice, check_holds_a_page, check_keys, check_size, expand, slices_of
+from ptm_accel.config_parts import MOMENTS as MOMENTS
+from ptm_accel.config_parts import DiskConfig as DiskConfig
+from ptm_accel.config_parts import PipelineConfig as PipelineConfig
+from ptm_accel.config_parts import PseudoToRealConfig as PseudoToRealConfig
 from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.units import format_bytes, parse_bytes
 
@@ -45,87 +40,7 @@ DISK_SHARE = "90%"
 BLOCKING = "blocking"
 UPDATE_MODES = ("exact", BLOCKING)
 MASTER_WEIGHTS = ("fp32", "none")
-MOMENTS = ("copy", "scale", "reset")
 YAML_SECTION = "ptm_config"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskConfig:
-    """Where pages may go on disk, and how much of it.
-
-    Attributes:
-        paths: folders for the scratch files; `~` and environment variables are expanded.
-        limit: bytes over all paths together, e.g. `"500GB"`, or a share of their free space; None derives it.
-    """
-
-    paths: tuple[str, ...]
-    limit: str | int | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the paths' form (not yet whether they exist) and the limit."""
-        object.__setattr__(self, "paths", path_texts(self.paths))
-        if self.limit is not None and check_size("disk.limit", self.limit) == 0:
-            raise ConfigError("disk.limit: 0 B leaves no room for pages; raise it, or leave disk out.")
-
-    @classmethod
-    def load(cls, value: DiskConfig | str | os.PathLike[str] | Sequence[str] | Mapping[str, Any]) -> DiskConfig:
-        """Makes a `DiskConfig` from one path, a list of paths, or a mapping with `paths` and `limit`.
-
-        Raises:
-            ConfigError: any other type, an unknown key, a limit without paths, or values that cannot be used.
-        """
-        if isinstance(value, DiskConfig):
-            return value
-        if isinstance(value, Mapping):
-            check_keys(value, [field.name for field in fields(cls)], "disk")
-            if value.get("paths") is None:
-                raise ConfigError(f"disk: {dict(value)!r} has no paths; set disk.paths to at least one folder.")
-            return cls(**value)
-        return cls(paths=path_texts(value))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PseudoToRealConfig:
-    """Pseudo-to-Real training (M6-10T, arXiv 2110.03888): repeated blocks share their weights until they are delinked.
-
-    Attributes:
-        delink: when: after so many steps (an integer), after so much of the training (a fraction below 1), or `"auto"`:
-            when the loss falls slowly, and after half of the training at the latest.
-        moments: what becomes of the optimizer state of what is delinked: `"copy"` for each block, `"scale"` (copied,
-            as if each block had had its share of the gradient), or `"reset"`.
-
-    Raises:
-        ConfigError: a value that cannot be used.
-    """
-
-    delink: str | int | float = AUTO
-    moments: str = "scale"
-
-    def __post_init__(self) -> None:
-        """Checks both, and takes a number that is given as text."""
-        object.__setattr__(self, "delink", delink_of(self.delink))
-        check_choice("pseudo_to_real.moments", self.moments, MOMENTS)
-
-    @classmethod
-    def load(cls, value: PseudoToRealConfig | Mapping[str, Any] | str | float) -> PseudoToRealConfig:
-        """Makes one from a mapping with `delink` and `moments`, or from what `delink` may be.
-
-        Raises:
-            ConfigError: an unknown key, or a value that cannot be used.
-        """
-        if isinstance(value, PseudoToRealConfig):
-            return value
-        if isinstance(value, Mapping):
-            check_keys(value, [field.name for field in fields(cls)], "pseudo_to_real")
-            return cls(**value)
-        return cls(delink=value)
-
-    def last_linked(self, steps: int) -> int | None:
-        """After how many of `steps` steps blocks are delinked; None for `"auto"`."""
-        if self.delink == AUTO:
-            return None
-        assert not isinstance(self.delink, str)
-        return self.delink if isinstance(self.delink, int) else max(1, int(self.delink * steps))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +63,8 @@ class PTMConfig:
             values. Default: they never do.
         token_slices: so many slices of each sequence are computed one after the other in every decoder layer, which
             holds the activations of one of them; `"auto"` for slices of about 2048 tokens. Default: whole sequences.
+        pipeline: the model is cut into stages, each in a process of its own: a `PipelineConfig`, a mapping of its
+            values, or how many. Default: each process has the whole model.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -161,6 +78,7 @@ class PTMConfig:
     master_weights: str | None = None
     pseudo_to_real: PseudoToRealConfig | dict[str, Any] | str | float | None = None
     token_slices: str | int | None = None
+    pipeline: PipelineConfig | dict[str, Any] | int | str | None = None
 
     def __post_init__(self) -> None:
         """Checks each dial, and the dials against one another."""
@@ -179,6 +97,13 @@ class PTMConfig:
             object.__setattr__(self, "pseudo_to_real", PseudoToRealConfig.load(self.pseudo_to_real))
         if self.token_slices is not None:
             object.__setattr__(self, "token_slices", slices_of(self.token_slices))
+        if self.pipeline is not None:
+            object.__setattr__(self, "pipeline", PipelineConfig.load(self.pipeline))
+            for name in ("pseudo_to_real", "token_slices"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"pipeline: the stages of a pipeline cannot do what {name} asks for; leave one out."
+                    )
 
     @classmethod
     def load(cls, value: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptm_accel.autoload import SWITCH as SWITCH
-from ptm_accel.config import DiskConfig, PseudoToRealConfig, PTMConfig
+from ptm_accel.config import DiskConfig, PipelineConfig, PseudoToRealConfig, PTMConfig
 from ptm_accel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,14 @@ TEXT_DIALS = {
     "pseudo_to_real": "when blocks that share their weights are delinked: auto, a step, or a fraction of the training",
     "token_slices": "slices of a sequence that a layer computes one after the other; auto for about 2048 tokens each",
     "moments": "optimizer state of what is delinked: copy, scale or reset",
+    "pipeline_stages": "stages that the model is cut into, each in a process of its own",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
 }
 """Each dial that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
 
 
-_IN_PARTS = ("disk", "disk_limit", "pseudo_to_real", "moments")
-"""Dials of two parts, each of which is a text of its own."""
+_IN_PARTS = ("disk", "disk_limit", "pseudo_to_real", "moments", "pipeline_stages")
+"""Dials that have parts, each of which is a text of its own."""
 
 
 def variable_of(dial: str) -> str:
@@ -102,6 +103,8 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
     if config.pseudo_to_real is not None:
         recipe = PseudoToRealConfig.load(config.pseudo_to_real)
         found |= {"pseudo_to_real": recipe.delink, "moments": recipe.moments}
+    if config.pipeline is not None:
+        found["pipeline_stages"] = PipelineConfig.load(config.pipeline).stages
     return {SWITCH: "true", **{variable_of(name): str(value) for name, value in found.items() if value is not None}}
 
 
@@ -167,6 +170,8 @@ def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
                 "pseudo_to_real as well."
             )
         recipe = replace(recipe, moments=texts["moments"])
+    if "pipeline_stages" in texts:
+        changes["pipeline"] = PipelineConfig(stages=texts["pipeline_stages"])
     return replace(config, **changes, disk=disk, pseudo_to_real=recipe)
 
 

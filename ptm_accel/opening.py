@@ -124,4 +124,5 @@ def _living(device: torch.device) -> _Opened | None:
 
 def _of_memory(config: PTMConfig) -> PTMConfig:
     """The configuration with the defaults for all that is not about memory."""
-    return replace(config, update=PTMConfig().update, master_weights=None, pseudo_to_real=None, token_slices=None)
+    apart = replace(config, pseudo_to_real=None, token_slices=None, pipeline=None)
+    return replace(apart, update=PTMConfig().update, master_weights=None)

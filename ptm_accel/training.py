@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 from ptm_accel.config import BLOCKING
 from ptm_accel.distributed.replicas import Replicas
@@ -46,6 +47,7 @@ class Training:
         optimizer: the optimizer bound to it, if any.
         more_follow: tells whether more gradients are added to those of the next backward before the step.
         replicas: keeps it and those of other processes alike, where there are some.
+        norms: gives the norms of all stages of a pipeline by that of this model, which is one of them.
         updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
             as they are; set by whoever owns the loop (`backward`).
     """
@@ -54,6 +56,7 @@ class Training:
         self.gradients: Gradients | None = None
         self.optimizer: PagedOptimizer | None = None
         self.replicas: Replicas | None = None
+        self.norms: Callable[[torch.Tensor], list[torch.Tensor]] | None = None
         self.updates_in_backward: Callable[[], bool] = lambda: False
         self.more_follow: Callable[[], bool] = lambda: False
         self.plain = PlainMode(pages)
@@ -357,7 +360,11 @@ class Training:
         """See `Engine.clip_grad_norm_`."""
         given = [slot.param for slot in self._slots] if parameters is None else list(parameters)
         if self.plain.active or not self._has_all_of(given):
-            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            gradients = [param.grad for param in given if param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
+            norm = self._over_stages(norm, norm_type)
+            torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+            return norm
         assert self.gradients is not None
         self.synchronise()
         if self.optimizer is not None:
@@ -370,7 +377,7 @@ class Training:
             elif param.grad is not None:
                 others.append(param.grad)
                 norms.append(norm_of(param.grad, float(norm_type)))
-        norm = total_norm(norms, float(norm_type))
+        norm = self._over_stages(total_norm(norms, float(norm_type)), norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of {len(norms)} gradients is {norm.item()}, so they cannot be "
@@ -387,21 +394,28 @@ class Training:
             gradient.mul_(coefficient.to(gradient.device))
         return norm
 
+    def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """The norm over all stages of a pipeline, where this is one of them."""
+        return norm if self.norms is None else total_norm(self.norms(norm), float(norm_type)).to(norm)
+
     def _has_all_of(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether all gradients of the model are on pages and of `given`, which names each parameter once."""
         assert self.gradients is not None
         known = {id(param) for param in given}
         return len(known) == len(given) and all(id(grad.slot.param) in known for grad in self.gradients.arrived())
 
-    def replicate(self) -> None:
+    def replicate(self, group: dist.ProcessGroup | None = None) -> None:
         """From now on this model is one of several, each in a process of `torch.distributed`, that stay alike.
+
+        Args:
+            group: those processes; None for all.
 
         Raises:
             UnsupportedError: the processes have different models.
         """
         self.plain.end()
         if self.replicas is None:
-            self.replicas = Replicas(self._pool, self._pages.model)
+            self.replicas = Replicas(self._pool, self._pages.model, group)
             self.replicas.share_values(self._slots, self._pages.model.buffers())
 
     @contextmanager

@@ -18,7 +18,7 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import MemoryLimit
 from ptm_accel.units import GIB, KIB, MIB
 
-DIALS = "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices"
+DIALS = "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices, pipeline"
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ class TestDials:
             "master_weights": None,
             "pseudo_to_real": None,
             "token_slices": None,
+            "pipeline": None,
         }
         assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit"]
 

@@ -50,6 +50,12 @@ def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> Non
         assert there.limit == (None if disk.limit is None else str(disk.limit))
 
 
+def test_stages_are_told() -> None:
+    told = to_environment(PTMConfig(pipeline={"stages": 3}))
+    assert told["PTM_PIPELINE_STAGES"] == "3"
+    assert from_environment(told) == PTMConfig(pipeline=3)
+
+
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("True", True), (" yes ", True), ("0", False), ("", False)])
 def test_the_switch(text: str, on: bool) -> None:
     assert is_on({SWITCH: text}) is on

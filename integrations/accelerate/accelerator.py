@@ -24,9 +24,10 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pipeline.layer_slices import slice_layers
+from ptm_accel.pipeline.staged import StagedModel, staged
 
 from ..peft import refuse_adapters
-from .states import PagedStates
+from .pipelines import PipelineRanks
 
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -101,7 +102,7 @@ class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 engine.metrics.step_ended()
 
 
-class PTMAccelerator(PagedStates):
+class PTMAccelerator(PipelineRanks):
     """An `Accelerator` whose models and optimizers are on pages; everything else is accelerate's own.
 
     Args:
@@ -139,6 +140,7 @@ class PTMAccelerator(PagedStates):
                 "Set use_cpu=True (Accelerator: cpu=True)."
             )
         self._put_scaler_on_pages()
+        self._find_ranks(self.ptm_config)
 
     def _put_scaler_on_pages(self) -> None:
         # Before any optimizer is prepared, since each keeps the scaler that is there then.
@@ -169,7 +171,13 @@ class PTMAccelerator(PagedStates):
         slices = self.ptm_config.token_slices
         if slices is not None and not evaluates:
             slice_layers(bare, None if slices == AUTO else int(slices))
+        cut = None
+        if self.ranks is not None and staged(bare) is None:
+            cut = StagedModel(bare, self.ranks, self.device)
         engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
+        if cut is not None:
+            cut.measure_first(bare, engine.zero_grad)
+            engine.training.norms = cut.norms
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)
         self._attached.add(engine)
@@ -179,7 +187,7 @@ class PTMAccelerator(PagedStates):
         if hasattr(bare, "save_pretrained"):
             import_module("..transformers.saving", __package__).install()
         if self.num_processes > 1:
-            engine.training.replicate()
+            engine.training.replicate(None if self.ranks is None else self.ranks.alike)
         return engine
 
     def _holds(self, model: nn.Module) -> bool:

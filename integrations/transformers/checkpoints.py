@@ -38,11 +38,7 @@ from ptm_accel.errors import CheckpointError
 from .loading import load_weights
 from .loop import comes_with
 from .own_loading import own_loading
-
-if TYPE_CHECKING:
-    _Host = transformers.Trainer
-else:
-    _Host = object
+from .pipelines import PipelinedLoop
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ _WRITTEN = re.compile(
 _NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
-class PagedCheckpoints(_Host):
+class PagedCheckpoints(PipelinedLoop):
     """The part of the Trainer's mixin that knows where checkpoints are, and which of them are whole."""
 
     _staging: Path | None = None
@@ -237,14 +233,33 @@ class StockOnPages(_StockHost):
             if written is not None:
                 state.save_to_json(str(written / TRAINER_STATE_NAME))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in the Trainer; all processes of a pipeline write their stages."""
+        if self._ranks is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._attach()
+        directory = Path(output_dir or self.args.output_dir or "")
+        if self.args.should_save:
+            # All but the weights.
+            self._save(str(directory), state_dict={})
+        self.accelerator.wait_for_everyone()
+        self._write_weights(directory, self._ranks)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._engine
         if engine is None or engine.optimizer is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
+        ranks = self._ranks
+        if self.args.should_save or (ranks is not None and ranks.replica == 0):
+            folder = self._state_folder(Path(output_dir))
+            folder.mkdir(exist_ok=True)
+            save_optimizer_state(engine.optimizer, folder)
         if not self.args.should_save:
             return
-        save_optimizer_state(engine.optimizer, Path(output_dir))
         with warnings.catch_warnings(record=True) as caught:
             if self.lr_scheduler is not None:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -254,10 +269,12 @@ class StockOnPages(_StockHost):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         engine, directory = self._attach(), Path(resume_from_checkpoint)
+        self._check_stages(directory)
         # Of a checkpoint that training cannot go on from, nothing is taken.
-        saved = _saved_last(directory)
+        folder = self._state_folder(directory)
+        saved = _saved_last(folder)
         ours = saved is not None and saved.name == INDEX_NAME
-        other = ours and not self._may_update(read_index(directory).get("parameters", {}).keys(), engine)
+        other = ours and not self._may_update(read_index(folder).get("parameters", {}).keys(), engine)
         if not self._load_weights(directory, strict=other):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -294,7 +311,8 @@ class StockOnPages(_StockHost):
             )
             return False
         # What only one of the two has is told of, as by the stock Trainer.
-        self._issue_warnings_after_load(load_weights(self._bare_model, directory, strict=strict))
+        part = self._ranks is not None
+        self._issue_warnings_after_load(load_weights(self._bare_model, directory, strict=strict, part=part))
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -305,7 +323,7 @@ class StockOnPages(_StockHost):
         if engine is None or engine.optimizer is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        saved, scheduler = _saved_last(directory), directory / SCHEDULER_NAME
+        saved, scheduler = _saved_last(self._state_folder(directory)), directory / SCHEDULER_NAME
         # Of one without the other the stock Trainer takes neither.
         if saved is None or not scheduler.is_file():
             logger.warning(

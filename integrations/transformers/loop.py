@@ -64,6 +64,9 @@ def known_loop(trainer: transformers.Trainer) -> bool:
         trainer: whose loop it is.
     """
     args, accelerator = trainer.args, trainer.accelerator
+    if getattr(accelerator, "ranks", None) is not None:
+        # In a pipeline each gradient arrives once for each slice.
+        return False
     once = args.gradient_accumulation_steps == 1 and accelerator.gradient_accumulation_steps == 1
     # With auto_find_batch_size an exception in the middle of a step is no end of the training.
     unchanged = not args.max_grad_norm and accelerator.scaler is None and not args.auto_find_batch_size

@@ -27,6 +27,7 @@ from .checkpoints import PagedCheckpoints
 from .interrupts import SafePoints
 from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
+from .pipelines import refuse_with_pipeline
 from .pseudo_to_real import PseudoToReal, recipe_of, refuse_others
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
             )
         if not any(isinstance(callback, PTMCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(PTMCallback)
+        if self._ranks is not None:
+            refuse_with_pipeline(self)
         if self.ptm_config.pseudo_to_real is not None:
             refuse_others(self.args, self.model if self.model_init is None else None)
             asked = PseudoToRealConfig.load(self.ptm_config.pseudo_to_real)
@@ -158,8 +161,11 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
 
         Raises:
             PagedModelError: as by `evaluate`.
+            UnsupportedError: the model is cut into stages.
         """
         self._refuse_cast()
+        if self._ranks is not None:
+            raise UnsupportedError("a model in a pipeline returns its loss alone, and no predictions; use evaluate().")
         with self._ending_cleanly():
             return super().predict(*args, **kwargs)
 
@@ -189,10 +195,13 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         try:
             with self._safe_points.watched():
                 yield
-        except BaseException:
+        except BaseException as error:
             engine = self._engine if self.model is not None else None
             if engine is not None:
                 engine.abort()
+            if self._ranks is not None:
+                # The others wait for this process until the launcher ends them.
+                logger.error("rank %d: %s", self.args.process_index, repr(error))
             raise
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

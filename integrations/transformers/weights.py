@@ -192,7 +192,7 @@ class _Handed(NamedTuple):
     failures: Mapping[str, str]
 
 
-def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> Differences:
+def load_weights(model: nn.Module, directory: Path, *, strict: bool = True, part: bool = False) -> Differences:
     """Reads saved weights into a model that is on pages; its parameters stay the same objects.
 
     Names and shapes are compared first, after the renaming and fusing that transformers would do. Then one tensor of
@@ -203,6 +203,7 @@ def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> D
         directory: where `save_pretrained` (or the Trainer) has written; sharded or not.
         strict: whether tensors that only one of the two has are refused, but for those that `from_pretrained` is silent
             about. Otherwise what the model has and the files lack stays as it is.
+        part: the model is a part of what was saved: what else is in the files is passed over.
 
     Returns:
         the tensors that only one of the two has.
@@ -232,7 +233,8 @@ def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> D
         def note(name: str, value: torch.Tensor) -> None:
             shapes[name] = value.shape
 
-        handed = _hand_out(model, read_headers(files), "meta", strict, note)
+        headers = {name: tensor for name, tensor in read_headers(files).items() if not part or name in targets}
+        handed = _hand_out(model, headers, "meta", strict, note)
         found = _compare(model, directory, shapes, handed, strict)
         # Of several names of one tensor the last in the model counts, as in `load_state_dict`.
         last = {id(target): name for name, target in targets.items() if name in shapes}
@@ -250,7 +252,7 @@ def load_weights(model: nn.Module, directory: Path, *, strict: bool = True) -> D
         tensors: dict[str, Any] = {}
         for file in files:
             shard = stack.enter_context(opened(file))
-            tensors.update((name, shard.get_slice(name)) for name in shard.keys())  # noqa: SIM118
+            tensors.update((name, shard.get_slice(name)) for name in shard.keys() if name in headers)  # noqa: SIM118
         for name, text in _hand_out(model, tensors, "cpu", strict, write).failures.items():
             raise CheckpointError(
                 f"{name} cannot be made from what is saved: {_last_line(text)}. The model is now partly loaded; load "

@@ -31,14 +31,16 @@ class Replicas:
     Args:
         pool: where the model's pages are.
         model: the model.
+        group: the processes that have one; None for all.
 
     Attributes:
         processes: how many there are.
         due: whether gradients are to be shared after the next backward: its forward was not within `no_sync`.
     """
 
-    def __init__(self, pool: Pool, model: nn.Module) -> None:
-        self.processes = dist.get_world_size()
+    def __init__(self, pool: Pool, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self.processes = dist.get_world_size(group)
+        self._group = group
         self._pool = pool
         self.due = True
         self._syncs = self._buffers_due = True
@@ -54,7 +56,8 @@ class Replicas:
         slots, buffers = list(slots), list(buffers)
         shapes = [(slot.name, tuple(slot.value.shape)) for slot in slots]
         others: list[object] = [None] * self.processes
-        dist.all_gather_object(others, [*shapes, *(("", tuple(buffer.shape)) for buffer in buffers)])
+        own = [*shapes, *(("", tuple(buffer.shape)) for buffer in buffers)]
+        dist.all_gather_object(others, own, group=self._group)
         if any(other != others[0] for other in others):
             raise UnsupportedError(
                 f"the {self.processes} processes have different models (the shapes or the order of their parameters "
@@ -62,9 +65,9 @@ class Replicas:
             )
         for slot in slots:
             with self._pool.pin(slot.value, write=True) as values:
-                dist.broadcast(values, 0)
+                dist.broadcast(values, group=self._group, group_src=0)
         for buffer in buffers:
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, group=self._group, group_src=0)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -85,7 +88,7 @@ class Replicas:
                 return
             # As in DDP: not after a forward that did not synchronise.
             if self._buffers_due:
-                _share_buffers(module)
+                self._share_buffers(module)
             self.due = self._buffers_due = self._syncs
             # A step comes: all take part in sharing before it, those in which no gradient arrives as well.
             self._met = (None, 0)
@@ -96,7 +99,7 @@ class Replicas:
         """Makes every gradient the mean over all processes; all of them take part."""
         slots = gradients.slots()
         there = torch.tensor([_kind(grad) for grad in slots], dtype=torch.uint8).to(self._pool.compute.device)
-        dist.all_reduce(there, dist.ReduceOp.MAX)
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=self._group)
         for grad, kind in zip(slots, there.tolist(), strict=True):
             if kind:
                 self._share(grad, wide=kind == _WIDE)
@@ -117,8 +120,15 @@ class Replicas:
         assert grad.value is not None
         with self._pool.pin(grad.value, write=True) as total:
             total.mul_(1.0 / self.processes)
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self._group)
         grad.changed()
+
+    def _share_buffers(self, module: nn.Module) -> None:
+        """What a forward may change (running means), as the first process has it; the rest is computed alike by all."""
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    dist.broadcast(buffer, group=self._group, group_src=0)
 
     def follow(self, model: nn.Module) -> None:
         """Another module wraps or replaces the model, and is what is called from now on."""
@@ -135,11 +145,3 @@ def _kind(grad: GradSlot) -> int:
     if grad.value is None:
         return _NONE
     return _WIDE if grad.value.dtype == torch.float32 else _NARROW
-
-
-def _share_buffers(module: nn.Module) -> None:
-    """What a forward may change (running means), as the first process has it; the rest is computed alike by all."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                dist.broadcast(buffer, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,16 @@ from ptm_accel.errors import UnsupportedError
 MODEL_TYPES = ("llama", "gpt2", "qwen2", "qwen3", "mistral")
 """transformers' causal language models whose gradients are tested."""
 _ATTENTION = ("sdpa", "eager")
+TAKEN = ("input_ids", "labels", "attention_mask")
+"""What a model in a pipeline takes of a batch."""
 
 
-def refuse_slicing(model: nn.Module) -> None:
+def refuse_slicing(model: nn.Module, option: str = "token_slices") -> None:
     """Refuses a model that cannot be cut into slices of tokens.
+
+    Args:
+        model: the model.
+        option: by which that was asked for.
 
     Raises:
         UnsupportedError: names what the model has that cannot.
@@ -35,4 +42,27 @@ def refuse_slicing(model: nn.Module) -> None:
     elif config._attn_implementation not in _ATTENTION:
         reason = f"its attention is {config._attn_implementation}; load it with attn_implementation='sdpa'"
     if reason is not None:
-        raise UnsupportedError(f"{name} cannot be cut into slices of tokens: {reason}. Or leave token_slices out.")
+        raise UnsupportedError(f"{name} cannot be cut into slices of tokens: {reason}. Or leave {option} out.")
+
+
+def refuse_batch(given: Mapping[str, Any]) -> None:
+    """Refuses what a model in a pipeline is called with, if its stages do not take it.
+
+    Args:
+        given: all arguments by name.
+
+    Raises:
+        UnsupportedError: names what is there, or is not.
+    """
+    ignored = ("kwargs", "num_items_in_batch", "return_dict", "use_cache")
+    others = [name for name, value in given.items() if value is not None and name not in (*TAKEN, *ignored)]
+    reason = None
+    mask = given.get("attention_mask")
+    if others:
+        reason = f"it was given {', '.join(others)} (packed sequences among them), and takes {', '.join(TAKEN)}"
+    elif missing := [name for name in ("input_ids", "labels") if given.get(name) is None]:
+        reason = f"it was given no {' and no '.join(missing)}, by which its loss is made"
+    elif mask is not None and (mask.dim() > 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
+        reason = "its attention_mask hides other tokens than those at the end of a row; pad on the right"
+    if reason is not None:
+        raise UnsupportedError(f"a model in a pipeline computes its loss alone: {reason}.")

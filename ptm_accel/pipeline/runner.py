@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,29 @@ import torch.distributed as dist
 
 from ptm_accel.errors import ConfigError
 from ptm_accel.pipeline.stage import Stage, shifted
+
+Parts = Sequence[tuple[int, Sequence[int]]]
+"""How a batch is cut: for each part its rows, and the tokens of its slices (`ptm_accel.pipeline.scheme.Scheme`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What is computed at a time: some tokens of some rows.
+
+    Attributes:
+        rows: of the batch.
+        begin, end: its tokens.
+        alone: they are all tokens of the rows.
+    """
+
+    rows: slice
+    begin: int
+    end: int
+    alone: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its part of a tensor of (rows, length)."""
+        return tensor[self.rows, self.begin : self.end]
 
 
 class Pipeline:
@@ -22,6 +45,7 @@ class Pipeline:
         dtype: of the hidden states.
         device: where they are computed.
         group: the processes; None for all.
+        told: the same processes, for tensors in host memory; None where `group` serves for them as well.
     """
 
     def __init__(
@@ -31,94 +55,132 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        told: dist.ProcessGroup | None = None,
     ) -> None:
         self.stage = stage
         self._width, self._dtype, self._device = width, dtype, device
-        self._group = group
+        self._group, self._told = group, told or group
         self._rank, self._stages = dist.get_rank(group), dist.get_world_size(group)
+        self._units: list[_Unit] = []
 
-    def step(self, batch: dict[str, torch.Tensor], slices: Sequence[int]) -> torch.Tensor:
-        """Forward and backward of a batch, which all processes are given; gradients are left in the parameters.
+    def step(self, batch: dict[str, torch.Tensor], parts: Parts) -> torch.Tensor:
+        """Forward and backward of a batch; gradients are left in the parameters.
 
         Args:
-            batch: `input_ids`, `labels` and perhaps `attention_mask`, (rows, length) each.
-            slices: tokens of each, in order.
+            batch: as for `forward`.
+            parts: as for `forward`.
 
         Returns:
             the loss, the same in all processes.
+        """
+        loss = self.forward(batch, parts)
+        self.backward()
+        return loss
+
+    def forward(
+        self, batch: dict[str, torch.Tensor], parts: Parts, predicted: float | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The forward of a batch, which all processes are given.
+
+        Args:
+            batch: `input_ids`, `labels` and perhaps `attention_mask`, (rows, length) each.
+            parts: how it is cut.
+            predicted: by which the sum of all tokens' losses is divided; None for how many of them are predicted.
+
+        Returns:
+            the loss, float64 in host memory, the same in all processes.
 
         Raises:
-            ConfigError: slices that are not of the batch's length.
+            ConfigError: parts that are not of the batch's shape.
         """
         ids, mask = batch["input_ids"], batch.get("attention_mask")
-        if sum(slices) != ids.shape[1]:
-            raise ConfigError(
-                f"slices: {len(slices)} of {sum(slices)} tokens together, and the batch has {ids.shape[1]}; give "
-                "slices of as many."
-            )
-        following, predicted = shifted(batch["labels"])
-        edges = list(pairwise([0, *_sums(slices)]))
+        following, count = shifted(batch["labels"])
+        self._units = _units(parts, *ids.shape)
+        loss = torch.zeros((), dtype=torch.float64)
+        self.stage.begin()
+        coming = iter(()) if self.stage.first else self._receive(self._units, self._rank - 1)
         # What is sent must stay as it is until it has arrived.
         sent: list[tuple[Any, torch.Tensor]] = []
-        self.stage.begin()
-        loss = torch.zeros((), dtype=torch.float64)
-        coming = iter(()) if self.stage.first else self._receive(ids.shape[0], edges, self._rank - 1)
-        for begin, end in edges:
-            given = ids[:, begin:end] if self.stage.first else next(coming)
+        for unit in self._units:
             made = self.stage.forward(
-                given,
-                begin,
-                mask=mask,
-                labels=following[:, begin:end],
-                predicted=max(predicted, 1),
-                alone=len(edges) == 1,
+                unit.of(ids) if self.stage.first else next(coming),
+                unit.begin,
+                mask=None if mask is None else mask[unit.rows],
+                labels=unit.of(following),
+                predicted=count if predicted is None else predicted,
+                alone=unit.alone,
             )
             if self.stage.last:
                 loss += made.double().cpu()
             else:
                 sent.append(self._send(made, self._rank + 1))
-        coming = iter(()) if self.stage.last else self._receive(ids.shape[0], edges[::-1], self._rank + 1)
-        for _ in edges:
-            gradient = self.stage.backward(None if self.stage.last else next(coming))
+        for work, _ in sent:
+            work.wait()
+        if not torch.is_grad_enabled():
+            self.stage.begin()
+        dist.broadcast(loss, group=self._told, group_src=self._stages - 1)
+        return loss
+
+    def backward(self, scale: torch.Tensor | None = None) -> None:
+        """The backward of the batch that `forward` was given last; gradients are left in the parameters.
+
+        Args:
+            scale: the gradient of the loss; None for 1.
+        """
+        units, self._units = self._units[::-1], []
+        coming = iter(()) if self.stage.last else self._receive(units, self._rank + 1)
+        sent: list[tuple[Any, torch.Tensor]] = []
+        for _ in units:
+            gradient = self.stage.backward(scale if self.stage.last else next(coming))
             if gradient is not None:
                 sent.append(self._send(gradient, self._rank - 1))
         for work, _ in sent:
             work.wait()
-        dist.broadcast(loss, self._global(self._stages - 1), group=self._group)
-        return loss
 
-    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The 2-norm over all stages.
+    def norms(self, norm: torch.Tensor) -> list[torch.Tensor]:
+        """The norms of all stages' gradients.
 
         Args:
-            norm: of this stage's gradients.
+            norm: of this stage's.
         """
-        square = norm.double().cpu().square()
-        dist.all_reduce(square, group=self._group)
-        return square.sqrt()
+        own = norm.double().cpu()
+        found = [torch.zeros_like(own) for _ in range(self._stages)]
+        dist.all_gather(found, own, group=self._told)
+        return found
 
-    def _receive(self, rows: int, edges: Sequence[tuple[int, int]], source: int) -> Iterator[torch.Tensor]:
+    def _receive(self, units: Sequence[_Unit], source: int) -> Iterator[torch.Tensor]:
         """What another stage sends, in order; asked for all at once, so that it comes while others are used."""
         asked: list[tuple[Any, torch.Tensor]] = []
-        for begin, end in edges:
-            into = torch.empty(rows, end - begin, self._width, dtype=self._dtype, device=self._device)
-            asked.append((dist.irecv(into, self._global(source), group=self._group), into))
+        for unit in units:
+            rows = unit.rows.stop - unit.rows.start
+            into = torch.empty(rows, unit.end - unit.begin, self._width, dtype=self._dtype, device=self._device)
+            asked.append((dist.irecv(into, group=self._group, group_src=source), into))
         for work, into in asked:
             work.wait()
             yield into
 
     def _send(self, tensor: torch.Tensor, target: int) -> tuple[Any, torch.Tensor]:
-        kept = tensor.contiguous()
-        return dist.isend(kept, self._global(target), group=self._group), kept
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+        kept = tensor.to(self._dtype).contiguous()
+        return dist.isend(kept, group=self._group, group_dst=target), kept
 
 
-def _sums(slices: Sequence[int]) -> list[int]:
-    found = []
-    total = 0
-    for tokens in slices:
-        total += tokens
-        found.append(total)
+def _units(parts: Parts, rows: int, length: int) -> list[_Unit]:
+    """The units of a batch, in order.
+
+    Raises:
+        ConfigError: parts that are not of its shape.
+    """
+    found, row = [], 0
+    for count, slices in parts:
+        begin = 0
+        for tokens in slices:
+            found.append(_Unit(slice(row, row + count), begin, begin + tokens, tokens == length))
+            begin += tokens
+        if begin != length:
+            raise ConfigError(
+                f"slices: {len(slices)} of {begin} tokens together, and the batch has {length}; give slices of as many."
+            )
+        row += count
+    if row != rows:
+        raise ConfigError(f"parts: {len(parts)} of {row} rows together, and the batch has {rows}; give as many.")
     return found

@@ -9,8 +9,9 @@ spans two slices.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Stage:
         model: of transformers; its other layers are dropped. It may be put on pages afterwards.
         number: of the stage.
         stages: how many there are.
-        checkpoints: slices are recomputed in backward.
+        checkpoints: slices are recomputed in backward; so they are where the model's own checkpoints are switched on.
 
     Attributes:
         model: see above.
@@ -98,6 +99,7 @@ class Stage:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._cut(number, stages)
         self._slices: list[_Slice] = []
+        self._part = 0
 
     def _cut(self, number: int, stages: int) -> None:
         name, layers = max(
@@ -107,8 +109,10 @@ class Stage:
         count = len(layers)
         if stages > count:
             raise ConfigError(f"pipeline.stages: {stages} stages of {count} layers; set it to at most {count}.")
-        mine = range(number * count // stages, (number + 1) * count // stages)
-        setattr(self._inner, name, nn.ModuleList(layers[layer] for layer in mine))
+        head = self.model.get_output_embeddings()
+        counts = balanced(count, _numbers_of(layers[0]), _numbers_of(head), stages)
+        begin = sum(counts[:number])
+        setattr(self._inner, name, _Layers(layers, range(begin, begin + counts[number])))
         if not self.first:
             self.model.set_input_embeddings(None)
             if hasattr(self._inner, "wpe"):
@@ -126,6 +130,24 @@ class Stage:
     def begin(self) -> None:
         """A new batch."""
         self._slices.clear()
+        self._take_over_checkpoints()
+
+    def _take_over_checkpoints(self) -> None:
+        """Recomputes slices where layers are to be recomputed: under checkpoints of their own they see no cache.
+
+        Raises:
+            UnsupportedError: they are re-entrant.
+        """
+        switched_on = [module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False)]
+        for module in switched_on:
+            if getattr(module._gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+                raise UnsupportedError(
+                    "re-entrant checkpoints have no graph for the keys and values of a slice; set "
+                    "gradient_checkpointing_kwargs={'use_reentrant': False}."
+                )
+        for module in switched_on:
+            module.gradient_checkpointing = False
+            self._checkpoints = True
 
     def forward(
         self,
@@ -134,28 +156,33 @@ class Stage:
         *,
         mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        predicted: int = 1,
+        predicted: float | torch.Tensor = 1,
         alone: bool = False,
     ) -> torch.Tensor:
         """Computes the next slice.
 
         Args:
             given: tokens (rows, tokens) in the first stage; elsewhere hidden states (rows, tokens, width).
-            begin: its first token.
-            mask: (rows, length) of the whole batch, 0 where a row is padded on the right.
+            begin: its first token; at 0 other rows begin.
+            mask: (rows, length), 0 where a row is padded on the right.
             labels: (rows, tokens), for the last stage: what is predicted at each of the slice's tokens.
-            predicted: how many are predicted in the whole batch, by which the loss is divided.
+            predicted: by which the loss is divided: how many are predicted in the whole batch.
             alone: it is the whole sequence, so that it is computed as without slices.
 
         Returns:
             hidden states, or in the last stage the slice's part of the loss; detached.
         """
+        trains = torch.is_grad_enabled()
         if not self.first:
-            given = given.detach().requires_grad_()
-        known = [each.leaves for each in self._slices]
-        run = (lambda *all_: checkpoint(self._run, *all_, use_reentrant=False)) if self._checkpoints else self._run
+            given = given.detach().requires_grad_(trains)
+        if begin == 0:
+            self._part = len(self._slices)
+        known = [each.leaves for each in self._slices[self._part :]]
+        run: Callable[..., Any] = self._run
+        if self._checkpoints and trains:
+            run = partial(checkpoint, run, use_reentrant=False)
         output, *own = run(given, begin, mask, labels, predicted, None if alone else known)
-        leaves = [each.detach().requires_grad_() for each in own]
+        leaves = [each.detach().requires_grad_(trains) for each in own]
         self._slices.append(_Slice(given, output, own, leaves))
         detached: torch.Tensor = output.detach()
         return detached
@@ -166,7 +193,7 @@ class Stage:
         begin: int,
         mask: torch.Tensor | None,
         labels: torch.Tensor | None,
-        predicted: int,
+        predicted: float | torch.Tensor,
         known: list[list[torch.Tensor]] | None,
     ) -> tuple[torch.Tensor, ...]:
         end = begin + given.shape[1]
@@ -204,13 +231,13 @@ class Stage:
         """The backward of the last slice that has had none.
 
         Args:
-            gradient: of what `forward` returned; None in the last stage, for the loss.
+            gradient: of what `forward` returned; None for 1, in the last stage.
 
         Returns:
             the gradient of what came into the stage; None in the first.
         """
         done = self._slices.pop()
-        roots, gradients = [done.output], [gradient]
+        roots, gradients = [done.output], [None if gradient is None else gradient.to(done.output.dtype)]
         for own, leaf in zip(done.own, done.leaves, strict=True):
             # Of the last slice, nobody has read them.
             if leaf.grad is not None:
@@ -218,6 +245,51 @@ class Stage:
                 gradients.append(leaf.grad)
         torch.autograd.backward(roots, gradients)
         return None if self.first else done.given.grad
+
+
+class _Layers(nn.ModuleList):
+    """Some layers of a model, under the names that they have in the whole.
+
+    Args:
+        layers: all layers.
+        numbers: of those that are kept.
+    """
+
+    def __init__(self, layers: nn.ModuleList, numbers: range) -> None:
+        super().__init__()
+        for number in numbers:
+            self.add_module(str(number), layers[number])
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
+def balanced(layers: int, each: float, head: float, stages: int) -> list[int]:
+    """How many layers each stage has, so that the one that computes longest computes least.
+
+    Args:
+        layers: how many there are, at least one for each stage.
+        each: what one takes.
+        head: what the last stage takes beside its layers.
+        stages: how many.
+    """
+    if stages == 1:
+        return [layers]
+
+    def longest(last: int) -> tuple[float, int]:
+        # Of equals the most even.
+        return max(-(-(layers - last) // (stages - 1)) * each, last * each + head), -last
+
+    last = min(range(1, layers - stages + 2), key=longest)
+    others = layers - last
+    return [(number + 1) * others // (stages - 1) - number * others // (stages - 1) for number in range(stages - 1)] + [
+        last
+    ]
+
+
+def _numbers_of(module: nn.Module) -> int:
+    """A product takes as long as there are numbers in its weights."""
+    return sum(param.numel() for param in module.parameters())
 
 
 class _Zeros(nn.Module):

@@ -54,7 +54,7 @@ def traced(pipeline: Pipeline, batch: dict[str, torch.Tensor], cut: Sequence[int
     for name in kept:
         setattr(stage, name, noted(name))
     dist.barrier()
-    pipeline.step(batch, cut)
+    pipeline.step(batch, [(1, cut)])
     for name in kept:
         delattr(stage, name)
     stage.model.zero_grad()
@@ -122,7 +122,7 @@ def main() -> None:
         for name, cut in order if number % 2 else order[::-1]:
             dist.barrier()
             begin = time.perf_counter()
-            pipeline.step(batch, cut)
+            pipeline.step(batch, [(1, cut)])
             dist.barrier()
             if number:
                 times[name].append(time.perf_counter() - begin)

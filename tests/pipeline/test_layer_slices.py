@@ -23,7 +23,7 @@ from tests.zoo import CHECKPOINTING, ENTRIES, use_checkpointing
 LENGTH, ROWS, VOCABULARY = 48, 2, 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "use_cache": False,
 }  # fmt: skip
 _DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt2": (
         transformers.GPT2LMHeadModel,
         transformers.GPT2Config,
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **dict.fromkeys(_DROPOUT, 0.0)},
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, **dict.fromkeys(_DROPOUT, 0.0)},
     ),
 }
 

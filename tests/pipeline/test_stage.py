@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import ConfigError, UnsupportedError
-from ptm_accel.pipeline.stage import Stage, shifted
+from ptm_accel.pipeline.stage import Stage, balanced, shifted
 from tests.pipeline.test_layer_slices import KINDS, LENGTH, VOCABULARY, batch, build, check, exact, gradients
 from tests.tiers import in_groups, needs, on_pages
 from tests.zoo import ENTRIES
@@ -52,19 +52,10 @@ def step(stages: list[Stage], given: dict[str, torch.Tensor], edges: tuple[int, 
 
 
 def found(stages: list[Stage], whole: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients by the names of the whole model, whose layers are counted through."""
-    (path,) = (name for name, part in whole.named_modules() if isinstance(part, nn.ModuleList))
-    collected, before = {}, 0
-    for stage in stages:
-        layers = stage.model.get_submodule(path)
-        for name, param in stage.model.named_parameters():
-            if name.startswith(f"{path}."):
-                number, rest = name.removeprefix(f"{path}.").split(".", 1)
-                name = f"{path}.{int(number) + before}.{rest}"
-            if param.grad is not None:
-                collected[name] = param.grad.clone()
-        before += len(layers)
-    return collected
+    """Gradients by name; parts of a stage are named as in the whole model."""
+    named = [pair for stage in stages for pair in stage.model.named_parameters()]
+    assert sorted(name for name, _ in named) == sorted(name for name, _ in whole.named_parameters())
+    return {name: param.grad.clone() for name, param in named if param.grad is not None}
 
 
 def model_of(kind: str) -> Any:
@@ -128,6 +119,30 @@ def test_training_in_float32() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "stages", "expected"),
+    [
+        (12, 0, 3, [4, 4, 4]),
+        (12, 1, 3, [4, 4, 4]),
+        (12, 4, 2, [8, 4]),
+        (16, 4.3, 4, [5, 5, 5, 1]),
+        (2, 100, 2, [1, 1]),
+        (7, 0, 3, [2, 2, 3]),
+        (5, 3, 1, [5]),
+    ],
+)
+def test_stages_are_balanced_by_what_they_compute(layers: int, head: float, stages: int, expected: list[int]) -> None:
+    """The head counts as so many layers; no other division has a shorter longest stage."""
+    counts = balanced(layers, 1.0, head, stages)
+    assert counts == expected
+
+    def longest(division: tuple[int, ...]) -> float:
+        return max(*division[:-1], division[-1] + head) if stages > 1 else layers + head
+
+    divisions = [d for d in product(range(1, layers + 1), repeat=stages) if sum(d) == layers]
+    assert longest(tuple(counts)) == min(map(longest, divisions))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -1,0 +1,57 @@
+"""Which stage of which pipeline a process has, where there are several of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptm_accel.errors import ConfigError
+
+
+class Ranks:
+    """The place of this process: ranks that follow one another are a pipeline, and each pipeline is a replica.
+
+    Args:
+        stages: of each pipeline. All processes make one of these at the same time.
+        device: where this process computes.
+
+    Attributes:
+        stages, replicas: how many there are.
+        stage, replica: of this process.
+        pipeline: the processes of its pipeline, in the order of their stages, for tensors on its device.
+        told: the same processes, for tensors in host memory.
+        alike: the processes that have the same stage.
+
+    Raises:
+        ConfigError: there are not as many processes as stages x replicas; they talk by NCCL, and have no GPU.
+    """
+
+    def __init__(self, stages: int, device: torch.device) -> None:
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        if processes % stages:
+            raise ConfigError(
+                f"pipeline.stages: {stages} stages, and {processes} processes; start {stages} of them, or a multiple "
+                f"for replicas (accelerate launch --num_processes {stages})."
+            )
+        if device.type == "cpu" and dist.get_backend() == "nccl":
+            raise ConfigError(
+                f"the {processes} processes talk by NCCL, which needs a GPU in each, and this one computes on the CPU; "
+                "set ddp_backend='gloo'."
+            )
+        rank = dist.get_rank()
+        self.stages, self.replicas = stages, processes // stages
+        self.stage, self.replica = rank % stages, rank // stages
+        pipelines = [list(range(first, first + stages)) for first in range(0, processes, stages)]
+        self.pipeline = _group_of(rank, pipelines)
+        self.told = _group_of(rank, pipelines, backend="gloo")
+        self.alike = _group_of(rank, [list(range(stage, processes, stages)) for stage in range(stages)])
+
+
+def _group_of(rank: int, groups: Sequence[list[int]], **how: Any) -> dist.ProcessGroup:
+    """Makes groups, which all processes do in the same order."""
+    made = [dist.new_group(ranks, **how) for ranks in groups]
+    found: dist.ProcessGroup = next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+    return found

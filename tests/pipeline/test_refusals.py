@@ -1,0 +1,191 @@
+"""What a pipeline cannot do is refused by name, before anything is lost."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import ptm_accel
+from integrations.accelerate import PTMAccelerator
+from integrations.transformers.pipelines import refuse_with_pipeline
+from ptm_accel.config import PTMConfig
+from ptm_accel.errors import ConfigError, UnsupportedError
+from ptm_accel.pipeline.ranks import Ranks
+from ptm_accel.pipeline.staged import StagedModel
+from tests.pipeline.test_layer_slices import VOCABULARY, build
+from tests.pipeline.test_trained import CHILD, ENVIRONMENT, staged
+from tests.prepared import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Ranks]:
+    """A pipeline of one stage, in this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield Ranks(1, CPU)
+    dist.destroy_process_group()
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 48), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_staged_model_is_called_as_ever(alone: Ranks) -> None:
+    """Its loss and gradients, scaled as the caller scales the loss, are those of the model."""
+    plain, model = build("llama"), build("llama")
+    StagedModel(model, alone, CPU)
+    given = {"input_ids": ids(), "labels": ids()}
+    loss = model(**given).loss
+    (loss * 3).backward()
+    wanted = plain(**given, num_items_in_batch=torch.tensor(94)).loss
+    (wanted * 3).backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        # The model's own loss is in float32.
+        assert torch.allclose(param.grad, other.grad, rtol=1e-4, atol=1e-8), name
+    model.zero_grad()
+    model(**given, num_items_in_batch=188).loss.backward()
+    assert torch.allclose(model.lm_head.weight.grad * 6, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-8)
+    with torch.no_grad():
+        assert model(**given)[0].item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"labels": None}, "it was given no labels"),
+        ({"input_ids": None}, "it was given no input_ids"),
+        ({"position_ids": torch.arange(48)[None]}, r"it was given position_ids \(packed sequences among them\)"),
+        ({"shift_labels": ids()}, "it was given shift_labels"),
+        ({"inputs_embeds": torch.zeros(2, 48, 32)}, "it was given inputs_embeds"),
+        ({"attention_mask": torch.tensor([[0] * 4 + [1] * 44] * 2)}, "pad on the right"),
+        ({"attention_mask": torch.ones(2, 1, 48, 48)}, "pad on the right"),
+    ],
+)
+def test_batches(given: dict[str, Any], message: str, alone: Ranks) -> None:
+    model = build("llama")
+    StagedModel(model, alone, CPU)
+    with pytest.raises(UnsupportedError, match=message):
+        model(**{"input_ids": ids(), "labels": ids(), **given})
+
+
+def test_what_only_the_last_stage_has(alone: Ranks, tmp_path: Path) -> None:
+    model = build("llama")
+    StagedModel(model, alone, CPU)
+    output = model(input_ids=ids(), labels=ids())
+    for read in (lambda: output.logits, lambda: output["logits"], lambda: output[1]):
+        with pytest.raises(UnsupportedError, match="returns its loss alone, and .* was asked for"):
+            read()
+    assert not hasattr(output, "_private")
+    with pytest.raises(UnsupportedError, match=r"stage 0 of 1, which is not the whole model; call trainer.save_model"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: setattr(t.args, "label_smoothing_factor", 0.1), "label_smoothing_factor"),
+        (lambda t: setattr(t, "compute_loss_func", print), "compute_loss_func"),
+        (lambda t: setattr(t, "compute_metrics", print), r"compute_metrics \(it reads logits\)"),
+        (lambda t: setattr(t.args, "torch_compile", True), "torch_compile"),
+        (lambda t: setattr(t, "model_init", print), "model_init"),
+        (lambda t: setattr(t.args, "auto_find_batch_size", True), "auto_find_batch_size"),
+        (lambda t: setattr(t.args, "neftune_noise_alpha", 5.0), r"NEFTune \(neftune_noise_alpha\)"),
+        (lambda t: setattr(t.model, "peft_config", {}), "a PEFT model"),
+        (lambda t: setattr(t, "prediction_step", print), "a Trainer with a prediction_step of its own"),
+    ],
+)
+def test_the_trainer(change: Any, message: str, tmp_path: Path) -> None:
+    trainer = transformers.Trainer(build("llama"), transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+    refuse_with_pipeline(trainer)
+    change(trainer)
+    with pytest.raises(UnsupportedError, match=f"leave out {message}, or pipeline"):
+        refuse_with_pipeline(trainer)
+
+
+@pytest.mark.parametrize(
+    ("dials", "error", "message"),
+    [
+        ({"pipeline": 1}, ConfigError, r"pipeline.stages: got 1; write how many stages there are, at least 2"),
+        ({"pipeline": "two"}, ConfigError, r"pipeline.stages: got 'two'"),
+        ({"pipeline": True}, ConfigError, r"pipeline.stages: got True"),
+        ({"pipeline": {}}, ConfigError, "pipeline: it has no stages"),
+        ({"pipeline": {"stage": 2}}, ConfigError, "pipeline: unknown key 'stage'; did you mean 'stages'"),
+        ({"pipeline": 2, "pseudo_to_real": "auto"}, ConfigError, "pipeline: .* what pseudo_to_real asks for"),
+        ({"pipeline": 2, "token_slices": 4}, ConfigError, "pipeline: .* what token_slices asks for"),
+        ({"pipeline": 2}, ConfigError, "2 stages, and 1 processes; start 2 of them"),
+    ],
+)
+def test_dials(dials: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        ptm_accel.Trainer(build("llama"), transformers.TrainingArguments(str(tmp_path), use_cpu=True), ptm_config=dials)
+
+
+def test_a_pipeline_with_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UnsupportedError, match="FSDP is switched on"):
+        PTMAccelerator(cpu=True, ptm_config=PTMConfig(pipeline=2))
+
+
+def test_nccl_without_gpus(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    with pytest.raises(ConfigError, match="talk by NCCL, which needs a GPU in each"):
+        Ranks(1, CPU)
+
+
+def test_half_precision_and_states(alone: Ranks) -> None:
+    accelerator = PTMAccelerator(cpu=True)
+    accelerator.scaler = types.SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="with fp16 each stage would skip other steps"):
+        accelerator._find_ranks(PTMConfig(pipeline=2))
+    accelerator.scaler = None
+    accelerator.ranks = alone
+    for call in (accelerator.save_state, accelerator.load_state, lambda: accelerator.get_state_dict(None)):
+        with pytest.raises(UnsupportedError, match="each process has one of 1 stages, and none has all"):
+            call()
+
+
+def test_reentrant_checkpoints(alone: Ranks) -> None:
+    model: Any = build("llama")
+    StagedModel(model, alone, CPU)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UnsupportedError, match="re-entrant checkpoints have no graph"):
+        model(input_ids=ids(), labels=ids())
+
+
+def test_models(alone: Ranks) -> None:
+    model: Any = build("mistral")
+    model.config.sliding_window = 8
+    with pytest.raises(UnsupportedError, match=r"windows of 8 tokens.*leave pipeline out"):
+        StagedModel(model, alone, CPU)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"differs": True}, "the 2 processes of a pipeline have different batches"),
+        ({"predicts": True}, "returns its loss alone, and no predictions"),
+        ({"dials": {"pipeline": {"stages": 4}}, "count": 4}, "4 stages of 3 layers; set it to at most 3"),
+    ],
+)
+def test_in_processes(asked: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for run in staged(tmp_path, 2, kind="llama", **asked):
+        assert run.code != 0
+        assert message in run.err
+
+
+def test_as_many_processes_as_stages_times_replicas(tmp_path: Path) -> None:
+    asked = json.dumps({"kind": "llama", "out": str(tmp_path), "dials": {"pipeline": 2}})
+    for run in run_ranks(CHILD, asked, count=3, cwd=tmp_path, env=ENVIRONMENT):
+        assert run.code != 0
+        assert "pipeline.stages: 2 stages, and 3 processes; start 2 of them, or a multiple" in run.err

@@ -1,0 +1,162 @@
+"""The Trainer with a pipeline trains as it does without, and leaves checkpoints that anybody can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.pipeline.test_layer_slices import build
+from tests.pipeline.trained_child import LENGTH
+from tests.prepared import Run, run_prepared, run_ranks
+
+CHILD = Path(__file__).with_name("trained_child.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+PAGES = {"host_memory": "192KiB", "page_size": 4096}
+
+
+def plain(folder: Path, **asked: Any) -> dict[str, Any]:
+    run = run_prepared(CHILD, json.dumps({**asked, "out": str(folder / "plain")}), cwd=folder, env=ENVIRONMENT)
+    return result(run)
+
+
+def staged(folder: Path, stages: int, count: int | None = None, dials: Any = None, **asked: Any) -> list[Run]:
+    given = {"out": str(folder / "staged"), **asked, "dials": {"pipeline": {"stages": stages}} | (dials or {})}
+    return run_ranks(CHILD, json.dumps(given), count=count or stages, cwd=folder, env=ENVIRONMENT)
+
+
+def result(run: Run) -> dict[str, Any]:
+    assert run.code == 0, run.err[-4000:]
+    found: dict[str, Any] = json.loads(run.result.removeprefix("RESULT "))
+    return found
+
+
+def check_alike(folder: Path, expected: dict[str, Any], runs: list[Run]) -> None:
+    """Losses, norms, evaluation and weights are those of the run without a pipeline."""
+    for run in runs:
+        found = result(run)
+        assert torch.allclose(torch.tensor(found["logged"]), torch.tensor(expected["logged"]), rtol=2e-5, atol=0)
+        assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+    check_weights(folder / "plain" / "last", folder / "staged" / "last")
+
+
+def check_weights(plain_at: Path, staged_at: Path) -> None:
+    wanted = load_file(plain_at / "model.safetensors")
+    index = json.loads((staged_at / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    assert index.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        found = load_file(staged_at / index[name])[name]
+        assert torch.allclose(found, tensor, rtol=1e-4, atol=1e-5), name
+    # As anybody reads it.
+    read = transformers.AutoModelForCausalLM.from_pretrained(staged_at)
+    for name, tensor in read.state_dict().items():
+        if name in wanted:
+            assert torch.allclose(tensor, wanted[name].to(tensor.dtype), rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "more"),
+    [
+        ("llama", 2, {"arguments": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, "padded": True}),
+        ("gpt2", 3, {"arguments": {"gradient_checkpointing": True}}),
+        ("qwen2", 2, {"dials": PAGES, "arguments": {"max_grad_norm": 0.0}}),
+        ("qwen3", 2, {"dials": PAGES, "padded": True, "arguments": {"gradient_checkpointing": True}}),
+        ("mistral", 3, {"arguments": {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}}),
+        ("llama", 2, {"arguments": {"bf16": True}}),
+    ],
+)
+def test_trains_as_without(kind: str, stages: int, more: dict[str, Any], tmp_path: Path) -> None:
+    dials = more.pop("dials", {})
+    expected = plain(tmp_path, kind=kind, **more)
+    if dials:
+        dials = {**dials, "disk": str(tmp_path)}
+    runs = staged(tmp_path, stages, dials=dials, kind=kind, **more)
+    tolerance = 2e-2 if more.get("arguments", {}).get("bf16") else 0.0
+    if tolerance:
+        for run in runs:
+            found = torch.tensor(result(run)["logged"])
+            assert torch.allclose(found, torch.tensor(expected["logged"]), rtol=tolerance)
+    else:
+        check_alike(tmp_path, expected, runs)
+
+
+def test_replicas_have_batches_of_their_own(tmp_path: Path) -> None:
+    """Two pipelines train as two processes with the whole model do (DistributedDataParallel)."""
+    given: dict[str, Any] = {"kind": "llama", "padded": True}
+    asked = json.dumps({**given, "out": str(tmp_path / "plain")})
+    expected = result(run_ranks(CHILD, asked, count=2, cwd=tmp_path, env=ENVIRONMENT)[0])
+    check_alike(tmp_path, expected, staged(tmp_path, 2, 4, **given))
+
+
+def test_resumes(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    for run in (whole := staged(tmp_path, 2, kind="llama", arguments=saving)):
+        result(run)
+    checkpoint = tmp_path / "staged" / "checkpoint-2"
+    again = staged(tmp_path, 2, kind="llama", arguments=saving, resume=str(checkpoint), out=str(tmp_path / "again"))
+    expected = result(whole[0])
+    for run in again:
+        # Not to the bit: each run measures how its batches are best cut.
+        found = result(run)
+        assert torch.allclose(torch.tensor(found["logged"]), torch.tensor(expected["logged"]), rtol=1e-5, atol=0)
+        assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+    for file in (tmp_path / "staged" / "last").glob("*.safetensors"):
+        others = load_file(tmp_path / "again" / "last" / file.name)
+        for name, tensor in load_file(file).items():
+            assert torch.allclose(others[name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    for run in staged(tmp_path, 2, kind="llama", arguments=saving):
+        result(run)
+    checkpoint = str(tmp_path / "staged" / "checkpoint-2")
+    for run in staged(tmp_path, 3, kind="llama", resume=checkpoint):
+        assert run.code != 0
+        assert "was saved by a pipeline of 2 stages" in run.err
+        assert "set pipeline.stages to 2 to go on with it" in run.err
+    given = {"kind": "llama", "out": str(tmp_path / "whole"), "dials": {}, "resume": checkpoint}
+    run = run_prepared(CHILD, json.dumps(given), cwd=tmp_path, env=ENVIRONMENT)
+    assert run.code != 0
+    assert "was saved by a pipeline of 2 stages" in run.err
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failed_rank_ends_all_and_the_last_checkpoint_resumes(how: str, tmp_path: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    given = {"kind": "llama", "out": str(tmp_path / "staged"), "dials": {"pipeline": 2}, "arguments": arguments}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(CHILD)]
+    begin = time.monotonic()
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(CHILD.parents[2])}
+    done = subprocess.run(
+        [*command, json.dumps({**given, "fails": how})],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert time.monotonic() - begin < 60
+    assert done.returncode != 0
+    assert ("rank 1: RuntimeError('something is wrong')" if how == "raise" else "SIGKILL") in done.stderr
+    ours = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
+    assert not ours
+    found = {result(run)["evaluated"] for run in staged(tmp_path, 2, kind="llama", arguments=arguments, resume=True)}
+    whole = {result(run)["evaluated"] for run in staged(tmp_path / "..", 2, kind="llama", out=str(tmp_path / "whole"))}
+    assert found == whole
+
+
+def test_lengths_are_long_enough_to_be_cut() -> None:
+    """Otherwise nothing here would be about slices."""
+    assert LENGTH >= 64
+    assert build("llama").config.max_position_embeddings >= LENGTH

@@ -1,0 +1,100 @@
+"""A script that trains a model with the Trainer: the same with a pipeline, in several processes, and without.
+
+One argument: a JSON object with `kind`, `out` (a folder), and what is given to the Trainer: `dials`, `arguments`.
+Prints what was logged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+import ptm_accel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.pipeline.test_layer_slices import VOCABULARY, build
+
+LENGTH, ROWS = 96, 40
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Texts, some of them padded."""
+
+    def __init__(self, padded: bool) -> None:
+        self.ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+        self.padded = padded
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.ids[index]
+        mask = torch.ones_like(ids)
+        if self.padded and index % 3 == 0:
+            mask[LENGTH - 10 - index :] = 0
+        return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+class Failing(TrainerCallback):
+    """Ends one process in the middle."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3 and args.process_index == 1:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("something is wrong")
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    torch.manual_seed(0)
+    model: Any = build(asked["kind"]).float()
+    model.config.use_cache = False
+    if model.config.tie_word_embeddings:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    arguments: dict[str, Any] = {
+        "output_dir": asked["out"],
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "max_steps": 5,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        **asked.get("arguments", {}),
+    }
+    trainer: Any = ptm_accel.Trainer if asked.get("dials") is not None else __import__("transformers").Trainer
+    more = {} if asked.get("dials") is None else {"ptm_config": asked["dials"]}
+    rows = Rows(asked.get("padded", False))
+    if asked.get("differs"):
+        rows.ids += int(os.environ["RANK"])
+        rows.ids %= VOCABULARY
+    trainer = trainer(model, TrainingArguments(**arguments), train_dataset=rows, eval_dataset=rows, **more)
+    if "fails" in asked:
+        trainer.add_callback(Failing(asked["fails"]))
+    if asked.get("predicts"):
+        trainer.predict(rows)
+    trainer.train(resume_from_checkpoint=asked.get("resume"))
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(os.path.join(asked["out"], "last"))
+    logged = [[each["loss"], each["grad_norm"]] for each in trainer.state.log_history if "grad_norm" in each]
+    # Threads of the launcher's store may print as well.
+    sys.stdout.write("RESULT " + json.dumps({"logged": logged, "evaluated": evaluated}) + "\n")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
