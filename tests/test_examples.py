@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.prepared import run_alone, run_prepared
+from tests.prepared import run_alone, run_prepared, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TEXT = "\n".join(f"def function_{i}(argument): return argument + {i}" for i in range(200))
@@ -204,3 +204,19 @@ def test_layers_share_their_weights_at_first(tmp_path: Path) -> None:
     assert losses[0] == losses[1], "the mean loss of both stages"
     loaded = [float(line[line.index("ptm_loaded_gib") + 1].strip(",")) for line in paged]
     assert loaded[0] * 4 < loaded[1]
+
+
+def test_the_pipeline_gives_the_same_losses_by_the_flag(tmp_path: Path) -> None:
+    script, environment = EXAMPLES / "token_pipeline.py", {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = run_prepared(script, "--small", cwd=tmp_path, env=environment)
+    assert done.code == 0, done.err[-3000:]
+    # As `accelerate launch --cpu --num_processes 2 --use_ptm` does in the processes that it starts.
+    command = ["-m", "ptm_accel", "--ptm_pipeline_stages", "2", script, "--small"]
+    first, second = run_ranks(*command, count=2, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"})
+    assert first.code == second.code == 0, first.err[-3000:] + second.err[-3000:]
+    said = [
+        [line.split(",")[0] for line in out.splitlines() if line.startswith("step ")] for out in (done.out, first.out)
+    ]
+    assert len(said[0]) == 3
+    assert said[0] == said[1]
+    assert "a pipeline of 2 stages takes a batch of 1 x 128 tokens" in first.err

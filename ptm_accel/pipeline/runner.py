@@ -96,7 +96,8 @@ class Pipeline:
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         following, count = shifted(batch["labels"])
         self._units = _units(parts, *ids.shape)
-        loss = torch.zeros((), dtype=torch.float64)
+        # Read once, at the end: until then the device computes ahead of this thread.
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self.stage.begin()
         coming = iter(()) if self.stage.first else self._receive(self._units, self._rank - 1)
         # What is sent must stay as it is until it has arrived.
@@ -111,15 +112,16 @@ class Pipeline:
                 alone=unit.alone,
             )
             if self.stage.last:
-                loss += made.double().cpu()
+                loss += made.double()
             else:
                 sent.append(self._send(made, self._rank + 1))
         for work, _ in sent:
             work.wait()
         if not torch.is_grad_enabled():
             self.stage.begin()
-        dist.broadcast(loss, group=self._told, group_src=self._stages - 1)
-        return loss
+        told = loss.cpu()
+        dist.broadcast(told, group=self._told, group_src=self._stages - 1)
+        return told
 
     def backward(self, scale: torch.Tensor | None = None) -> None:
         """The backward of the batch that `forward` was given last; gradients are left in the parameters.

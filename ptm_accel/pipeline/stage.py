@@ -93,7 +93,7 @@ class Stage:
         if stages > 1 and config.tie_word_embeddings:
             raise UnsupportedError(
                 f"{type(model).__name__} ties its head to its embedding (tie_word_embeddings), and they are on "
-                "different stages; build it with tie_word_embeddings=False."
+                "different stages. A model that is trained from scratch can be built with tie_word_embeddings=False."
             )
         names = inspect.signature(self._inner.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"

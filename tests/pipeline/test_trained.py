@@ -16,8 +16,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.pipeline.test_layer_slices import build
-from tests.pipeline.trained_child import LENGTH
 from tests.prepared import Run, run_prepared, run_ranks
 
 CHILD = Path(__file__).with_name("trained_child.py")
@@ -67,12 +65,14 @@ def check_weights(plain_at: Path, staged_at: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "stages", "more"),
     [
+        ("llama", 2, {"cut": False}),
         ("llama", 2, {"arguments": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, "padded": True}),
         ("gpt2", 3, {"arguments": {"gradient_checkpointing": True}}),
         ("qwen2", 2, {"dials": PAGES, "arguments": {"max_grad_norm": 0.0}}),
         ("qwen3", 2, {"dials": PAGES, "padded": True, "arguments": {"gradient_checkpointing": True}}),
         ("mistral", 3, {"arguments": {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}}),
         ("llama", 2, {"arguments": {"bf16": True}}),
+        ("llama", 3, {"dials": PAGES, "reads": True, "evaluates_first": True}),
     ],
 )
 def test_trains_as_without(kind: str, stages: int, more: dict[str, Any], tmp_path: Path) -> None:
@@ -106,14 +106,10 @@ def test_resumes(tmp_path: Path) -> None:
     again = staged(tmp_path, 2, kind="llama", arguments=saving, resume=str(checkpoint), out=str(tmp_path / "again"))
     expected = result(whole[0])
     for run in again:
-        # Not to the bit: each run measures how its batches are best cut.
-        found = result(run)
-        assert torch.allclose(torch.tensor(found["logged"]), torch.tensor(expected["logged"]), rtol=1e-5, atol=0)
-        assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+        # Of equal cuts the same bits come. (Runs that measure may cut otherwise.)
+        assert result(run) == expected
     for file in (tmp_path / "staged" / "last").glob("*.safetensors"):
-        others = load_file(tmp_path / "again" / "last" / file.name)
-        for name, tensor in load_file(file).items():
-            assert torch.allclose(others[name], tensor, rtol=1e-5, atol=1e-6), name
+        assert file.read_bytes() == (tmp_path / "again" / "last" / file.name).read_bytes()
 
 
 def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
@@ -154,9 +150,3 @@ def test_a_failed_rank_ends_all_and_the_last_checkpoint_resumes(how: str, tmp_pa
     found = {result(run)["evaluated"] for run in staged(tmp_path, 2, kind="llama", arguments=arguments, resume=True)}
     whole = {result(run)["evaluated"] for run in staged(tmp_path / "..", 2, kind="llama", out=str(tmp_path / "whole"))}
     assert found == whole
-
-
-def test_lengths_are_long_enough_to_be_cut() -> None:
-    """Otherwise nothing here would be about slices."""
-    assert LENGTH >= 64
-    assert build("llama").config.max_position_embeddings >= LENGTH

@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 import ptm_accel
+from ptm_accel.pipeline.cutting import Cutting
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.pipeline.test_layer_slices import VOCABULARY, build
@@ -55,14 +56,29 @@ class Failing(TrainerCallback):
             raise RuntimeError("something is wrong")
 
 
+def cut(self: Cutting, ids: torch.Tensor) -> Any:
+    """Uneven slices of some rows, and the others whole, whatever has been measured."""
+    rows, length = ids.shape
+    assert length == LENGTH
+    return [(rows - 1, (50, 7, length - 57)), (1, (length,))]
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    if asked.get("cut", True):
+        Cutting.parts = cut  # type: ignore[method-assign]
     torch.manual_seed(0)
     model: Any = build(asked["kind"]).float()
     model.config.use_cache = False
     if model.config.tie_word_embeddings:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    if asked.get("reads"):
+        folder = os.path.join(asked["out"], f"model-{os.environ.get('RANK', 'alone')}")
+        model.save_pretrained(folder)
+        model = type(model).from_pretrained(folder)
+        if asked.get("dials"):
+            model = ptm_accel.from_pretrained(type(model), folder, ptm_config=asked["dials"])
     arguments: dict[str, Any] = {
         "output_dir": asked["out"],
         "use_cpu": True,
@@ -70,6 +86,8 @@ def main() -> None:
         "max_steps": 5,
         "logging_steps": 1,
         "learning_rate": 1e-3,
+        # With less, AdamW makes as much of the rounding of a gradient that is nearly zero as of any gradient.
+        "adam_epsilon": 1e-5,
         "report_to": [],
         "disable_tqdm": True,
         "save_strategy": "no",
@@ -86,6 +104,8 @@ def main() -> None:
         trainer.add_callback(Failing(asked["fails"]))
     if asked.get("predicts"):
         trainer.predict(rows)
+    if asked.get("evaluates_first"):
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=asked.get("resume"))
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(os.path.join(asked["out"], "last"))
