@@ -57,7 +57,7 @@ def measured_speeds(device: torch.device, dtype: torch.dtype, disk: Sequence[Pat
         dtype: of the model.
         disk: folders; used where there is no device.
     """
-    cpu = cpu_update_rate()
+    cpu = cpu_update_rate(dtype)
     card = device_rates(device)
     flops = _products_s(device, dtype)
     if card is not None:

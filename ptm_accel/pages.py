@@ -206,7 +206,9 @@ class Pages:
         run_ahead.rated_update_s = params_a_byte / rates.update_params_s
         if disk is None:
             # With a disk below, updates on the host would wait for the disk as well.
-            rate = cpu_update_rate()
+            narrow = self.config.master_weights is None
+            dtypes = [value.dtype for value in sorted(trained, key=lambda value: value.nbytes)[-1:] if narrow]
+            rate = cpu_update_rate(*dtypes)
             run_ahead.host_s = None if rate is None else params_a_byte / rate
 
     def leave_card(self) -> None:

@@ -45,7 +45,8 @@ _SLICE_S = 0.02
 _DISK_S = 0.5
 _LEAST_SLICE, _GREATEST_SLICE, _PILOT = 2, 16, 4
 _ROUNDS = 16
-_UPDATE_BYTES = 64 * MIB
+_UPDATE_BYTES = 256 * MIB
+"""More than caches hold: updates are as fast as memory is."""
 _LEAST_UPDATE_BYTES = 4 * MIB
 _DEVICE_UPDATE_BYTES = 256 * MIB
 _UPDATE_PASSES = 9
@@ -154,15 +155,18 @@ def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRat
 # ---- updates -------------------------------------------------------------------------------------------------------
 
 
-def measure_cpu_update() -> float:
-    """Parameters per second of torch's fused fp32 AdamW.
+def measure_cpu_update(dtype: torch.dtype = torch.float32) -> float:
+    """Parameters per second of torch's fused AdamW.
+
+    Args:
+        dtype: of parameters, gradients and moments.
 
     Raises:
         BudgetError: the machine gives no memory.
     """
     nbytes = max(_LEAST_UPDATE_BYTES, min(_UPDATE_BYTES, available_bytes() // 4 // _BLOCK_BYTES * _BLOCK_BYTES))
     # Huge pages, as those that training updates.
-    parts = anonymous_run(nbytes, "the measurement of updates").tensor().view(torch.float32).chunk(4)
+    parts = anonymous_run(nbytes, "the measurement of updates").tensor().view(dtype).chunk(4)
     update = _updater(parts)
     return parts[0].numel() / statistics.median(timeit.repeat(update, number=1, repeat=_UPDATE_PASSES))
 

@@ -28,14 +28,17 @@ def disk_rates(paths: Sequence[Path]) -> list[LinkRates | None]:
     return [_disk(path) for path in paths]
 
 
-def cpu_update_rate() -> float | None:
-    """Parameters per second of torch's fused fp32 AdamW, with torch's threads; uses 64 MiB while it is measured.
+def cpu_update_rate(dtype: torch.dtype = torch.float32) -> float | None:
+    """Parameters per second of torch's fused AdamW, with torch's threads; uses 256 MiB while it is measured.
+
+    Args:
+        dtype: of parameters, gradients and moments.
 
     Returns:
         None where it cannot be measured, which the log explains. Never an error.
     """
-    threads = f"{torch.get_num_threads()} threads"
-    found = _this_machine().find(f"cpu {threads}", f"updates with {threads}", 1, lambda: (measure_cpu_update(),))
+    what = f"{str(dtype).removeprefix('torch.')} with {torch.get_num_threads()} threads"
+    found = _this_machine().find(f"cpu {what}", f"updates in {what}", 1, lambda: (measure_cpu_update(dtype),))
     return found[0] if found else None
 
 

@@ -210,7 +210,6 @@ class CudaTransfer:
 class _Running(NamedTuple):
     """A copy that may not have ended, with the events around it and its host tensor."""
 
-    direction: CopyDirection
     began: torch.cuda.Event
     ended: torch.cuda.Event
     on_host: torch.Tensor
@@ -236,7 +235,7 @@ class CudaTier:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.memory = CardMemory(TorchAllocator(self.device))
         self._streams = {direction: torch.cuda.Stream(self.device) for direction in CopyDirection}
-        self._in_flight: deque[_Running] = deque()
+        self._in_flight: dict[CopyDirection, deque[_Running]] = {direction: deque() for direction in CopyDirection}
         self._meter = LinkMeter()
         self._scale = EventScale()
         CudaTier._open.add(self)
@@ -324,7 +323,9 @@ class CudaTier:
         if not any(tier.device == self.device for tier in list(CudaTier._open)):
             self.limit(None)
         with self._lock:
-            in_flight, self._in_flight = self._in_flight, deque()
+            in_flight = [copy for copies in self._in_flight.values() for copy in copies]
+            for copies in self._in_flight.values():
+                copies.clear()
         for copy in in_flight:
             copy.ended.synchronize()
         self.memory.close()
@@ -359,12 +360,13 @@ class CudaTier:
                 # For memory of torch's; blocks are not given back before the copies that touch them are done.
                 on_device.record_stream(stream)
             self._retire()
-            self._in_flight.append(_Running(direction, began, ended, on_host))
+            self._in_flight[direction].append(_Running(began, ended, on_host))
         return CudaTransfer(ended, self.device, into if direction is CopyDirection.IN else None)
 
     def _retire(self) -> None:
         """Lets go of copies that have ended, and counts them."""
-        while self._in_flight and self._in_flight[0].ended.query():
-            copy = self._in_flight.popleft()
-            began_s, ended_s = self._scale.seconds(copy.began), self._scale.seconds(copy.ended)
-            self._meter.add(copy.direction, copy.on_host.numel(), began_s, ended_s)
+        for direction, copies in self._in_flight.items():
+            while copies and copies[0].ended.query():
+                copy = copies.popleft()
+                began_s, ended_s = self._scale.seconds(copy.began), self._scale.seconds(copy.ended)
+                self._meter.add(direction, copy.on_host.numel(), began_s, ended_s)

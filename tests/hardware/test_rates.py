@@ -59,7 +59,7 @@ class Machine:
     def measure_disk(self, path: Path) -> LinkRates | None:
         return self._answer(path.parts[1], self.disks[path.parts[1]])
 
-    def measure_cpu_update(self) -> float:
+    def measure_cpu_update(self, dtype: torch.dtype) -> float:
         threads = torch.get_num_threads()
         rate: float = self._answer(f"{threads} threads", self.update or 2e9 * threads)
         return rate
@@ -95,6 +95,9 @@ def test_other_processes_find_it_in_the_cache(machine: Machine, tmp_path: Path) 
     assert (disk_rates([ONE]), cpu_update_rate(), device_rates(CUDA)) == ([DISK], 2e9, CARD)
     machine.threads = 2
     assert cpu_update_rate() == 4e9
+    assert machine.asked["2 threads"] == 1
+    assert cpu_update_rate(torch.bfloat16) == 4e9
+    assert machine.asked["2 threads"] == 2, "each dtype is measured"
     asked = Counter(machine.asked)
     machine.start(tmp_path)
     assert (disk_rates([ONE]), cpu_update_rate(), device_rates(CUDA)) == ([DISK], 4e9, CARD)
@@ -188,7 +191,9 @@ def test_updates_that_cannot_be_measured_are_none(machine: Machine, caplog: pyte
     machine.threads = 2
     machine.start(None)
     assert cpu_update_rate() is None
-    assert "the speed of updates with 2 threads cannot be measured: the machine gives no memory" in caplog.text
+    assert (
+        "the speed of updates in float32 with 2 threads cannot be measured: the machine gives no memory" in caplog.text
+    )
 
 
 def test_what_was_measured_is_said(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +206,7 @@ def test_what_was_measured_is_said(machine: Machine, caplog: pytest.LogCaptureFi
     assert caplog.messages == [
         "measured: disk one: reads 3.73 GiB/s, writes 7.45 GiB/s, 5.59 GiB/s of both at once.",
         "measured: device Card X: reads 46.57 GiB/s, writes 44.70 GiB/s, 74.51 GiB/s of both at once.",
-        "measured: cpu 2 threads: 4e+09 updates (AdamW) a second.",
+        "measured: cpu float32 with 2 threads: 4e+09 updates (AdamW) a second.",
     ]
 
 

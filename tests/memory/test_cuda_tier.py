@@ -184,16 +184,16 @@ def test_copies_are_counted_once_their_events_have_happened(monkeypatch: pytest.
     ):
         began, ended = FakeEvent(began_s), FakeEvent()
         ends[ended] = ended_s
-        tier._in_flight.append(_Running(direction, began, ended, torch.empty(nbytes, dtype=torch.uint8)))  # type: ignore[arg-type]
+        tier._in_flight[direction].append(_Running(began, ended, torch.empty(nbytes, dtype=torch.uint8)))  # type: ignore[arg-type]
     assert tier.moved() == (0, 0, 0.0)
     *first, last = ends
     for event in first:
         event.at_s = ends[event]
     assert tier.moved() == (300, 200, 5.0)
-    assert [copy.ended for copy in tier._in_flight] == [last], "the others keep no tensor"
+    left = [copy.ended for copies in tier._in_flight.values() for copy in copies]
+    assert left == [last], "the others keep no tensor"
     last.at_s = ends[last]
     assert tier.moved() == (400, 200, 6.0)
-    tier._in_flight.clear()
 
 
 # ---- with a GPU ------------------------------------------------------------------------------------------------------
