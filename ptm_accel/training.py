@@ -359,6 +359,8 @@ class Training:
     ) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""
         given = [slot.param for slot in self._slots] if parameters is None else list(parameters)
+        if self.norms is None and (self.plain.active or not self._has_all_of(given)):
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         if self.plain.active or not self._has_all_of(given):
             gradients = [param.grad for param in given if param.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)

@@ -37,7 +37,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainer")
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("model", "memory", "accumulation", "checkpointing"), ROWS)
 @pytest.mark.parametrize("clip", [0.1, 0.0])
 def test_same_numbers_in_groups(
@@ -89,7 +89,7 @@ def two_kinds(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(options, lr=1e-2, fused=True)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("make", [momentum, filled, whole, two_kinds])

@@ -71,11 +71,13 @@ def test_the_dials() -> None:
         "master_weights",
         "pseudo_to_real",
         "token_slices",
+        "pipeline",
     ]
     assert [field.name for field in dataclasses.fields(config.PTMConfig)] == names
     assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit"]
     assert [field.name for field in dataclasses.fields(config.PseudoToRealConfig)] == ["delink", "moments"]
-    assert set(environment.TEXT_DIALS) == {*names, "disk_limit", "moments"}
+    assert [field.name for field in dataclasses.fields(config.PipelineConfig)] == ["stages"]
+    assert set(environment.TEXT_DIALS) == {*names[:-1], "disk_limit", "moments", "pipeline_stages"}
 
 
 def test_the_command_line() -> None:

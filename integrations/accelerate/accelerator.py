@@ -24,10 +24,9 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pipeline.layer_slices import slice_layers
-from ptm_accel.pipeline.staged import StagedModel, staged
 
 from ..peft import refuse_adapters
-from .pipelines import PipelineRanks
+from .states import PagedStates
 
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -102,7 +101,7 @@ class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 engine.metrics.step_ended()
 
 
-class PTMAccelerator(PipelineRanks):
+class PTMAccelerator(PagedStates):
     """An `Accelerator` whose models and optimizers are on pages; everything else is accelerate's own.
 
     Args:
@@ -118,6 +117,9 @@ class PTMAccelerator(PipelineRanks):
     """
 
     scaler: torch.amp.GradScaler | None
+    pipelines = False
+    alike: torch.distributed.ProcessGroup | None = None
+    """The processes that have the same parameters as this one; None for all."""
 
     def __init__(
         self,
@@ -127,6 +129,11 @@ class PTMAccelerator(PipelineRanks):
         **kwargs: Any,
     ) -> None:
         self.ptm_config = agreed(ptm_config)
+        if self.ptm_config.pipeline is not None and not self.pipelines:
+            raise UnsupportedError(
+                "a pipeline is trained by the Trainer, which saves its stages as one model; in a loop of your own, "
+                "leave pipeline (PTM_PIPELINE_STAGES) out."
+            )
         self._memory = memory
         self._attached: weakref.WeakSet[Engine] = weakref.WeakSet()
         given = inspect.signature(Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
@@ -140,7 +147,6 @@ class PTMAccelerator(PipelineRanks):
                 "Set use_cpu=True (Accelerator: cpu=True)."
             )
         self._put_scaler_on_pages()
-        self._find_ranks(self.ptm_config)
 
     def _put_scaler_on_pages(self) -> None:
         # Before any optimizer is prepared, since each keeps the scaler that is there then.
@@ -171,13 +177,7 @@ class PTMAccelerator(PipelineRanks):
         slices = self.ptm_config.token_slices
         if slices is not None and not evaluates:
             slice_layers(bare, None if slices == AUTO else int(slices))
-        cut = None
-        if self.ranks is not None and staged(bare) is None:
-            cut = StagedModel(bare, self.ranks, self.device)
         engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
-        if cut is not None:
-            cut.measure_first(bare, engine.zero_grad)
-            engine.training.norms = cut.norms
         if self.device.type != "cpu":
             nn.Module.to(bare, self.device)
         self._attached.add(engine)
@@ -187,7 +187,7 @@ class PTMAccelerator(PipelineRanks):
         if hasattr(bare, "save_pretrained"):
             import_module("..transformers.saving", __package__).install()
         if self.num_processes > 1:
-            engine.training.replicate(None if self.ranks is None else self.ranks.alike)
+            engine.training.replicate(self.alike)
         return engine
 
     def _holds(self, model: nn.Module) -> bool:

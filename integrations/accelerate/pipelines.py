@@ -1,4 +1,4 @@
-"""What an `Accelerator` does otherwise where models are cut into pipelines: each pipeline counts as one process."""
+"""The `Accelerator` of a Trainer whose model is cut into stages: each pipeline counts as one process."""
 
 from __future__ import annotations
 
@@ -6,94 +6,77 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
+from torch import nn
 
-from ptm_accel.config import PipelineConfig, PTMConfig
+from ptm_accel.config import PipelineConfig
+from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.pipeline.ranks import Ranks
+from ptm_accel.pipeline.staged import StagedModel, staged
 
-from .states import PagedStates
+from .accelerator import PTMAccelerator
 
 
-class PipelineRanks(PagedStates):
-    """The processes of an `Accelerator` in pipelines: all stages of one are given the same batches.
+class PipelineAccelerator(PTMAccelerator):
+    """Cuts models into stages, and gives all stages of a pipeline the same batches.
+
+    Args:
+        *args, **kwargs: as for `PTMAccelerator`, whose `ptm_config` has a pipeline.
 
     Attributes:
-        ranks: of the processes; None without pipelines.
+        ranks: of the processes.
+
+    Raises:
+        ConfigError: there are not as many processes as stages x replicas.
+        UnsupportedError: fp16, whose loss scale would have to be agreed on.
     """
 
-    ranks: Ranks | None = None
+    pipelines = True
 
-    def _find_ranks(self, config: PTMConfig) -> None:
-        """Finds the place of this process.
-
-        Raises:
-            ConfigError: there are not as many processes as stages x replicas.
-            UnsupportedError: fp16, whose loss scale would have to be agreed on.
-        """
-        if config.pipeline is None:
-            return
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if self.scaler is not None:
             raise UnsupportedError(
                 "a pipeline trains in fp32 or bf16: with fp16 each stage would skip other steps. Set bf16=True in the "
                 "place of fp16=True."
             )
-        stages = PipelineConfig.load(config.pipeline).stages
+        assert self.ptm_config.pipeline is not None
+        stages = PipelineConfig.load(self.ptm_config.pipeline).stages
         assert isinstance(stages, int)
         self.ranks = Ranks(stages, self.device)
+        self.alike = self.ranks.alike
         # Otherwise one process would read for all, and send each another part.
         self.dataloader_config.dispatch_batches = False
 
     @property
     def num_processes(self) -> int:
         """How many get batches of their own."""
-        return self.state.num_processes if self.ranks is None else self.ranks.replicas
+        return self.ranks.replicas
 
     @property
     def process_index(self) -> int:
         """Which of these this is."""
-        return self.state.process_index if self.ranks is None else self.ranks.replica
+        return self.ranks.replica
 
-    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As without pipelines, which are saved by the Trainer alone.
-
-        Raises:
-            UnsupportedError: models are cut into stages.
-        """
-        self._refuse_in_pipelines("save_state")
-        return super().save_state(output_dir, *args, **kwargs)
-
-    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As without pipelines, which are saved by the Trainer alone.
+    def attach(self, model: nn.Module, *, evaluates: bool = False) -> Engine:
+        """As `PTMAccelerator.attach`; of the model its stage is left.
 
         Raises:
-            UnsupportedError: models are cut into stages.
+            ConfigError, UnsupportedError, BudgetError: as there, and as `StagedModel`.
         """
-        self._refuse_in_pipelines("load_state")
-        super().load_state(input_dir, *args, **kwargs)
-
-    def get_state_dict(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As without pipelines, which are saved by the Trainer alone.
-
-        Raises:
-            UnsupportedError: models are cut into stages.
-        """
-        self._refuse_in_pipelines("get_state_dict")
-        return super().get_state_dict(model, *args, **kwargs)
-
-    def _refuse_in_pipelines(self, name: str) -> None:
-        if self.ranks is not None:
-            raise UnsupportedError(
-                f"accelerator.{name}: each process has one of {self.ranks.stages} stages, and none has all; train "
-                "with the Trainer, which saves a pipeline as one model."
-            )
+        new = staged(model) is None
+        cut = StagedModel(model, self.ranks, self.device) if new else None
+        engine = super().attach(model, evaluates=evaluates)
+        if cut is not None:
+            cut.measure_first(model, engine.zero_grad)
+            engine.training.norms = cut.norms
+        return engine
 
     def gather(self, tensor: Any) -> Any:
         """As `Accelerator.gather`; what all stages of a pipeline have alike comes once."""
-        found, ranks = super().gather(tensor), self.ranks
-        if ranks is None:
-            return found
+        ranks = self.ranks
 
         def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
             return torch.cat(gathered.chunk(ranks.stages * ranks.replicas)[:: ranks.stages])
 
-        return recursively_apply(one_of_each, found)
+        return recursively_apply(one_of_each, super().gather(tensor))

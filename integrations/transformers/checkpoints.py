@@ -238,6 +238,7 @@ class StockOnPages(_StockHost):
         if self._ranks is None:
             super().save_model(output_dir, _internal_call)
             return
+        self._ranks.agree("save the model")
         self._attach()
         directory = Path(output_dir or self.args.output_dir or "")
         if self.args.should_save:

@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.pipeline.ranks import Ranks
 
-from ..accelerate import PTMAccelerator
+from ..accelerate.pipelines import PipelineAccelerator
 from .loop import comes_with
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class PipelinedLoop(_Host):
     @property
     def _ranks(self) -> Ranks | None:
         accelerator = self.accelerator
-        return accelerator.ranks if isinstance(accelerator, PTMAccelerator) else None
+        return accelerator.ranks if isinstance(accelerator, PipelineAccelerator) else None
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """As in the Trainer; all stages of a pipeline have the same batch."""

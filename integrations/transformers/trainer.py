@@ -21,6 +21,7 @@ from ptm_accel.errors import PagedModelError, UnsupportedError
 from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator
+from ..accelerate.pipelines import PipelineAccelerator
 from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
@@ -86,7 +87,9 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
     def create_accelerator_and_postprocess(self) -> None:
         """As in the Trainer, with an accelerator that puts models on pages."""
         refuse_arguments(self.args)
-        with _accelerator_is(functools.partial(PTMAccelerator, ptm_config=self.ptm_config)):
+        assert self.ptm_config is not None
+        kind = PTMAccelerator if self.ptm_config.pipeline is None else PipelineAccelerator
+        with _accelerator_is(functools.partial(kind, ptm_config=self.ptm_config)):
             super().create_accelerator_and_postprocess()
         if self.args.n_gpu > 1:
             logger.warning(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ptm_accel.errors import ConfigError
+from ptm_accel.errors import ConfigError, UnsupportedError
+
+_NUMBERS = 16
+"""Of what is compared; as many whatever it is, so that processes that do different things need not wait."""
 
 
 class Ranks:
@@ -48,6 +52,32 @@ class Ranks:
         self.pipeline = _group_of(rank, pipelines)
         self.told = _group_of(rank, pipelines, backend="gloo")
         self.alike = _group_of(rank, [list(range(stage, processes, stages)) for stage in range(stages)])
+
+    def agree(self, doing: str, numbers: Sequence[torch.Tensor] = ()) -> bool:
+        """Compares what the processes of a pipeline are about to do.
+
+        Args:
+            doing: in words.
+            numbers: integers that tell more, of one element each.
+
+        Returns:
+            whether all have the same numbers.
+
+        Raises:
+            UnsupportedError: another one does something else.
+        """
+        own = torch.zeros(_NUMBERS, dtype=torch.int64)
+        own[0] = zlib.crc32(doing.encode())
+        if numbers:
+            own[1 : 1 + len(numbers)] = torch.stack(list(numbers)).cpu()
+        found = [torch.zeros_like(own) for _ in range(self.stages)]
+        dist.all_gather(found, own, group=self.told)
+        if any(other[0] != own[0] for other in found):
+            raise UnsupportedError(
+                f"stage {self.stage} of {self.stages} is to {doing}, and another stage is not: all of them take part. "
+                "Leave it to the Trainer, or call it in all processes (not only where is_world_process_zero)."
+            )
+        return all(torch.equal(other, own) for other in found)
 
 
 def _group_of(rank: int, groups: Sequence[list[int]], **how: Any) -> dist.ProcessGroup:

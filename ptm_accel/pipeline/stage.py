@@ -243,7 +243,10 @@ class Stage:
             if leaf.grad is not None:
                 roots.append(own)
                 gradients.append(leaf.grad)
-        torch.autograd.backward(roots, gradients)
+        # Of a first stage that is frozen, or of its first layers, nothing has a backward.
+        depend = [number for number, root in enumerate(roots) if root.requires_grad]
+        if depend:
+            torch.autograd.backward([roots[number] for number in depend], [gradients[number] for number in depend])
         return None if self.first else done.given.grad
 
 

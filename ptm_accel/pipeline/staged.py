@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
@@ -127,10 +126,7 @@ class StagedModel:
         Raises:
             UnsupportedError: they differ.
         """
-        own = torch.stack([part for tensor in batch.values() for part in _summary(tensor)]).cpu()
-        found = [torch.zeros_like(own) for _ in range(self.ranks.stages)]
-        dist.all_gather(found, own, group=self.ranks.told)
-        if any(not torch.equal(other, own) for other in found):
+        if not self.ranks.agree("compute a batch", [part for tensor in batch.values() for part in _summary(tensor)]):
             raise UnsupportedError(
                 f"the {self.ranks.stages} processes of a pipeline have different batches (that of stage "
                 f"{self.ranks.stage} is {tuple(batch['input_ids'].shape)}). All need the same: no sampler of your own "

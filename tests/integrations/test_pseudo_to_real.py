@@ -63,6 +63,7 @@ def test_pages_change_no_number(budget: str, plain: Any, tiny: ModuleType, tmp_p
     assert not is_linked(trainer.model)
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("saved", [2, 4, 6])
 @pytest.mark.parametrize("budget", ["none", "tight"])
 def test_both_stages_are_resumed(budget: str, saved: int, plain: Any, tiny: ModuleType, tmp_path: Path) -> None:

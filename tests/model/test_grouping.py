@@ -194,6 +194,7 @@ def adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("make", [adamw, momentum, filled])
 def test_members_that_come_late_are_frozen_changed_and_loaded(

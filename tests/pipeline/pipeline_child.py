@@ -1,13 +1,10 @@
 """One of the processes of a pipeline: trains its stage on pages, and compares losses with the whole model's.
 
-Started by torchrun with two arguments: a folder for pages, and what to do: `train`; or `raise` or `kill`, in the second
-process in the third step.
+Started by torchrun with one argument: a folder for pages.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +34,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    folder, what = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank, stages = dist.get_rank(), dist.get_world_size()
     whole = build()
@@ -47,10 +44,6 @@ def main() -> None:
     optimizer = engine.bind_optimizer(torch.optim.AdamW(stage.model.parameters(), lr=1e-3))
     plain = torch.optim.AdamW(whole.parameters(), lr=1e-3)
     for number in range(STEPS):
-        if what == "raise" and number == 2 and rank == 1:
-            raise RuntimeError("rank 1: something is wrong")
-        if what == "kill" and number == 2 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         loss = pipeline.step(batch(number), [(1, SLICES), (1, SLICES[::-1])]).item()
         own = engine.clip_grad_norm_(float("inf"))
         norm = torch.stack(pipeline.norms(own)).square().sum().sqrt()

@@ -94,6 +94,7 @@ def check(found: Any, wanted: Any, within: float = 1e-12) -> None:
         assert (gradient - wanted[1][name]).abs().max().item() <= within * scale, name
 
 
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("slices", [1, 5, LENGTH])

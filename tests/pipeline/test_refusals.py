@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import transformers
 
 import ptm_accel
 from integrations.accelerate import PTMAccelerator
+from integrations.accelerate.pipelines import PipelineAccelerator
 from integrations.transformers.pipelines import refuse_with_pipeline
 from ptm_accel.config import PTMConfig
 from ptm_accel.errors import ConfigError, UnsupportedError
@@ -134,7 +134,7 @@ def test_dials(dials: dict[str, Any], error: type[Exception], message: str, tmp_
 def test_a_pipeline_with_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UnsupportedError, match="FSDP is switched on"):
-        PTMAccelerator(cpu=True, ptm_config=PTMConfig(pipeline=2))
+        PipelineAccelerator(cpu=True, ptm_config=PTMConfig(pipeline=2))
 
 
 def test_nccl_without_gpus(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +143,13 @@ def test_nccl_without_gpus(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> Non
         Ranks(1, CPU)
 
 
-def test_half_precision_and_states(alone: Ranks) -> None:
-    accelerator = PTMAccelerator(cpu=True)
-    accelerator.scaler = types.SimpleNamespace()  # type: ignore[assignment]
+def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="a pipeline is trained by the Trainer"):
+        PTMAccelerator(cpu=True, ptm_config=PTMConfig(pipeline=2))
+    monkeypatch.setattr(PipelineAccelerator, "scaler", object(), raising=False)
+    monkeypatch.setattr(PTMAccelerator, "__init__", lambda self, **given: None)
     with pytest.raises(UnsupportedError, match="with fp16 each stage would skip other steps"):
-        accelerator._find_ranks(PTMConfig(pipeline=2))
-    accelerator.scaler = None
-    accelerator.ranks = alone
-    for call in (accelerator.save_state, accelerator.load_state, lambda: accelerator.get_state_dict(None)):
-        with pytest.raises(UnsupportedError, match="each process has one of 1 stages, and none has all"):
-            call()
+        PipelineAccelerator(cpu=True, ptm_config=PTMConfig(pipeline=2))
 
 
 def test_reentrant_checkpoints(alone: Ranks) -> None:
@@ -174,6 +171,7 @@ def test_models(alone: Ranks) -> None:
     ("asked", "message"),
     [
         ({"differs": True}, "the 2 processes of a pipeline have different batches"),
+        ({"fails": "save"}, "and another stage is not: all of them take part"),
         ({"predicts": True}, "returns its loss alone, and no predictions"),
         ({"dials": {"pipeline": {"stages": 4}}, "count": 4}, "4 stages of 3 layers; set it to at most 3"),
     ],

@@ -68,6 +68,7 @@ def model_of(kind: str) -> Any:
     return model
 
 
+@pytest.mark.thinned(24)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -119,6 +120,19 @@ def test_training_in_float32() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_frozen_layers(layers: int) -> None:
+    """A first stage may have nothing to train, or its first layers may not."""
+    whole = model_of("llama")
+    inner: Any = whole.base_model
+    for part in (inner.embed_tokens, *inner.layers[:layers]):
+        part.requires_grad_(False)
+    stages = stages_of(whole, 2, False)
+    given = batch(True)
+    loss = step(stages, given)
+    check((loss, found(stages, whole)), gradients(whole, given))
 
 
 @pytest.mark.parametrize(

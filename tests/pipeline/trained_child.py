@@ -44,13 +44,16 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Failing(TrainerCallback):
-    """Ends one process in the middle."""
+    """Ends one process in the middle, or has it save without the other."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, trainer: Any) -> None:
         self.how = how
+        self.trainer = trainer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3 and args.process_index == 1:
+        if state.global_step == 3 and args.process_index == 1 and self.how == "save":
+            self.trainer.save_model()
+        elif state.global_step == 3 and args.process_index == 1:
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("something is wrong")
@@ -101,7 +104,7 @@ def main() -> None:
         rows.ids %= VOCABULARY
     trainer = trainer(model, TrainingArguments(**arguments), train_dataset=rows, eval_dataset=rows, **more)
     if "fails" in asked:
-        trainer.add_callback(Failing(asked["fails"]))
+        trainer.add_callback(Failing(asked["fails"], trainer))
     if asked.get("predicts"):
         trainer.predict(rows)
     if asked.get("evaluates_first"):

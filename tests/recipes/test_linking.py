@@ -139,6 +139,7 @@ def test_an_ordinary_model_is_linked_and_delinked(name: str, moments: str) -> No
     check(found, oracle(name, moments))
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("budget", ["fits", "30%", "floor"])
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("name", LISTS)
