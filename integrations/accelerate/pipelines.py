@@ -68,9 +68,22 @@ class PipelineAccelerator(PTMAccelerator):
         cut = StagedModel(model, self.ranks, self.device) if new else None
         engine = super().attach(model, evaluates=evaluates)
         if cut is not None:
-            cut.measure_first(model, engine.zero_grad)
+            cut.measure_first(model, engine.zero_grad, self.autocast)
             engine.training.norms = cut.norms
         return engine
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As `PTMAccelerator.prepare_optimizer`.
+
+        Raises:
+            UnsupportedError: as there; or this stage has nothing to train.
+        """
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise UnsupportedError(
+                f"stage {self.ranks.stage} of {self.ranks.stages} has nothing to train: all its parameters are frozen. "
+                "Set pipeline.stages lower."
+            )
+        return super().prepare_optimizer(optimizer, device_placement)
 
     def gather(self, tensor: Any) -> Any:
         """As `Accelerator.gather`; what all stages of a pipeline have alike comes once."""

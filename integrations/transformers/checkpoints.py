@@ -244,6 +244,8 @@ class StockOnPages(_StockHost):
         if self.args.should_save:
             # All but the weights.
             self._save(str(directory), state_dict={})
+            # Whoever reads a model prefers it to several files.
+            (directory / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         self._write_weights(directory, self._ranks)
         if self.args.push_to_hub and not _internal_call:

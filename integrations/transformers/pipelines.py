@@ -79,6 +79,9 @@ class PipelinedLoop(_Host):
             CheckpointError: it is of another number, or of a whole model.
         """
         folder = self._state_folder(directory)
+        if not any(directory.glob("stage-*")) and not any(directory.glob("optimizer*")):
+            # Weights alone, as the Trainer will say.
+            return
         saved = next((path.name for path in directory.glob(_STAGE.format(number=0, count="*"))), None)
         if folder.is_dir() if self._ranks is not None else saved is None:
             return

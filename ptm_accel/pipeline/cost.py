@@ -10,6 +10,7 @@ import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -47,8 +48,10 @@ class Cost:
         return self._alone(tokens) + max(0.0, a0 + a1 * tokens + a2 * before + a3 * tokens * before)
 
     def _alone(self, tokens: int) -> float:
-        """Between two lengths that were measured, on the line through both."""
+        """Between two lengths that were measured, on the line through both; what is shorter takes no less."""
         known, times = self.tokens, self.alone_s
+        if tokens <= known[0]:
+            return times[0]
         at = min(max(bisect.bisect_left(known, tokens), 1), len(known) - 1)
         left, right = known[at - 1], known[at]
         return times[at - 1] + (times[at] - times[at - 1]) * (tokens - left) / (right - left)
@@ -78,7 +81,8 @@ def measure(stage: Stage, given: torch.Tensor, labels: torch.Tensor, lengths: Se
         solution = torch.linalg.lstsq(torch.tensor(rows).double(), torch.tensor(values).double()[:, None]).solution
         fitted = solution.flatten().tolist()
     a0, a1, a2, a3 = fitted
-    return Cost(tuple(lengths), tuple(alone.values()), (a0, a1, a2, a3))
+    # By chance a slice may have taken longer than one with more tokens.
+    return Cost(tuple(lengths), tuple(accumulate(alone.values(), max)), (a0, a1, a2, a3))
 
 
 def _now(device: torch.device) -> float:
@@ -91,7 +95,7 @@ def _least(stage: Stage, given: torch.Tensor, labels: torch.Tensor, tokens: int,
     """The median of a few times that a slice takes, with one slice of all that is before it."""
     found = []
     for _ in range(_REPEATS):
-        stage.begin()
+        slices = stage.begin()
         if before:
             stage.forward(given[:, :before], 0, labels=labels[:, :before], predicted=1)
         part = slice(before, before + tokens)
@@ -99,7 +103,7 @@ def _least(stage: Stage, given: torch.Tensor, labels: torch.Tensor, tokens: int,
         made = stage.forward(
             given[:, part], before, labels=labels[:, part], predicted=1, alone=tokens == given.shape[1]
         )
-        stage.backward(None if stage.last else torch.ones_like(made))
+        stage.backward(slices, None if stage.last else torch.ones_like(made))
         found.append(_now(given.device) - begin)
         if min(found) > _LONG_S:
             break

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -15,8 +17,8 @@ from ptm_accel.pipeline.stage import Stage, shifted
 logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 32
-_LENGTHS = 4
-"""How many lengths of slices are measured, each half of the one above it."""
+_SHAPES = 16
+"""So many lengths have a scheme of their own: finding one takes a second."""
 _MOST_EDGES = 128
 """In how many places a sequence may be cut: finding the scheme takes their square."""
 _GRAIN = 8
@@ -44,6 +46,7 @@ class Cutting:
         self._group = group
         self._costs: dict[int, list[Cost]] = {}
         self._known: dict[tuple[int, int], Parts] = {}
+        self._longest = 0
 
     def parts(self, ids: torch.Tensor) -> Parts:
         """How a batch is cut: in one piece, before anything has been measured.
@@ -54,20 +57,28 @@ class Cutting:
         rows, length = ids.shape
         if not self._costs:
             return [(rows, (length,))]
-        if (rows, length) not in self._known:
-            self._known[rows, length] = self._best(rows, length)
-        return self._known[rows, length]
+        grain = -(-self._longest // _SHAPES)
+        rounded = -(-length // grain) * grain
+        if (rows, rounded) not in self._known:
+            self._known[rows, rounded] = self._best(rows, rounded)
+        return [(count, _up_to(length, slices)) for count, slices in self._known[rows, rounded]]
 
-    def measure(self, ids: torch.Tensor) -> None:
+    def measure(self, ids: torch.Tensor) -> bool:
         """Measures the stages of all processes; gradients are left in their parameters.
 
         Args:
-            ids: (rows, length), a batch as those to come; one that is too short to be cut tells nothing.
+            ids: (rows, length), a batch as those to come.
+
+        Returns:
+            whether anything was measured: a batch that is too short to be cut tells nothing.
         """
         rows, length = ids.shape
         if length < 2 * _LEAST_TOKENS:
-            return
-        lengths = [length >> power for power in range(_LENGTHS) if length >> power >= _LEAST_TOKENS]
+            return False
+        self._longest = length
+        # Each half of the one before it. No slice is taken to be faster than the shortest of them.
+        halves = dist.get_world_size(self._group).bit_length() + 2
+        lengths = [length >> power for power in range(halves) if length >> power >= _LEAST_TOKENS]
         devices = [ids.device] if ids.device.type == "cuda" else []
         # Dropout draws in training what it draws without this.
         with torch.random.fork_rng(devices), torch.enable_grad():
@@ -79,6 +90,7 @@ class Cutting:
                 found: list[Cost] = [own] * dist.get_world_size(self._group)
                 dist.all_gather_object(found, own, group=self._group)
                 self._costs[count] = found
+        return True
 
     def _seconds(self, rows: int, tokens: int, before: int) -> float:
         """What the slowest stage takes, on the line through the numbers of rows that were measured."""
@@ -107,3 +119,9 @@ class Cutting:
                 whole,
             )
         return scheme.parts
+
+
+def _up_to(length: int, slices: Sequence[int]) -> tuple[int, ...]:
+    """Slices of a longer sequence, cut off after so many tokens."""
+    ends = [min(end, length) for end in accumulate(slices)]
+    return tuple(end - begin for begin, end in pairwise([0, *ends]) if end > begin)

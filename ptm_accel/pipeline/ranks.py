@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ptm_accel.errors import ConfigError, UnsupportedError
 
 _NUMBERS = 16
-"""Of what is compared; as many whatever it is, so that processes that do different things need not wait."""
+"""Of what is compared: another number than anybody else gathers, at which collective operations fail."""
 
 
 class Ranks:
@@ -25,6 +25,7 @@ class Ranks:
     Attributes:
         stages, replicas: how many there are.
         stage, replica: of this process.
+        device: see above.
         pipeline: the processes of its pipeline, in the order of their stages, for tensors on its device.
         told: the same processes, for tensors in host memory.
         alike: the processes that have the same stage.
@@ -45,6 +46,7 @@ class Ranks:
                 f"the {processes} processes talk by NCCL, which needs a GPU in each, and this one computes on the CPU; "
                 "set ddp_backend='gloo'."
             )
+        self.device = device
         rank = dist.get_rank()
         self.stages, self.replicas = stages, processes // stages
         self.stage, self.replica = rank % stages, rank // stages
@@ -54,30 +56,38 @@ class Ranks:
         self.alike = _group_of(rank, [list(range(stage, processes, stages)) for stage in range(stages)])
 
     def agree(self, doing: str, numbers: Sequence[torch.Tensor] = ()) -> bool:
-        """Compares what the processes of a pipeline are about to do.
+        """Compares what all processes are about to do.
+
+        Whatever another one does instead, it comes to a collective operation of all processes, as this is one.
 
         Args:
             doing: in words.
             numbers: integers that tell more, of one element each.
 
         Returns:
-            whether all have the same numbers.
+            whether the stages of this pipeline have the same numbers.
 
         Raises:
-            UnsupportedError: another one does something else.
+            UnsupportedError: another one does something else, or has ended.
         """
-        own = torch.zeros(_NUMBERS, dtype=torch.int64)
+        own = torch.zeros(_NUMBERS, dtype=torch.int64, device=self.device)
         own[0] = zlib.crc32(doing.encode())
         if numbers:
-            own[1 : 1 + len(numbers)] = torch.stack(list(numbers)).cpu()
-        found = [torch.zeros_like(own) for _ in range(self.stages)]
-        dist.all_gather(found, own, group=self.told)
-        if any(other[0] != own[0] for other in found):
+            own[1 : 1 + len(numbers)] = torch.stack(list(numbers))
+        gathered = [torch.zeros_like(own) for _ in range(self.stages * self.replicas)]
+        cause = None
+        try:
+            dist.all_gather(gathered, own)
+        except RuntimeError as error:
+            cause = error
+        found = torch.stack(gathered).cpu()
+        if cause is not None or bool((found[:, 0] != found[self.replica * self.stages + self.stage, 0]).any()):
             raise UnsupportedError(
-                f"stage {self.stage} of {self.stages} is to {doing}, and another stage is not: all of them take part. "
-                "Leave it to the Trainer, or call it in all processes (not only where is_world_process_zero)."
-            )
-        return all(torch.equal(other, own) for other in found)
+                f"stage {self.stage} of {self.stages} is to {doing}, and another process is not: all of them take "
+                "part. Leave it to the Trainer, or call it in all (not only where is_world_process_zero)."
+            ) from cause
+        pipeline = found.view(self.replicas, self.stages, -1)[self.replica]
+        return bool((pipeline == pipeline[0]).all())
 
 
 def _group_of(rank: int, groups: Sequence[list[int]], **how: Any) -> dist.ProcessGroup:

@@ -45,6 +45,44 @@ def refuse_slicing(model: nn.Module, option: str = "token_slices") -> None:
         raise UnsupportedError(f"{name} cannot be cut into slices of tokens: {reason}. Or leave {option} out.")
 
 
+def refuse_pipeline(model: Any) -> None:
+    """Refuses a model that computes something else than its stages would.
+
+    Raises:
+        UnsupportedError: names what it has.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or getattr(model.config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    reason = None
+    if model.get_output_embeddings() is None:
+        reason = "it has no head that predicts tokens"
+    elif not type(model).__module__.startswith("transformers.models.") or "forward" in vars(model):
+        reason = "its forward is not that of transformers, and stages would not call it"
+    elif getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        reason = "its loss_function is not that of causal language models"
+    elif kind in ("dynamic", "longrope"):
+        reason = f"its positions are turned by the length of a sequence (rope_type {kind}), which slices differ in"
+    if reason is not None:
+        raise UnsupportedError(f"{type(model).__name__} cannot be cut into stages: {reason}. Or leave pipeline out.")
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Refuses a model whose parts share parameters, as a head that is tied to the embedding: they may be apart then.
+
+    Raises:
+        UnsupportedError: names two of them.
+    """
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        before = first.setdefault(id(param), name)
+        if before != name:
+            raise UnsupportedError(
+                f"{type(model).__name__}: {before} and {name} are one parameter (tie_word_embeddings ties a head to "
+                "its embedding), which stages would have twice. A model that is trained from scratch can be built with "
+                "tie_word_embeddings=False."
+            )
+
+
 def refuse_batch(given: Mapping[str, Any]) -> None:
     """Refuses what a model in a pipeline is called with, if its stages do not take it.
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ptm_accel.errors import ConfigError
-from ptm_accel.pipeline.stage import Stage, shifted
+from ptm_accel.pipeline.stage import Slice, Stage, shifted
 
 Parts = Sequence[tuple[int, Sequence[int]]]
 """How a batch is cut: for each part its rows, and the tokens of its slices (`ptm_accel.pipeline.scheme.Scheme`)."""
@@ -34,6 +34,10 @@ class _Unit:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its part of a tensor of (rows, length)."""
         return tensor[self.rows, self.begin : self.end]
+
+
+Under = tuple[list[_Unit], list[Slice]]
+"""What a backward needs of its forward."""
 
 
 class Pipeline:
@@ -61,7 +65,6 @@ class Pipeline:
         self._width, self._dtype, self._device = width, dtype, device
         self._group, self._told = group, told or group
         self._rank, self._stages = dist.get_rank(group), dist.get_world_size(group)
-        self._units: list[_Unit] = []
 
     def step(self, batch: dict[str, torch.Tensor], parts: Parts) -> torch.Tensor:
         """Forward and backward of a batch; gradients are left in the parameters.
@@ -73,13 +76,13 @@ class Pipeline:
         Returns:
             the loss, the same in all processes.
         """
-        loss = self.forward(batch, parts)
-        self.backward()
+        loss, under = self.forward(batch, parts)
+        self.backward(under)
         return loss
 
     def forward(
         self, batch: dict[str, torch.Tensor], parts: Parts, predicted: float | torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Under]:
         """The forward of a batch, which all processes are given.
 
         Args:
@@ -88,21 +91,21 @@ class Pipeline:
             predicted: by which the sum of all tokens' losses is divided; None for how many of them are predicted.
 
         Returns:
-            the loss, float64 in host memory, the same in all processes.
+            the loss, float64 in host memory, the same in all processes; and what its backward needs.
 
         Raises:
             ConfigError: parts that are not of the batch's shape.
         """
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         following, count = shifted(batch["labels"])
-        self._units = _units(parts, *ids.shape)
+        units = _units(parts, *ids.shape)
         # Read once, at the end: until then the device computes ahead of this thread.
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        self.stage.begin()
-        coming = iter(()) if self.stage.first else self._receive(self._units, self._rank - 1)
+        slices = self.stage.begin()
+        coming = iter(()) if self.stage.first else self._receive(units, self._rank - 1)
         # What is sent must stay as it is until it has arrived.
         sent: list[tuple[Any, torch.Tensor]] = []
-        for unit in self._units:
+        for unit in units:
             made = self.stage.forward(
                 unit.of(ids) if self.stage.first else next(coming),
                 unit.begin,
@@ -118,22 +121,23 @@ class Pipeline:
         for work, _ in sent:
             work.wait()
         if not torch.is_grad_enabled():
-            self.stage.begin()
+            slices.clear()
         told = loss.cpu()
         dist.broadcast(told, group=self._told, group_src=self._stages - 1)
-        return told
+        return told, (units, slices)
 
-    def backward(self, scale: torch.Tensor | None = None) -> None:
-        """The backward of the batch that `forward` was given last; gradients are left in the parameters.
+    def backward(self, under: Under, scale: torch.Tensor | None = None) -> None:
+        """The backward of a batch; gradients are left in the parameters.
 
         Args:
+            under: what its forward has returned.
             scale: the gradient of the loss; None for 1.
         """
-        units, self._units = self._units[::-1], []
+        units, slices = under[0][::-1], under[1]
         coming = iter(()) if self.stage.last else self._receive(units, self._rank + 1)
         sent: list[tuple[Any, torch.Tensor]] = []
         for _ in units:
-            gradient = self.stage.backward(scale if self.stage.last else next(coming))
+            gradient = self.stage.backward(slices, scale if self.stage.last else next(coming))
             if gradient is not None:
                 sent.append(self._send(gradient, self._rank - 1))
         for work, _ in sent:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.errors import ConfigError, UnsupportedError
-from ptm_accel.pipeline.refusals import refuse_slicing
+from ptm_accel.pipeline.refusals import refuse_shared, refuse_slicing
 
 _IGNORED = -100
 """Labels of tokens that are not predicted."""
@@ -48,7 +48,7 @@ class _Cache:
 
 
 @dataclass(slots=True)
-class _Slice:
+class Slice:
     """What is kept of a slice between its forward and its backward.
 
     Attributes:
@@ -89,16 +89,12 @@ class Stage:
         self._checkpoints = checkpoints
         inner: Any = self.model.base_model
         self._inner = inner
-        config: Any = self.model.config
-        if stages > 1 and config.tie_word_embeddings:
-            raise UnsupportedError(
-                f"{type(model).__name__} ties its head to its embedding (tie_word_embeddings), and they are on "
-                "different stages. A model that is trained from scratch can be built with tie_word_embeddings=False."
-            )
+        if stages > 1:
+            refuse_shared(model)
         names = inspect.signature(self._inner.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._cut(number, stages)
-        self._slices: list[_Slice] = []
+        self._slices: list[Slice] = []
         self._part = 0
 
     def _cut(self, number: int, stages: int) -> None:
@@ -117,7 +113,7 @@ class Stage:
             self.model.set_input_embeddings(None)
             if hasattr(self._inner, "wpe"):
                 # Positions have been added in the first stage.
-                self._inner.wpe = _Zeros(self.model.config.n_embd)
+                self._inner.wpe = _Zeros(self.model.config.n_embd, self._inner.wpe.weight.dtype)
                 self._inner.drop = nn.Identity()
         if not self.last:
             for norm in ("norm", "ln_f"):
@@ -127,10 +123,15 @@ class Stage:
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A new batch."""
-        self._slices.clear()
+    def begin(self) -> list[Slice]:
+        """A new batch.
+
+        Returns:
+            where its slices are kept, for `backward`.
+        """
+        self._slices = []
         self._take_over_checkpoints()
+        return self._slices
 
     def _take_over_checkpoints(self) -> None:
         """Recomputes slices where layers are to be recomputed: under checkpoints of their own they see no cache.
@@ -183,7 +184,7 @@ class Stage:
             run = partial(checkpoint, run, use_reentrant=False)
         output, *own = run(given, begin, mask, labels, predicted, None if alone else known)
         leaves = [each.detach().requires_grad_(trains) for each in own]
-        self._slices.append(_Slice(given, output, own, leaves))
+        self._slices.append(Slice(given, output, own, leaves))
         detached: torch.Tensor = output.detach()
         return detached
 
@@ -227,16 +228,17 @@ class Stage:
         dtype = next(self.model.parameters()).dtype
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
 
-    def backward(self, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The backward of the last slice that has had none.
+    def backward(self, slices: list[Slice], gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The backward of the last slice of a batch that has had none.
 
         Args:
+            slices: of the batch.
             gradient: of what `forward` returned; None for 1, in the last stage.
 
         Returns:
             the gradient of what came into the stage; None in the first.
         """
-        done = self._slices.pop()
+        done = slices.pop()
         roots, gradients = [done.output], [None if gradient is None else gradient.to(done.output.dtype)]
         for own, leaf in zip(done.own, done.leaves, strict=True):
             # Of the last slice, nobody has read them.
@@ -300,15 +302,16 @@ class _Zeros(nn.Module):
 
     Args:
         width: of the embeddings.
+        dtype: of the embeddings.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.dtype = width, dtype
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Zeros, (rows, tokens, width)."""
-        return torch.zeros(*positions.shape, self.width, device=positions.device)
+        return torch.zeros(*positions.shape, self.width, dtype=self.dtype, device=positions.device)
 
 
 def shifted(labels: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import nn
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.pipeline.cutting import Cutting
 from ptm_accel.pipeline.ranks import Ranks
-from ptm_accel.pipeline.refusals import TAKEN, refuse_batch, refuse_slicing
-from ptm_accel.pipeline.runner import Parts, Pipeline
+from ptm_accel.pipeline.refusals import TAKEN, refuse_batch, refuse_pipeline, refuse_slicing
+from ptm_accel.pipeline.runner import Parts, Pipeline, Under
 from ptm_accel.pipeline.stage import Stage
 
 _MARK = "_ptm_stage"
@@ -59,6 +60,7 @@ class StagedModel:
 
     def __init__(self, model: Any, ranks: Ranks, device: torch.device) -> None:
         refuse_slicing(model, "pipeline")
+        refuse_pipeline(model)
         self.ranks = ranks
         embedding, stock = model.get_input_embeddings(), inspect.signature(model.forward)
         width, dtype = embedding.embedding_dim, embedding.weight.dtype
@@ -74,19 +76,28 @@ class StagedModel:
         forward.__signature__ = stock  # type: ignore[attr-defined]
         vars(model).update({"forward": forward, "save_pretrained": self._saving(model.save_pretrained), _MARK: self})
 
-    def measure_first(self, model: nn.Module, drop: Callable[[], object]) -> None:
-        """Measures the stage before the model's first forward with gradients.
+    def measure_first(
+        self,
+        model: nn.Module,
+        drop: Callable[[], object],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Measures the stage before the model's first forward with gradients of a batch that can be cut.
 
         Args:
             model: on its pages.
             drop: forgets all its gradients.
+            autocast: that under which its forward will run.
         """
 
         def measure(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.is_grad_enabled() and isinstance(ids := kwargs.get("input_ids"), torch.Tensor):
-                hook.remove()
-                self._cutting.measure(ids)
-                drop()
+            ids = kwargs.get("input_ids")
+            if torch.is_grad_enabled() and isinstance(ids, torch.Tensor):
+                with autocast():
+                    measured = self._cutting.measure(ids)
+                if measured:
+                    hook.remove()
+                    drop()
 
         # Before the hook that begins a pass, of which this is no part.
         hook = model.register_forward_pre_hook(measure, prepend=True, with_kwargs=True)
@@ -117,7 +128,7 @@ class StagedModel:
             begin = torch.zeros((), device=self._device, requires_grad=True)
             loss = _Loss.apply(begin, self._pipeline, batch, parts, predicted)  # type: ignore[no-untyped-call]
         else:
-            loss = self._pipeline.forward(batch, parts, predicted).to(self._device, torch.float32)
+            loss = self._pipeline.forward(batch, parts, predicted)[0].to(self._device, torch.float32)
         return LossOnly(loss=loss)
 
     def _check_alike(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -129,8 +140,9 @@ class StagedModel:
         if not self.ranks.agree("compute a batch", [part for tensor in batch.values() for part in _summary(tensor)]):
             raise UnsupportedError(
                 f"the {self.ranks.stages} processes of a pipeline have different batches (that of stage "
-                f"{self.ranks.stage} is {tuple(batch['input_ids'].shape)}). All need the same: no sampler of your own "
-                "that knows of ranks, and random changes by a seed that is the same in all."
+                f"{self.ranks.stage} is {tuple(batch['input_ids'].shape)}). All need the same: no sampler or "
+                "collator that knows of ranks, or that draws from torch's own generator, as dropout does "
+                "(group_by_length, use_seedable_sampler=False)."
             )
 
 
@@ -161,10 +173,17 @@ class _Loss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.pipeline = pipeline
         with torch.enable_grad():
-            loss = pipeline.forward(batch, parts, predicted)
+            loss, ctx.under = pipeline.forward(batch, parts, predicted)
         return loss.to(begin.device, torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        ctx.pipeline.backward(gradients[0])
+        under: Under | None
+        under, ctx.under = ctx.under, None
+        if under is None:
+            raise UnsupportedError(
+                "a second backward through the same forward of a model in a pipeline: what it needs is gone. Add the "
+                "losses up, or call the model again."
+            )
+        ctx.pipeline.backward(under, gradients[0])
         return (None,) * 5

@@ -19,6 +19,7 @@ from integrations.transformers.pipelines import refuse_with_pipeline
 from ptm_accel.config import PTMConfig
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.pipeline.ranks import Ranks
+from ptm_accel.pipeline.stage import Stage
 from ptm_accel.pipeline.staged import StagedModel
 from tests.pipeline.test_layer_slices import VOCABULARY, build
 from tests.pipeline.test_trained import CHILD, ENVIRONMENT, staged
@@ -160,18 +161,65 @@ def test_reentrant_checkpoints(alone: Ranks) -> None:
         model(input_ids=ids(), labels=ids())
 
 
-def test_models(alone: Ranks) -> None:
-    model: Any = build("mistral")
-    model.config.sliding_window = 8
-    with pytest.raises(UnsupportedError, match=r"windows of 8 tokens.*leave pipeline out"):
+class Tripled(transformers.LlamaForCausalLM):
+    """Computes another loss than transformers' own class."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("mistral", lambda m: setattr(m.config, "sliding_window", 8), "windows of 8 tokens"),
+        ("llama", lambda m: setattr(m, "__class__", Tripled), "its forward is not that of transformers"),
+        ("llama", lambda m: setattr(m, "forward", m.forward), "its forward is not that of transformers"),
+        ("llama", lambda m: setattr(m, "loss_function", print), "its loss_function is not that of causal"),
+        ("llama", lambda m: m.config.rope_parameters.update(rope_type="dynamic"), "rope_type dynamic"),
+        ("llama", lambda m: m.set_output_embeddings(None), "it has no head that predicts tokens"),
+    ],
+)
+def test_models(kind: str, change: Any, message: str, alone: Ranks) -> None:
+    model: Any = build(kind)
+    change(model)
+    with pytest.raises(UnsupportedError, match=rf"{message}.*leave pipeline out"):
         StagedModel(model, alone, CPU)
+
+
+def test_parts_that_share_parameters() -> None:
+    model: Any = build("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(UnsupportedError, match=r"model.embed_tokens.weight and lm_head.weight are one parameter"):
+        Stage(model, 0, 2)
+
+
+def test_forwards_and_their_backwards(alone: Ranks) -> None:
+    """Losses of several forwards may be added up; each has one backward."""
+    plain, model = build("llama"), build("llama")
+    StagedModel(model, alone, CPU)
+    first, second = ({"input_ids": part, "labels": part} for part in (ids(), ids().flip(0, 1)))
+    loss = model(**first).loss + 2 * model(**second).loss
+    with torch.no_grad():
+        model(**first)
+    loss.backward()
+    (plain(**first).loss + 2 * plain(**second).loss).backward()
+    wanted, found = plain.lm_head.weight.grad, model.lm_head.weight.grad
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-8)
+    loss = model(**first).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedError, match="a second backward through the same forward"):
+        loss.backward()
+
+
+def test_a_stage_with_nothing_to_train(alone: Ranks) -> None:
+    accelerator = object.__new__(PipelineAccelerator)
+    accelerator.ranks = alone
+    with pytest.raises(UnsupportedError, match="stage 0 of 1 has nothing to train: all its parameters are frozen"):
+        accelerator.prepare_optimizer(torch.optim.SGD([{"params": []}], lr=1.0))
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"differs": True}, "the 2 processes of a pipeline have different batches"),
-        ({"fails": "save"}, "and another stage is not: all of them take part"),
+        ({"fails": "save"}, ", and another process is not: all of them take part"),
         ({"predicts": True}, "returns its loss alone, and no predictions"),
         ({"dials": {"pipeline": {"stages": 4}}, "count": 4}, "4 stages of 3 layers; set it to at most 3"),
     ],

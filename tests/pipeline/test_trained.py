@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.pipeline.test_layer_slices import build
 from tests.prepared import Run, run_prepared, run_ranks
 
 CHILD = Path(__file__).with_name("trained_child.py")
@@ -72,6 +73,7 @@ def check_weights(plain_at: Path, staged_at: Path) -> None:
         ("qwen3", 2, {"dials": PAGES, "padded": True, "arguments": {"gradient_checkpointing": True}}),
         ("mistral", 3, {"arguments": {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}}),
         ("llama", 2, {"arguments": {"bf16": True}}),
+        ("gpt2", 2, {"dtype": "bfloat16"}),
         ("llama", 3, {"dials": PAGES, "reads": True, "evaluates_first": True}),
     ],
 )
@@ -81,7 +83,7 @@ def test_trains_as_without(kind: str, stages: int, more: dict[str, Any], tmp_pat
     if dials:
         dials = {**dials, "disk": str(tmp_path)}
     runs = staged(tmp_path, stages, dials=dials, kind=kind, **more)
-    tolerance = 2e-2 if more.get("arguments", {}).get("bf16") else 0.0
+    tolerance = 2e-2 if "dtype" in more or more.get("arguments", {}).get("bf16") else 0.0
     if tolerance:
         for run in runs:
             found = torch.tensor(result(run)["logged"])
@@ -125,6 +127,18 @@ def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
     run = run_prepared(CHILD, json.dumps(given), cwd=tmp_path, env=ENVIRONMENT)
     assert run.code != 0
     assert "was saved by a pipeline of 2 stages" in run.err
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """Saved without optimizer state, where an older model lies; training goes on from them with a new optimizer."""
+    build("llama").float().save_pretrained(tmp_path / "staged" / "last")
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "save_only_model": True}
+    for run in staged(tmp_path, 2, kind="llama", arguments=saving):
+        result(run)
+    assert not (tmp_path / "staged" / "last" / "model.safetensors").exists()
+    for run in staged(tmp_path, 2, kind="llama", arguments={**saving, "max_steps": 3}, resume=True):
+        result(run)
+        assert "the weights are taken from it, and training goes on with a new optimizer" in run.err
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])

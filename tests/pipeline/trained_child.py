@@ -71,7 +71,7 @@ def main() -> None:
     if asked.get("cut", True):
         Cutting.parts = cut  # type: ignore[method-assign]
     torch.manual_seed(0)
-    model: Any = build(asked["kind"]).float()
+    model: Any = build(asked["kind"]).to(getattr(torch, asked.get("dtype", "float32")))
     model.config.use_cache = False
     if model.config.tie_word_embeddings:
         model.config.tie_word_embeddings = False
