@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class PipelineAccelerator(PTMAccelerator):
         cut = StagedModel(model, self.ranks, self.device) if new else None
         engine = super().attach(model, evaluates=evaluates)
         if cut is not None:
-            cut.measure_first(model, engine.zero_grad, self.autocast)
+            cut.measure_first(model, partial(_has_gradients, engine), engine.zero_grad, self.autocast)
             engine.training.norms = cut.norms
         return engine
 
@@ -93,3 +94,10 @@ class PipelineAccelerator(PTMAccelerator):
             return torch.cat(gathered.chunk(ranks.stages * ranks.replicas)[:: ranks.stages])
 
         return recursively_apply(one_of_each, super().gather(tensor))
+
+
+def _has_gradients(engine: Engine) -> bool:
+    training = engine.training
+    if training.plain.active:
+        return any(slot.param.grad is not None for slot in engine.slots)
+    return training.gradients is not None and bool(training.gradients.arrived())

@@ -79,20 +79,22 @@ class StagedModel:
     def measure_first(
         self,
         model: nn.Module,
+        has_gradients: Callable[[], bool],
         drop: Callable[[], object],
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Measures the stage before the model's first forward with gradients of a batch that can be cut.
+        """Measures the stage before the first forward of a step whose batch can be cut.
 
         Args:
             model: on its pages.
-            drop: forgets all its gradients.
+            has_gradients: tells whether it has any, as after the first of several batches of a step.
+            drop: forgets them.
             autocast: that under which its forward will run.
         """
 
         def measure(module: nn.Module, args: Any, kwargs: Any) -> None:
             ids = kwargs.get("input_ids")
-            if torch.is_grad_enabled() and isinstance(ids, torch.Tensor):
+            if torch.is_grad_enabled() and isinstance(ids, torch.Tensor) and not has_gradients():
                 with autocast():
                     measured = self._cutting.measure(ids)
                 if measured:

@@ -208,6 +208,22 @@ def test_forwards_and_their_backwards(alone: Ranks) -> None:
         loss.backward()
 
 
+def test_measuring_loses_no_gradients(alone: Ranks) -> None:
+    """Of a step whose first batch is too short to be measured, the second one is not measured either."""
+    plain, model = build("llama"), build("llama")
+    stage = StagedModel(model, alone, CPU)
+    long = ids().repeat(1, 2)
+    stage.measure_first(model, lambda: any(p.grad is not None for p in model.parameters()), model.zero_grad)
+    for step, batches in enumerate([(ids(), long), (long, ids())]):
+        for batch in batches:
+            for each in (plain, model):
+                each(input_ids=batch, labels=batch).loss.backward()
+        assert bool(stage._cutting._costs) == bool(step)
+        assert torch.allclose(model.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-8)
+        plain.zero_grad()
+        model.zero_grad()
+
+
 def test_a_stage_with_nothing_to_train(alone: Ranks) -> None:
     accelerator = object.__new__(PipelineAccelerator)
     accelerator.ranks = alone
