@@ -88,8 +88,8 @@ class PipelinedLoop(_Host):
         count = "a training without pipeline" if saved is None else f"a pipeline of {saved.rsplit('-', 1)[1]} stages"
         wanted = "leave pipeline out" if saved is None else f"set pipeline.stages to {saved.rsplit('-', 1)[1]}"
         raise CheckpointError(
-            f"{directory} was saved by {count}, and its optimizer state is that of its parts; {wanted} to go on with "
-            "it, or start from its weights (from_pretrained)."
+            f"{directory} was saved by {count}, whose optimizer state is in other parts; {wanted} to go on with it, "
+            "or start from its weights (from_pretrained)."
         )
 
 

@@ -127,6 +127,12 @@ def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
     run = run_prepared(CHILD, json.dumps(given), cwd=tmp_path, env=ENVIRONMENT)
     assert run.code != 0
     assert "was saved by a pipeline of 2 stages" in run.err
+    given = {**given, "resume": None, "arguments": saving}
+    result(run_prepared(CHILD, json.dumps(given), cwd=tmp_path, env=ENVIRONMENT))
+    for run in staged(tmp_path, 2, kind="llama", resume=str(tmp_path / "whole" / "checkpoint-2")):
+        assert run.code != 0
+        assert "was saved by a training without pipeline" in run.err
+        assert "leave pipeline out to go on with it" in run.err
 
 
 def test_weights_alone(tmp_path: Path) -> None:
