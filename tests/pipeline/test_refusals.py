@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from ptm_accel.integrations.accelerate import PTMAccelerator
+from ptm_accel.integrations.accelerate.pipelines import PipelineAccelerator
+from ptm_accel.integrations.transformers.pipelines import refuse_with_pipeline
 
 import ptm_accel
-from integrations.accelerate import PTMAccelerator
-from integrations.accelerate.pipelines import PipelineAccelerator
-from integrations.transformers.pipelines import refuse_with_pipeline
 from ptm_accel.config import PTMConfig
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.pipeline.ranks import Ranks
