@@ -173,6 +173,7 @@ class Tripled(transformers.LlamaForCausalLM):
         ("llama", lambda m: setattr(m, "forward", m.forward), "its forward is not that of transformers"),
         ("llama", lambda m: setattr(m, "loss_function", print), "its loss_function is not that of causal"),
         ("llama", lambda m: m.config.rope_parameters.update(rope_type="dynamic"), "rope_type dynamic"),
+        ("llama", lambda m: m.config.rope_parameters.update(rope_type="longrope"), "rope_type longrope"),
         ("llama", lambda m: m.set_output_embeddings(None), "it has no head that predicts tokens"),
     ],
 )
@@ -222,6 +223,26 @@ def test_measuring_loses_no_gradients(alone: Ranks) -> None:
         assert torch.allclose(model.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-8)
         plain.zero_grad()
         model.zero_grad()
+
+
+def test_stages_are_measured_as_they_will_run(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama").float()
+    stage = StagedModel(model, alone, CPU)
+    seen = []
+    forward = stage._pipeline.stage.forward
+
+    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(stage._pipeline.stage, "forward", spy)
+    stage.measure_first(model, lambda: False, model.zero_grad, lambda: torch.autocast("cpu", torch.bfloat16))
+    long = ids().repeat(1, 2)
+    model(input_ids=long, labels=long)
+    # The last ones are of the batch itself, whose caller has no autocast here.
+    assert seen[0]
+    assert seen.count(True) >= 4
+    assert not seen[-1]
 
 
 def test_a_stage_with_nothing_to_train(alone: Ranks) -> None:
