@@ -65,12 +65,13 @@ class PipelineAccelerator(PTMAccelerator):
         Raises:
             ConfigError, UnsupportedError, BudgetError: as there, and as `StagedModel`.
         """
-        new = staged(model) is None
-        cut = StagedModel(model, self.ranks, self.device) if new else None
+        known = staged(model)
+        cut = known or StagedModel(model, self.ranks, self.device)
         engine = super().attach(model, evaluates=evaluates)
-        if cut is not None:
+        # Its engine may be another one than before.
+        engine.training.norms = cut.norms
+        if known is None:
             cut.measure_first(model, partial(_has_gradients, engine), engine.zero_grad, self.autocast)
-            engine.training.norms = cut.norms
         return engine
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

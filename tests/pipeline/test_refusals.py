@@ -132,9 +132,10 @@ def test_dials(dials: dict[str, Any], error: type[Exception], message: str, tmp_
         ptm_accel.Trainer(build("llama"), transformers.TrainingArguments(str(tmp_path), use_cpu=True), ptm_config=dials)
 
 
-def test_a_pipeline_with_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UnsupportedError, match="FSDP is switched on"):
+@pytest.mark.parametrize("name", ["FSDP", "DeepSpeed"])
+def test_a_pipeline_with_other_plugins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(UnsupportedError, match=f"{name} is switched on"):
         PipelineAccelerator(cpu=True, ptm_config=PTMConfig(pipeline=2))
 
 
@@ -161,15 +162,15 @@ def test_reentrant_checkpoints(alone: Ranks) -> None:
         model(input_ids=ids(), labels=ids())
 
 
-class Tripled(transformers.LlamaForCausalLM):
-    """Computes another loss than transformers' own class."""
+class OfTheirOwn(transformers.LlamaForCausalLM):
+    """Somebody's own, whose forward may be as well."""
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
         ("mistral", lambda m: setattr(m.config, "sliding_window", 8), "windows of 8 tokens"),
-        ("llama", lambda m: setattr(m, "__class__", Tripled), "its forward is not that of transformers"),
+        ("llama", lambda m: setattr(m, "__class__", OfTheirOwn), "its forward is not that of transformers"),
         ("llama", lambda m: setattr(m, "forward", m.forward), "its forward is not that of transformers"),
         ("llama", lambda m: setattr(m, "loss_function", print), "its loss_function is not that of causal"),
         ("llama", lambda m: m.config.rope_parameters.update(rope_type="dynamic"), "rope_type dynamic"),
