@@ -72,30 +72,25 @@ class PagedGradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, PagedOptimizer):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         if any(found.item() for found in optimizer_state["found_inf_per_device"].values()):
-            optimizer.gradients.drop()
-            # A fused optimizer is called all the same and skips inside its kernel; to accelerate that is a step, after
-            # which the scheduler moves on. Ours is then a step without gradients.
+            # As in torch, gradients stay until somebody drops them.
             if not getattr(optimizer.inner, "_step_supports_amp_scaling", False):
                 return None
-            with optimizer.others.left_out():
+            # A fused optimizer is called all the same and skips inside its kernel; to accelerate that is a step, after
+            # which the scheduler moves on.
+            with optimizer.gradients.left_out():
                 return optimizer.step(*args, **kwargs)
         return optimizer.step(*args, **kwargs)
 
 
 class PagedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An `AcceleratedOptimizer` after whose step no gradient is left, whether the step was made or skipped.
-
-    Torch's own `model.zero_grad()` looks at `p.grad`, which is empty, so the gradients on pages are dropped here.
-    """
+    """An `AcceleratedOptimizer` whose skipped steps are counted as well."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """As `AcceleratedOptimizer.step`: does something only when gradients are synchronised."""
         super().step(closure)
-        if self.gradient_state.sync_gradients:
-            # As in torch, parameters that are not the model's keep theirs until somebody drops them.
-            self.optimizer.gradients.drop()
+        if self.gradient_state.sync_gradients and self.step_was_skipped:
             params = (param for group in self.param_groups for param in group["params"])
-            engine = engine_holding(params) if self.step_was_skipped else None
+            engine = engine_holding(params)
             if engine is not None:
                 # Its passes have moved as much as any; the optimizer has not heard of it.
                 engine.metrics.step_ended()
@@ -301,10 +296,9 @@ class PTMAccelerator(PagedStates):
         return engine.training.clip_grad_norm_(max_norm, norm_type, parameters=given)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As `Accelerator.free_memory`; also ends what an exception has left half done, and drops gradients."""
+        """As `Accelerator.free_memory`; also ends what an exception has left half done."""
         for engine in list(self._attached):
             engine.abort()
-            engine.zero_grad()
         return super().free_memory(*objects)
 
 

@@ -165,7 +165,7 @@ class Gradients:
             logger.warning(
                 "the gradient of %s was used up by the last step, and zero_grad() has not been called since: torch "
                 "would use it once more, on pages it is as if zero_grad() had been called. Call optimizer.zero_grad() "
-                "after each step (without an Accelerator, model.zero_grad() is not seen).",
+                "after each step.",
                 grad.slot.name,
             )
 

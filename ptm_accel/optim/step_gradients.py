@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ class StepGradients:
         self.scale: torch.Tensor | None = None
         self.synchronise = synchronise
         self.plain: list[nn.Parameter] | None = None
+        self._left_out = False
         self._inner = inner
         self._states = states
         self._updates = updates
@@ -126,6 +128,22 @@ class StepGradients:
                     change(total)
                 grad.changed()
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """While it lasts a step finds no gradients, and leaves them as they are."""
+        self.apply_scale()
+        kept = [(param, param.grad) for param in self.plain or ()]
+        for param, _ in kept:
+            param.grad = None
+        self._left_out = True
+        try:
+            with self._states.others.left_out():
+                yield
+        finally:
+            self._left_out = False
+            for param, gradient in kept:
+                param.grad = gradient
+
     def _held(self) -> list[GradSlot]:
         """The gradients of the model's parameters that the optimizer has, in its order."""
         return [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
@@ -140,6 +158,8 @@ class StepGradients:
     def work(self) -> Work:
         """What a step updates, in the optimizer's order; says once if it finds gradients used up and none else."""
         work: Work = []
+        if self._left_out:
+            return work
         for index, group in enumerate(self._inner.param_groups):
             for slot in map(self._states.slots.of, group["params"]):
                 grad = None if slot is None else self._gradients.known(slot)

@@ -109,6 +109,14 @@ def test_the_steps_of_a_loop_are_counted(accumulation: int, tiny: ModuleType, di
     assert engine.metrics.summary().startswith(f"{steps} steps; ")
 
 
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
 def _scaled(scaler: Any, accelerator: Accelerator, tiny: ModuleType, fused: bool) -> Any:
     """Six steps under loss scaling; the third loss is infinite."""
     accelerator.scaler = scaler
@@ -127,6 +135,9 @@ def _scaled(scaler: Any, accelerator: Accelerator, tiny: ModuleType, fused: bool
             seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         seen += [loss.item(), accelerator.scaler.get_scale(), optimizer.step_was_skipped, temperature.item()]
+        if number == 2:
+            # Nothing has used them.
+            seen += [float(param.grad.isfinite().all()) for param in model.parameters()]
         optimizer.zero_grad()
     engine = engine_of(model)
     assert engine is None or engine.metrics.steps == 6, "those that are skipped move as much"
@@ -146,6 +157,49 @@ def test_loss_scaling_skips_the_same_steps(
     assert ours[0] == plain[0]
     assert (True in plain[0]) is not fused
     assert tiny.same(ours[1], plain[1])
+
+
+@pytest.mark.parametrize("make", [_momentum, _adamw])
+@pytest.mark.parametrize("memory", [200_000, 100_000_000])
+def test_zeros_that_zero_grad_leaves_for_a_layer_that_is_skipped(make: Any, memory: int, tmp_path: Path) -> None:
+    def loop(accelerator: Accelerator) -> list[Any]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+        model, optimizer = accelerator.prepare(layers, make(layers))
+        seen = []
+        for step in range(5):
+            x = torch.ones(2, 64)
+            for number, layer in enumerate(model):
+                x = layer(x) if number != 3 or step == 0 else x
+            accelerator.backward(x.square().mean())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 3)
+            seen += [param.detach().sum().item() for param in model.parameters()]
+            seen += [param.grad is None for param in model.parameters()]
+        return seen
+
+    dials = {"host_memory": memory, "page_size": 4096, "disk": str(tmp_path)}
+    assert loop(PTMAccelerator(cpu=True, ptm_config=dials)) == loop(Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("forgets", ["optimizer", "model", "by hand", "nobody"])
+def test_gradients_that_torch_would_use_once_more_are_told_of(
+    forgets: str, tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=tiny.budget("tight", tmp_path))
+    model = tiny.model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for row in tiny.data(3):
+        accelerator.backward(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss)
+        optimizer.step()
+        if forgets in ("optimizer", "model"):
+            (optimizer if forgets == "optimizer" else model).zero_grad()
+        elif forgets == "by hand":
+            for param in model.parameters():
+                param.grad = None
+    assert caplog.text.count("was used up by the last step, and zero_grad() has not been called since") == (
+        forgets == "nobody"
+    )
 
 
 def test_fp16_gradients_are_refused(tiny: ModuleType) -> None:
@@ -237,7 +291,7 @@ def test_others_are_clipped_as_ever(tiny: ModuleType) -> None:
     assert foreign.grad.tolist() == [0.25, 0.25]
 
 
-def test_free_memory_drops_gradients_and_lets_go(tiny: ModuleType) -> None:
+def test_free_memory_keeps_gradients_and_lets_go(tiny: ModuleType) -> None:
     accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB"})
     model = accelerator.prepare(tiny.model())
     row = tiny.data(1)[0]
@@ -245,9 +299,11 @@ def test_free_memory_drops_gradients_and_lets_go(tiny: ModuleType) -> None:
     engine = engine_of(model)
     assert engine is not None
     assert engine.gradients is not None
-    assert len(engine.gradients.present()) == 30
+    before = [param.grad.clone() for param in model.parameters()]
     accelerator.free_memory()
-    assert engine.gradients.present() == []
+    assert len(engine.gradients.present()) == len(before) == 30
+    # As without pages.
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))
     gone = weakref.ref(model)
     del model, engine
     gc.collect()

@@ -80,7 +80,7 @@ def dials(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> d
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers_as_the_plain_trainer(
-    name: str, tiny: ModuleType, plain: Any, dials: dict[str, Any], tmp_path: Path
+    name: str, tiny: ModuleType, plain: Any, dials: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     history, weights = plain(name)
     before = tiny.weights(tiny.model(**CASES[name].get("sizes", {})))
@@ -93,6 +93,7 @@ def test_same_numbers_as_the_plain_trainer(
     assert len(history) >= 5
     assert tiny.same(tiny.weights(trainer.model), weights)
     assert not tiny.same(weights, before)
+    assert "was used up by the last step" not in caplog.text
 
 
 def test_a_second_train_goes_on_as_in_the_plain_trainer(
