@@ -318,7 +318,7 @@ class Engine:
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
 
         Args:
-            check: refuse if the model does not fit the memory that is free. Without it gradients are left out.
+            check: refuse if the model does not fit the memory that is free.
 
         Returns:
             the model.
@@ -335,7 +335,7 @@ class Engine:
             self.pool.compute.limit(None)
         if check:
             self.pages.leave_card()
-        sums = self.training.take_off_sums() if check else []
+        sums = self.training.take_off_sums()
         self.training.plain.close()
         self.abort()
         self.training.end()

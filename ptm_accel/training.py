@@ -92,6 +92,7 @@ class Training:
         self.gradients.hold_arrival()
         self.gradients.looking = weakly(self.look_at_gradients, None)
         self.hold_norms()
+        self.gradients.take_waiting(self._slots)
 
     def end(self) -> None:
         """Ends it, and gives the state of the optimizer up."""

@@ -13,6 +13,7 @@ from ptm_accel.memory.paged import Part, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.away import AwayParameter
+from ptm_accel.model.gradients import refuse_sparse
 from ptm_accel.model.grouping import groups_of
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -93,6 +94,8 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
             f"parameter {name} is not contiguous (shape {tuple(param.shape)}, strides {param.stride()}). "
             "Call `param.data = param.data.contiguous()` first."
         )
+    if param.grad is not None:
+        refuse_sparse(name, param.grad)
 
 
 def take_parameters(

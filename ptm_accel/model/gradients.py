@@ -114,6 +114,20 @@ class Gradients:
             self.take(slot.param)
         return True
 
+    def take_waiting(self, slots: Iterable[ParamSlot]) -> None:
+        """Takes gradients that parameters have as they come onto pages, frozen ones among them.
+
+        Args:
+            slots: all parameters of the model, in its order.
+        """
+        every = list(slots)
+        with bare():
+            waiting = [slot for slot in every if slot.param.grad is not None]
+        if frozen := [slot for slot in waiting if self.known(slot) is None]:
+            self._admit(frozen, every)
+        for slot in waiting:
+            self.take(slot.param)
+
     def _admit(self, new: list[ParamSlot], every: list[ParamSlot]) -> None:
         # A parameter that is frozen again keeps its gradient, which counts in norms. Torch takes hooks for trainable
         # parameters only.
@@ -218,7 +232,7 @@ class Gradients:
             # Torch refuses what does not suit the parameter.
             slot.param.grad = copied
             slot.param.grad = None
-        refuse_sparse(grad, copied)
+        refuse_sparse(slot.name, copied)
         if self.arriving is not None:
             self.arriving()
         grad.forget()
@@ -311,13 +325,12 @@ class Gradients:
         known, self._by_param = self._by_param, {}
         every = list(slots)
         with bare():
-            trained = [s for s in every if id(s.param) in known or s.param.requires_grad or s.param.grad is not None]
+            trained = [slot for slot in every if id(slot.param) in known or slot.param.requires_grad]
         if trained:
             self._admit(trained, every)
         self._by_param |= known
         self.hold_arrival()
-        for slot in trained:
-            self.take(slot.param)
+        self.take_waiting(every)
 
     def _watch(self, slots: list[ParamSlot]) -> None:
         for slot in slots:
@@ -345,7 +358,7 @@ class Gradients:
         if arrived is None:
             return
         grad = self._by_param[id(param)]
-        refuse_sparse(grad, arrived)
+        refuse_sparse(grad.slot.name, arrived)
         if grad.spent:
             raise UnsupportedError(
                 f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was "
@@ -376,14 +389,14 @@ class Gradients:
             self.taken(grad)
 
 
-def refuse_sparse(grad: GradSlot, gradient: torch.Tensor) -> None:
-    """Refuses a gradient that cannot be kept.
+def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
+    """Refuses a gradient of parameter `name` that cannot be kept.
 
     Raises:
         UnsupportedError: it is sparse.
     """
     if gradient.layout is not torch.strided:
         raise UnsupportedError(
-            f"the gradient of {grad.slot.name} is {gradient.layout}; only dense gradients can be kept on pages. "
+            f"the gradient of {name} is {gradient.layout}; only dense gradients can be kept on pages. "
             "Build the module with sparse=False."
         )
