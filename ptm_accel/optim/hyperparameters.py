@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ptm_accel.optim.units import Work
+
+if TYPE_CHECKING:
+    from ptm_accel.optim.others import Others
 
 NAMES = "param_names"
 """Of a group that was made from named parameters: one for each."""
@@ -17,6 +20,38 @@ def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {k: _by_parameter(group) if k == NAMES else v for k, v in group.items() if k != "params"} for group in groups
     ]
+
+
+def of_step(inner: torch.optim.Optimizer, work: Work, others: Others) -> list[dict[str, Any]]:
+    """As `hyperparameters`, with what torch takes from the first parameter, for calls that update some of them each.
+
+    Of torch's optimizers only Adafactor does: where its `eps` is None, that of the first dtype is for all parameters.
+
+    Args:
+        inner: the user's optimizer.
+        work: what the step updates.
+        others: the optimizer's parameters that the model does not have.
+    """
+    groups = hyperparameters(inner.param_groups)
+    if not isinstance(inner, torch.optim.Adafactor):
+        return groups
+    dtypes = {id(other.param): other.param.dtype for other in others if other.param.grad is not None}
+    dtypes |= {id(state.slot.param): state.wide.dtype for _, state, _ in work}
+    for values, group in zip(groups, inner.param_groups, strict=True):
+        first, second = values["eps"]
+        updated = [param for param in group["params"] if id(param) in dtypes]
+        if first is None and updated:
+            like = [torch.empty(0, dtype=dtypes[id(param)], device=param.device) for param in updated]
+            values["eps"] = torch.finfo(_first_dtype(like, foreach=values["foreach"])).eps, second
+    return groups
+
+
+def _first_dtype(tensors: list[torch.Tensor], *, foreach: bool | None) -> torch.dtype:
+    """The dtype that an optimizer of torch comes to first."""
+    if not foreach:
+        return tensors[0].dtype
+    grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([list(tensors)])
+    return next(iter(grouped))[1]
 
 
 def _by_parameter(group: dict[str, Any]) -> dict[int, str]:

@@ -18,7 +18,7 @@ from ptm_accel.model.slots import SlotTable
 from ptm_accel.optim.arithmetic import bare_step
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.core_threads import CoreThreads
-from ptm_accel.optim.hyperparameters import hyperparameters
+from ptm_accel.optim.hyperparameters import of_step
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
@@ -164,7 +164,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.expect(self.param_groups)
         self.gradients.synchronise()
         work = self.gradients.work()
-        others = hyperparameters(self.param_groups) if self.others.gradients() else None
+        hyper = of_step(self.inner, work, self.others)
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         # Only of those that are known to be element-wise is it known that their order does not matter.
@@ -172,13 +172,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         work = by_block(work) if self._elementwise else work
         scale, self.gradients.scale = self.gradients.scale, None
         try:
-            self.updates.step(work, scale, overlaps=overlaps)
+            self.updates.step(work, scale, hyper, overlaps=overlaps)
         except BaseException:
             # What is left of the gradients, if anything, is for another try.
             self.gradients.scale = scale
             raise
-        if others is not None:
-            self.others.step(others)
+        self.others.step(hyper)
 
     # ---- the step, before it is asked for ----------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from ptm_accel.model.norms import NORM_TYPE
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
-from ptm_accel.optim.hyperparameters import hyperparameters, kept_hyperparameters, still_hold
+from ptm_accel.optim.hyperparameters import kept_hyperparameters, still_hold
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.states import States
 from ptm_accel.optim.units import Entry, ParamState, Work
@@ -69,12 +70,13 @@ class Updates:
 
     # ---- in step() ---------------------------------------------------------------------------------------------
 
-    def step(self, work: Work, scale: torch.Tensor | None, *, overlaps: bool) -> None:
+    def step(self, work: Work, scale: torch.Tensor | None, hyper: list[dict[str, Any]], *, overlaps: bool) -> None:
         """The step has come: does at once what does not run beside the next forward, and queues the rest.
 
         Args:
             work: what is to be updated, beside what has begun in backward.
             scale: what gradients are multiplied by first, if anything.
+            hyper: the hyperparameters of each group (`of_step`).
             overlaps: whether updates may run beside the next forward.
 
         Raises:
@@ -96,7 +98,7 @@ class Updates:
                 (later if self._can_wait(entry[1]) else now).append(entry)
         stats = self._compute.pool.stats
         begin = time.perf_counter() - stats.stall_s
-        self._run_now(now, scale, later)
+        self._run_now(now, later, scale, hyper)
         self._run_ahead.exclude(time.perf_counter() - stats.stall_s - begin)
         if order is not None and (later or early is not None):
             handed = [(group, state, grad.hand_over()) for group, state, grad in later]
@@ -120,9 +122,9 @@ class Updates:
                 "the last checkpoint."
             )
 
-    def _run_now(self, work: Work, scale: torch.Tensor | None, later: Work) -> None:
+    def _run_now(self, work: Work, later: Work, scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
         """Updates `work`; `later` belongs to the same step."""
-        batches = Batches(self._compute, work, scale, hyperparameters(self._compute.inner.param_groups))
+        batches = Batches(self._compute, work, scale, hyper)
         fresh = [(state, grad, dict(state.small)) for _, state, grad in work if state.fresh]
         touched = False
         try:
