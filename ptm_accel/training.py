@@ -359,7 +359,8 @@ class Training:
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""
-        given = [slot.param for slot in self._slots] if parameters is None else list(parameters)
+        # Those of size 0, which have no pages, have a norm as well: how many there are decides how torch adds them up.
+        given = list(self._pages.model.parameters() if parameters is None else parameters)
         if self.norms is None and (self.plain.active or not self._has_all_of(given)):
             return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         if self.plain.active or not self._has_all_of(given):
@@ -372,15 +373,21 @@ class Training:
         self.synchronise()
         if self.optimizer is not None:
             self.optimizer.gradients.apply_scale()
-        norms, others = [], []
+        norms, dtypes, others = [], [], []
         for param in given:
             slot = self._slots.of(param)
             if slot is not None:
-                norms += [grad.norm(float(norm_type)) for grad in self.gradients.among([param])]
+                found = [grad.norm(float(norm_type)) for grad in self.gradients.among([param])]
+                dtype = slot.value.dtype
             elif param.grad is not None:
                 others.append(param.grad)
-                norms.append(norm_of(param.grad, float(norm_type)))
-        norm = self._over_stages(total_norm(norms, float(norm_type)), norm_type)
+                found = [norm_of(param.grad, float(norm_type))]
+                dtype = param.grad.dtype
+            else:
+                continue
+            norms += found
+            dtypes += [dtype if dtype.is_complex else None] * len(found)
+        norm = self._over_stages(total_norm(norms, float(norm_type), dtypes), norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of {len(norms)} gradients is {norm.item()}, so they cannot be "

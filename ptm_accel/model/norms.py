@@ -86,21 +86,27 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def total_norm(norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def total_norm(
+    norms: list[torch.Tensor], norm_type: float, dtypes: list[torch.dtype | None] | None = None
+) -> torch.Tensor:
     """The norm over all gradients, in the order of reduction that torch uses.
 
     Args:
         norms: of each gradient, where that is, in the order of the parameters.
         norm_type: the p of the p-norm.
+        dtypes: of each gradient that has another than its norm, as a complex one has.
     """
     if not norms:
         return torch.tensor(0.0)
     first_device = norms[0].device
-    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+    # (A norm has its gradient's dtype, or fp32 for the gradient of an fp32 master.)
+    kinds = [kind or norm.dtype for kind, norm in zip(dtypes or [None] * len(norms), norms, strict=True)]
+    if len({(kind, norm.device) for kind, norm in zip(kinds, norms, strict=True)}) > 1:
         # torch groups gradients by device and dtype before it norms them, in an order of its own: it is asked for the
         # order, with empty tensors.
-        # (A norm has its gradient's dtype, or fp32 for the gradient of an fp32 master.)
-        stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=norm.dtype, device=norm.device) for norm in norms]
+        stand_ins: list[torch.Tensor | None] = [
+            torch.empty(0, dtype=kind, device=norm.device) for kind, norm in zip(kinds, norms, strict=True)
+        ]
         grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
         norms = [norms[i] for (_, indices) in grouped.values() for i in indices]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first_device) for norm in norms]), norm_type)

@@ -138,3 +138,35 @@ def test_clipping_has_the_same_numbers_with_it_and_without(tmp_path: Path) -> No
             found.append((norms, [value.clone() for value in model.state_dict().values()]))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+REAL = (torch.float32,)
+COMPLEX = (torch.float32, torch.complex64)
+ALL = (torch.bfloat16, torch.complex128, torch.float32, torch.complex64, torch.float16)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("dtypes", [REAL, COMPLEX, ALL])
+def test_complex_and_empty_gradients_have_their_place_among_the_norms(
+    dtypes: tuple[torch.dtype, ...], norm_type: float, given: bool, tmp_path: Path
+) -> None:
+    """The norm of a complex gradient is real, and that of an empty one is 0, which changes how torch adds them up."""
+
+    def build() -> nn.ParameterList:
+        rng = torch.Generator().manual_seed(3)
+        sizes = torch.randint(0, 40, (60,), generator=rng).tolist()
+        kinds = [dtypes[at % len(dtypes)] if size % 3 else dtypes[0] for at, size in enumerate(sizes)]
+        sizes = [0 if size < 8 else size for size in sizes]
+        values = (torch.randn(size, dtype=kind, generator=rng) for size, kind in zip(sizes, kinds, strict=True))
+        return nn.ParameterList(nn.Parameter(value) for value in values)
+
+    plain, model = build(), build()
+    sum((param.abs().double() * 0.3).square().sum() for param in plain).backward()  # type: ignore[union-attr]
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        sum((param.abs().double() * 0.3).square().sum() for param in model).backward()  # type: ignore[union-attr]
+        found = engine.clip_grad_norm_(1.0, norm_type, parameters=list(model.parameters()) if given else None)
+        assert torch.equal(found, expected)
+        for ours, theirs in zip(model, plain, strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
