@@ -206,17 +206,27 @@ class CardAllocator:
         self.granule_bytes = 2 * MIB // scale
         self.given_up: list[int] = []
         self._card = card
+        self._kept: dict[int, list[ctypes.Array[ctypes.c_ubyte]]] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
         try:
             piece = self._card.malloc(nbytes)
         except torch.OutOfMemoryError:
             return None
+        kept = self._kept.get(nbytes)
+        octets = kept.pop() if kept else (ctypes.c_ubyte * nbytes)()
         # It is counted here, and not as what an operation has allocated.
         with _disable_current_modes():
-            memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
-        weakref.finalize(memory.untyped_storage(), self._card.free, piece)
+            memory = torch.frombuffer(octets, dtype=torch.uint8).fill_(POISON)
+        weakref.finalize(memory.untyped_storage(), self._died, piece, octets)
         return memory
+
+    def _died(self, piece: Piece, octets: ctypes.Array[ctypes.c_ubyte]) -> None:
+        self._card.free(piece)
+        # Like a card's it stays mapped, for a copy that still runs, and for the next request.
+        ctypes.memset(octets, POISON, len(octets))
+        if len(octets) <= self.small_bytes:
+            self._kept.setdefault(len(octets), []).append(octets)
 
     def view(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         part = (ctypes.c_ubyte * nbytes).from_address(memory.data_ptr() + offset)

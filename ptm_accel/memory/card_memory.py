@@ -121,7 +121,8 @@ class CardMemory:
                 if memory is None:
                     raise self._allocator.refusal(nbytes)
                 self._small_bytes += nbytes
-                return Block(self._allocator.view(memory, 0, nbytes), None)
+                # The block has the memory: a copy may still run when the last view of it has died.
+                return Block(self._allocator.view(memory, 0, nbytes), memory)
             run = self.slabs.stretch(nbytes) if anywhere else self.slabs.take(nbytes)
             if run is None:
                 raise self._allocator.refusal(nbytes)
@@ -137,8 +138,9 @@ class CardMemory:
             if isinstance(block.region, Run):
                 self.slabs.give(block.region, block.behind)
             else:
-                assert block.region is None, f"a block of {block.nbytes} B was recycled twice"
+                assert block.region is not _GONE, f"a block of {block.nbytes} B was recycled twice"
                 self._small_bytes -= block.nbytes
+                self._allocator.give_up(block.region)
             block.region = _GONE
 
     def confine(self, nbytes: int) -> None:

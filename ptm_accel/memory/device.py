@@ -142,9 +142,10 @@ def check_copy(into: torch.Tensor, source: torch.Tensor) -> None:
 class CudaTransfer:
     """A copy on one of a `CudaTier`'s streams, with the event that marks its end.
 
-    The source of a copy out is not reused under it: a block is recycled after the copy, and torch's allocator knows of
-    the copy (`record_stream`); the tier keeps the host tensor. What a copy in fills is kept here until compute has been
-    ordered behind the copy, or the copy has ended; at the latest compute is ordered behind it as this is dropped.
+    The source of a copy out is not reused under it: a block has its memory until it is recycled, after the copy, and of
+    memory of its own torch's allocator knows the copy (`record_stream`); the tier keeps the host tensor. What a copy in
+    fills is kept here until compute has been ordered behind the copy, or the copy has ended; at the latest compute is
+    ordered behind it as this is dropped.
 
     Args:
         event: marks its end.
@@ -357,7 +358,8 @@ class CudaTier:
                 ended = torch.cuda.Event(enable_timing=True, blocking=True)
                 ended.record(stream)
             if direction is CopyDirection.OUT:
-                # For memory of torch's; blocks are not given back before the copies that touch them are done.
+                # For memory of torch's. Of a block it says nothing, whose storage torch has not allocated; the block is
+                # not given back before the copies that touch it are done.
                 on_device.record_stream(stream)
             self._retire()
             self._in_flight[direction].append(_Running(began, ended, on_host))

@@ -66,7 +66,7 @@ class _Released:
     def is_viewed(self, is_own: Callable[[Transfer], bool]) -> bool:
         """Whether somebody else than a transfer holds the memory."""
         ended = self.transfer is None or all(map(is_own, parts_of(self.transfer)))
-        return ended and not self.storage.expired()
+        return ended and self.kept is None and not self.storage.expired()
 
 
 class Room:

@@ -15,6 +15,7 @@ from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from ptm_accel.units import MIB
 from tests.card import Card, CardTier
 from tests.memory.test_frame_home import PAGE, UNIT, Setup
 from tests.mock_device import MockCopy, MockDevice
@@ -36,9 +37,9 @@ class Gate:
 
 
 @contextmanager
-def card(pages: int, delay: Gate) -> Iterator[tuple[Pool, CardTier]]:
-    """A card whose pages are of 4 KiB, and all of which are cut from slabs."""
-    tier = CardTier(Card(16 * pages * 4096, 1024), 1024)
+def card(pages: int, delay: Gate, *, small: bool = False) -> Iterator[tuple[Pool, CardTier]]:
+    """A card whose pages are of 4 KiB, and all of which are cut from slabs, or are none of them as they are `small`."""
+    tier = CardTier(Card(16 * MIB), 1) if small else CardTier(Card(16 * pages * 4096, 1024), 1024)
     memory: Memory = build_memory(Capacities(page_bytes=4096, host_bytes=1 << 20, device_bytes=pages * 4096), tier)
     tier.delay = delay
     try:
@@ -74,9 +75,10 @@ def test_a_load_takes_the_memory_of_a_store_that_runs() -> None:
         assert pool.fault(third).eq(3).all()
 
 
-def test_what_is_written_to_such_memory_comes_after_the_store() -> None:
+@pytest.mark.parametrize("small", [False, True], ids=["slabs", "small"])
+def test_what_is_written_to_such_memory_comes_after_the_store(small: bool) -> None:
     gate = Gate(CopyDirection.OUT)
-    with card(1, gate) as (pool, _):
+    with card(1, gate, small=small) as (pool, _):
         first = made(pool, 1)
         threading.Timer(0.2, gate.open).start()
         second = made(pool, 2)
@@ -100,9 +102,31 @@ def test_a_load_that_is_given_up_leaves_its_memory_to_the_next() -> None:
             assert pool.fault(tensors[value - 1]).eq(value).all()
 
 
-def test_a_view_keeps_its_memory_however_the_store_stands() -> None:
+@pytest.mark.parametrize("of_torch", [False, True], ids=["small", "adopted"])
+def test_memory_without_a_slab_is_kept_until_its_store_has_ended(of_torch: bool) -> None:
     gate = Gate(CopyDirection.OUT)
-    with card(2, gate) as (pool, _):
+    with card(2, gate, small=True) as (pool, _):
+        first = pool.create("t1", Tag.GRAD, torch.Size([1024]), torch.float32)
+        if of_torch:
+            pool.adopt(first, torch.ones(1024))
+        else:
+            pool.fault(first, write=True).fill_(1)
+        pool.ahead.evict(first)
+        pool.room.collect()
+        assert pool.room.leaving_bytes == 4096, "charged until then, too"
+        second = made(pool, 2)
+        threading.Timer(0.2, gate.open).start()
+        third = made(pool, 3)
+        assert second.place.resident, "what comes free with the store is waited for, and nothing leaves for it"
+        assert pool.fault(first).eq(1).all()
+        assert pool.fault(second).eq(2).all()
+        assert pool.fault(third).eq(3).all()
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["slabs", "small"])
+def test_a_view_keeps_its_memory_however_the_store_stands(small: bool) -> None:
+    gate = Gate(CopyDirection.OUT)
+    with card(2, gate, small=small) as (pool, _):
         first = made(pool, 1)
         kept = pool.fault(first)[:4]
         pool.ahead.evict(first)
