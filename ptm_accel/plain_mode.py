@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import BudgetError
@@ -21,7 +22,7 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import Members
-from ptm_accel.model.away import bare
+from ptm_accel.model.away import bare, is_transformed
 from ptm_accel.model.forwards import shapes_of
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.hooks import RootHook
@@ -115,7 +116,7 @@ class PlainMode:
         for slot in pages.slots:
             slot.show()
             slot.separate()
-        self._seen = [(slot.param, slot.param.data_ptr(), slot.param.requires_grad) for slot in pages.slots]
+        self._seen = [(s.param, s.param.data_ptr(), gradients.known(s) is not None) for s in pages.slots]
         optimizer.begin_plain(weakly(self.end, None))
         self._optimizer, self._gradients = optimizer, gradients
         self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
@@ -146,17 +147,16 @@ class PlainMode:
         self._pool.owed = None
         self._hook.remove()
         self._stay.release()
-        for (_, _, trained), slot in zip(self._seen, pages.slots, strict=True):
+        for slot in pages.slots:
             slot.hide()
             slot.take_in()
             slot.rejoin()
             slot.generation += 1
-            self.graphs.meet(slot, trained, self._pool)
+            self.graphs.meet(slot, self._pool)
             self.graphs.values.append(self._pool.pin(slot.value))
         self._optimizer.end_plain()
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
-        pages.residency.forwards.saved.off_in_backward = True
         pages.residency.forwards.between = weakly(self._let_values_go, None)
         self._gradients.take_again(pages.slots)
         self._optimizer, self._gradients, self._seen = None, None, []
@@ -175,7 +175,6 @@ class PlainMode:
     def _let_values_go(self) -> None:
         self.graphs.let_go()
         self._pages.residency.forwards.between = None
-        self._pages.residency.forwards.saved.off_in_backward = False
 
     def _root_hook(self) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -189,9 +188,10 @@ class PlainMode:
                     self._too_large += grad
                     self._end_before(module, args, kwargs)
                     return
-            for param, place, trains in self._seen:
-                if param.data_ptr() != place or param.requires_grad is not trains:
-                    # It has been given other data, which is to be on pages, or gets a gradient from now on.
+            for param, place, has_room in self._seen:
+                if param.data_ptr() != place or param.requires_grad > has_room:
+                    # It has been given other data, which is to be on pages, or gets a gradient from now on. One that
+                    # is frozen for a while (adapters, in a forward of their base alone) changes nothing.
                     self._end_before(module, args, kwargs)
                     return
 
@@ -225,29 +225,30 @@ class LiveGraphs:
 
     def __init__(self) -> None:
         self.values: list[Pin] = []
-        self._held: list[tuple[ParamSlot, bool, int, Pin]] = []
+        self._held: list[tuple[ParamSlot, int, Pin]] = []
 
     @staticmethod
-    def _hold(param: nn.Parameter, trained: bool) -> bool:
-        # Python's reference, and the node that adds up the gradient.
-        with bare():
+    def _refers(param: nn.Parameter) -> bool:
+        """Whether a graph has saved a parameter as it is; or is to add up its gradient, if it has been frozen since."""
+        with bare(), torch.inference_mode(mode=False):
+            # Python's reference, and the node that adds up the gradient, which is made here if there is none.
+            node = get_gradient_edge(param).node if param.requires_grad and not is_transformed() else None
             uses: int = param._use_count()  # type: ignore[attr-defined]
-            return uses > 1 + (trained and param.requires_grad)
+            return uses > 1 + (node is not None)
 
-    def meet(self, slot: ParamSlot, trained: bool, pool: Pool) -> None:
+    def meet(self, slot: ParamSlot, pool: Pool) -> None:
         """Pins a parameter's values if a graph refers to it.
 
         Args:
             slot: the parameter.
-            trained: whether it was one that is trained when it could first be saved.
             pool: has the values.
         """
-        if self._hold(slot.param, trained):
-            self._held.append((slot, trained, slot.generation, pool.pin(slot.value)))
+        if self._refers(slot.param):
+            self._held.append((slot, slot.generation, pool.pin(slot.value)))
 
     def outdate(self) -> None:
         """After a step on pages: a graph that has saved what was updated is out of date, as in torch."""
-        for slot, _, generation, _ in self._held:
+        for slot, generation, _ in self._held:
             if slot.generation != generation:
                 slot.outdate()
 
@@ -258,8 +259,8 @@ class LiveGraphs:
         self.values = []
         held, self._held = self._held, []
         for each in held:
-            slot, trained, _, pin = each
-            if self._hold(slot.param, trained):
+            slot, _, pin = each
+            if self._refers(slot.param):
                 self._held.append(each)
             else:
                 pin.release()

@@ -20,6 +20,7 @@ from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import Keeping, close_all, settle
+from ptm_accel.memory.dispatch import keeps_results
 from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Part, Pin, Place, alone
 from ptm_accel.memory.room import Room
@@ -32,11 +33,6 @@ from ptm_accel.memory.windows import Windows
 
 _ROUNDED_BY = 64
 """What is adopted is copied where that takes less than this part of it more."""
-
-
-def _keeps_results(mode: object) -> bool:
-    """Whether a dispatch mode keeps results (selective checkpointing), which those of the pool must not be."""
-    return type(mode).__module__ == "torch.utils.checkpoint"
 
 
 class Pool:
@@ -229,8 +225,7 @@ class Pool:
             return self._fault(tensor, write)
 
     def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
-        depth = torch._C._len_torch_dispatch_stack()
-        if depth and any(_keeps_results(torch._C._get_dispatch_stack_at(at)) for at in range(depth)):
+        if torch._C._len_torch_dispatch_stack() and keeps_results():
             with _disable_current_modes():
                 return self._bring(tensor, write)
         return self._bring(tensor, write)

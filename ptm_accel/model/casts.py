@@ -14,6 +14,7 @@ data, until torch clears its own; a region may lie within a forward, or around s
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.dispatch import unkept
 from ptm_accel.memory.paged import placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import CastSource, ExtentTable
@@ -144,7 +146,8 @@ class CastCache:
         for node in self._cached.made.pop():
             copy, node.filled = node.copy, False
             self._table.remove(copy)
-            copy.data = placeholder(copy.shape, copy.dtype, copy.device)
+            with unkept() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                copy.data = placeholder(copy.shape, copy.dtype, copy.device)
 
     def end(self) -> None:
         """Called when the outermost forward has returned; forgets nodes unless the autocast region goes on."""
@@ -164,7 +167,8 @@ class CastCache:
         if node is None:
             node = cached.nodes[key] = _Node(slot.param, self._copy(slot.param, slot, dtype))
         elif not node.filled:
-            with torch.no_grad():
+            # Autocast has its own copy still.
+            with torch.no_grad(), unkept():
                 node.copy.data = self._copy(slot.param, slot, dtype)
         if not node.filled:
             node.filled = True

@@ -7,6 +7,10 @@ Unpacking it in backward loads the parameter again. Other tensors go to the hook
 hooks only. Those other hooks never get a parameter, of which a checkpoint would keep all of a recomputed layer; but for
 those of a group, which is in memory as a whole until the backward of its layer has been carried out.
 
+A checkpoint counts what a forward saves, and its recomputation has to save as many tensors, though our hooks may have
+been put on or removed since (`ptm_accel.plain_mode`). So a checkpoint's hook is called with each parameter too. What it
+returns in the forward is dropped, and then it keeps nothing in the recomputation.
+
 Autograd does not check tensors for in-place changes where there are hooks, so the check is done here, by the same
 version counter. A changed parameter is refused under hooks of others too, since a `SavedView` does not keep the old
 values; except under activation checkpointing, which computes with the present ones.
@@ -150,6 +154,9 @@ class _Pack:
         ):
             source = table.find(tensor)
         if source is not None:
+            if self.recomputed and self._other is not None:
+                # To be counted; what comes of it is dropped.
+                self._other(tensor)
             with bare():
                 return SavedView(source, tensor, checked=not self.recomputed)
         if self._other is not None:
@@ -183,15 +190,10 @@ class SavedTensors:
 
     Args:
         table: finds the source of a storage.
-
-    Attributes:
-        off_in_backward: a forward without these hooks may be recomputed, which must save as many tensors as it did;
-            the caller keeps all parameters where they are meanwhile.
     """
 
     def __init__(self, table: ExtentTable) -> None:
         self._table = table
-        self.off_in_backward = False
 
     def cover(self, *, together: bool = False) -> AbstractContextManager[Any] | None:
         """The hooks as a context; None where they are active already, or hooks are disabled.
@@ -200,7 +202,7 @@ class SavedTensors:
             together: whether the parameters are a group, which stays until the backward of its layer has been carried
                 out: then hooks of checkpointing may keep it.
         """
-        if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or self._are_off():
+        if not _AUTOGRAD._saved_tensors_hooks_is_enabled():
             return None
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:
@@ -231,13 +233,10 @@ class SavedTensors:
         and need no replacement.
         """
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if others is None or self._are_off():
+        if others is None:
             return
         pack, unpack = others
         if (isinstance(pack, _Pack) and pack.covers(self._table)) or _is_checkpointing(pack):
             return
         _AUTOGRAD._pop_saved_tensors_default_hooks()
         _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
-
-    def _are_off(self) -> bool:
-        return self.off_in_backward and torch._C._current_graph_task_id() != -1
