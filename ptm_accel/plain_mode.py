@@ -246,6 +246,10 @@ class LiveGraphs:
         if self._refers(slot.param):
             self._held.append((slot, slot.generation, pool.pin(slot.value)))
 
+    def blocks(self) -> list[PagedTensor]:
+        """What is pinned, as often as it is, once the pins of all values have ended."""
+        return [slot.value.block for slot, _, _ in self._held]
+
     def outdate(self) -> None:
         """After a step on pages: a graph that has saved what was updated is out of date, as in torch."""
         for slot, generation, _ in self._held:

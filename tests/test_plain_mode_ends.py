@@ -173,8 +173,14 @@ def make_way(model: Net) -> None:
         assert engine.pool.owed.give_way()
 
 
+def take_stock(model: Net) -> None:
+    engine = engine_of(model)
+    if engine is not None:
+        engine.check_integrity()
+
+
 ANYTIME: list[Action] = [other_data, read_weights, gather, settle, make_way]
-BETWEEN: list[Action] = [reference, thaw, thaw_after_adapters_were_off, *ANYTIME, other_model, follow]
+BETWEEN: list[Action] = [reference, thaw, thaw_after_adapters_were_off, *ANYTIME, other_model, follow, take_stock]
 
 
 def let_leave(model: Net) -> None:
@@ -256,3 +262,15 @@ def test_it_goes_on_where_adapters_are_off_for_a_while(tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
         assert engine.training.plain.active
+
+
+def test_stock_may_be_taken_while_a_graph_is_alive(tmp_path: Path) -> None:
+    model = Net("none", adapters=True)
+    with on_pages(model, "host+disk", AMPLE, tmp_path) as engine:
+        train(model, engine.bind_optimizer(adamw(model)), "between", nothing)
+        loss = model(batch(0)).square().mean()
+        engine.check_integrity()
+        assert engine.pool.pinned()
+        del loss
+        engine.check_integrity()
+        assert not engine.pool.pinned()

@@ -162,6 +162,19 @@ def test_two_train_at_once_and_either_may_leave(tmp_path: Path, attached: Callab
         engines[0].pool.fault(engines[0].pool.create("w", Tag.PARAM, torch.Size([4]), torch.float32))
 
 
+def test_stock_may_be_taken_while_two_train_by_turns(tmp_path: Path, attached: Callable[..., Engine]) -> None:
+    """What is left of a step of one, with its pins, is under way while the other is asked."""
+    floor, need = needs(net(0, 12), tmp_path, "host+disk", optimizer=adamw)
+    models = [net(0, 12), net(1, 12)]
+    engines = [attached(model, dials(floor + need, tmp_path)) for model in models]
+    steppers = [engine.bind_optimizer(adamw(engine.model)) for engine in engines]
+    for number in range(6):
+        for model, stepper in zip(models, steppers, strict=True):
+            train(model, stepper, models[0], number)
+            for engine in engines if number == 5 else ():
+                engine.check_integrity()
+
+
 def test_one_that_comes_in_the_middle_of_a_step_makes_the_first_plan(
     tmp_path: Path, attached: Callable[..., Engine]
 ) -> None:

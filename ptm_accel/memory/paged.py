@@ -206,7 +206,7 @@ class PagedTensor:
             Place.DIRTY: self.extent is not None,
         }[self.place]
         arriving = (self.arrival is not None) == (self.place is Place.ARRIVING)
-        if not (held and arriving) or self.pins < 0 or (self.pins and not self.place.resident):
+        if not (held and arriving) or self.pins < 0 or (self.pins and self.extent is None):
             raise AssertionError(
                 f"{self!r}: extent {self.extent}, handle {self.handle}, arrival {self.arrival}, pins {self.pins}"
             )
