@@ -125,6 +125,12 @@ class PTMConfig:
             return cls._from_file(Path(expand(os.fspath(value))))
         return cls._from_mapping(value)
 
+    def unlike(self, other: PTMConfig) -> tuple[str, str]:
+        """The dials in which another configuration differs, with the values that they have here and there."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+        here, there = (", ".join(f"{name}={getattr(each, name)!r}" for name in names) for each in (self, other))
+        return here, there
+
     @classmethod
     def _from_file(cls, file: Path) -> PTMConfig:
         try:

@@ -398,9 +398,10 @@ class Engine:
 def _refuse_other(engine: Engine, config: PTMConfig | None, device: torch.device | None) -> None:
     """Refuses to put a model that is on pages on others: with other dials, or on another device."""
     if config is not None and config != PTMConfig() and config != engine.asked:
+        there, asked = engine.asked.unlike(config)
         raise ConfigError(
-            f"this model is already on pages with {engine.asked}, and cannot be moved to {config} while it "
-            "is. Use the same ptm_config, or call `engine_of(model).detach()` first."
+            f"this model is already on pages with {there}, and cannot be moved to {asked} while it is. Use the same "
+            "ptm_config, or call `engine_of(model).detach()` first."
         )
     here = engine.pool.compute.device
     if device is not None and not same_place(device, here):

@@ -120,9 +120,10 @@ def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None)
     if given is None:
         return asked or PTMConfig()
     config = PTMConfig.load(given)
-    if asked not in (None, PTMConfig(), config):
+    if asked is not None and asked not in (PTMConfig(), config):
+        here, there = config.unlike(asked)
         raise ConfigError(
-            f"the script gives the dials {config}, and the launcher or the environment (PTM_...) {asked}; leave one of "
+            f"the script gives the dials {here}, and the launcher or the environment (PTM_...) {there}; leave one of "
             "them out."
         )
     return config

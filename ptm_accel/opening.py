@@ -85,10 +85,11 @@ def open_memory(
     if opened is not None:
         # The same memory is asked for, or none in particular.
         if _of_memory(config) not in (_of_memory(opened.asked), PTMConfig()):
+            there, asked = _of_memory(opened.asked).unlike(_of_memory(config))
             raise ConfigError(
-                f"models of one process share their memory on {device}: one is on pages already with "
-                f"{_of_memory(opened.asked)}, and another was given {_of_memory(config)}. Give all of them the same, "
-                "or take those that are not used any more off their pages: engine_of(model).detach()."
+                f"models of one process share their memory on {device}: one is on pages already with {there}, and "
+                f"another was given {asked}. Give all of them the same, or take those that are not used any more off "
+                "their pages: engine_of(model).detach()."
             )
         resolved = replace(opened.resolved, update=config.update, master_weights=config.master_weights)
         return resolved, opened.users[0].join()

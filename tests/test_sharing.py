@@ -272,9 +272,13 @@ def test_without_a_tier_below_all_of_both_must_fit(tmp_path: Path, attached: Cal
 def test_other_figures_are_refused_with_both(tmp_path: Path, attached: Callable[..., Engine]) -> None:
     floor = needs(net(), tmp_path, "host+disk")[0]
     first = attached(net(), dials(4 * floor, tmp_path))
-    text = r"one is on pages already with .*host_memory=.*, disk=.*, page_size=.*, and another was given .*host_mem"
+    there, asked = f"host_memory={4 * floor}", f"host_memory={5 * floor}"
+    text = f"on cpu: one is on pages already with {there}, and another was given {asked}. Give all of them the same, or"
     with pytest.raises(ConfigError, match=text):
         attached(net(1), dials(5 * floor, tmp_path))
+    text = rf"already with {there}, disk=DiskConfig\(paths=.*, and another was given {asked}, disk=None\. Give all"
+    with pytest.raises(ConfigError, match=text):
+        attached(net(1), dials(5 * floor, tmp_path, disk=None))
     # What says nothing of memory, or nothing at all, is no other figure.
     for asked in (dials(4 * floor, tmp_path, update="blocking", master_weights="fp32"), PTMConfig()):
         other = attached(net(1), asked)

@@ -59,8 +59,9 @@ def enable(ptm_config: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | 
     config = PTMConfig.load(ptm_config)
     if _switch.config is not None:
         if _switch.config != config:
+            there, asked = _switch.config.unlike(config)
             raise ConfigError(
-                f"ptm_accel is already enabled with {_switch.config}, and cannot be enabled with {config} as well. "
+                f"ptm_accel is already enabled with {there}, and cannot be enabled with {asked} as well. "
                 "Call ptm_accel.disable() first."
             )
         return Enabled(ends=False)
