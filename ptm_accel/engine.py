@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import Paged, check_model, small_bytes
 from ptm_accel.model.away import bare
@@ -325,7 +325,8 @@ class Engine:
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
 
         Args:
-            check: refuse if the model does not fit the memory that is free.
+            check: refuse if the model does not fit the memory that is free. Without it `attach` is undone, after a
+                refusal: each parameter is on the device where it was, and a bound optimizer has its state again.
 
         Returns:
             the model.
@@ -333,31 +334,48 @@ class Engine:
         Raises:
             BudgetError: it does not fit; nothing has been changed then.
         """
+        if not check:
+            return self._take_back()
         self.training.plain.end(refuses=False)
-        if check:
-            self.settle()
-            refuse_oversized_model(self.memory, [*(s.value for s in self.slots), *self.training.sums()])
-        if isinstance(self.pool.compute, CudaTier):
-            # Whether the card has room was asked above; the budget need not.
-            self.pool.compute.limit(None)
-        if check:
-            self.pages.leave_card()
+        self.settle()
+        refuse_oversized_model(self.memory, [*(s.value for s in self.slots), *self.training.sums()])
+        self._lift_limit()
+        self.pages.leave_card()
         sums = self.training.take_off_sums()
-        self.training.plain.close()
-        self.abort()
-        self.training.end()
-        self.pages.remove_hooks()
-        for slot in self.slots:
-            if slot.value.place is Place.BLANK and not (check and slot.on_pages):
-                # Never put on pages (it still has its own data), or without values in a model that is given up.
-                slot.give_up_part()
-                slot.leave_pages()
-                continue
-            self.pages.take_off(slot)
+        self._leave()
         for slot, total in sums:
             slot.param.grad = total
         self.close()
         return self.model
+
+    def _take_back(self) -> nn.Module:
+        origin = self.pages.origin_of
+        try:
+            self._lift_limit()
+            sums = {slot: total.to(origin(slot)) for slot, total in self.training.take_off_sums()}
+            with bare():
+                sums |= {slot: slot.param.grad for slot in self.slots if slot.param.grad is not None}
+            if self.optimizer is not None:
+                self.optimizer.states.give_back(origin)
+            self._leave(origin)
+            for slot, total in sums.items():
+                slot.param.grad = total
+        finally:
+            # Also if a transfer failed, and what was on that disk is lost.
+            self.close()
+        return self.model
+
+    def _lift_limit(self) -> None:
+        """Whether a card has room is asked for itself; the budget need not have it."""
+        if isinstance(self.pool.compute, CudaTier):
+            self.pool.compute.limit(None)
+
+    def _leave(self, origin: Callable[[ParamSlot], torch.device] | None = None) -> None:
+        self.training.plain.close()
+        self.abort()
+        self.training.end()
+        self.pages.remove_hooks()
+        self.pages.take_off_all(origin)
 
     def close(self) -> None:
         """Gives all memory back. The model's parameters have no values afterwards, unless it was detached."""

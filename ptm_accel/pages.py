@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
@@ -13,14 +14,16 @@ from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.card_memory import CardMemory
+from ptm_accel.memory.copied import copied
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
+from ptm_accel.memory.paged import Place
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.addresses import ExtentTable
-from ptm_accel.model.attach import Paged, leave_meta, small_bytes, take_parameters
+from ptm_accel.model.attach import Paged, leave_meta, return_to_meta, small_bytes, take_parameters
 from ptm_accel.model.grouping import group_sizes
 from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -76,6 +79,10 @@ class Pages:
         self.group_bytes = 0
         self._asked = asked
         self._buffers: Reservation | None = None
+        # Where parameters were that have come from ordinary memory.
+        self._origins: dict[ParamSlot, torch.device] = {}
+        # Those that were on the meta device.
+        self._blank: set[nn.Parameter] = set()
 
     def settle(self) -> None:
         """Carries out what is left of the last optimizer step.
@@ -123,6 +130,7 @@ class Pages:
         """Puts the values of `slots` on pages, but for those of `values`, which are there, and hooks on the modules."""
         pool = self.pool
         blank = leave_meta(self.model, self.slots, pool.compute.device)
+        self._blank |= blank
         buffers = sum(b.nbytes for b in self.model.buffers())
         if self._buffers is not None:
             self._buffers.release()
@@ -135,6 +143,7 @@ class Pages:
             if read is not None and read[1] is not slot.value:
                 slot.take_over(read[1])
             elif read is None and slot.param not in blank:
+                self._origins[slot] = slot.param.device
                 slot.adopt()
                 left += slot.value.nbytes
             slot.come_onto_pages(self.residency.accesses, pool.compute.device)
@@ -218,13 +227,31 @@ class Pages:
             if idle_fits_below(self.memory):
                 self.pool.room.shrink()
 
-    def take_off(self, slot: ParamSlot) -> None:
-        """Gives a parameter ordinary memory, with its values."""
-        if slot.value.place.resident:
-            values = self.pool.fault(slot.value).detach().clone()
-        else:
-            values = self.pool.snapshot(slot.value).to(self.pool.compute.device, copy=True)
-        slot.take_off(values)
+    def origin_of(self, slot: ParamSlot) -> torch.device:
+        """The device where a parameter was before it came onto pages, or where it computes."""
+        return self._origins.get(slot, self.pool.compute.device)
+
+    def take_off_all(self, origin: Callable[[ParamSlot], torch.device] | None = None) -> None:
+        """Gives all parameters ordinary memory, with their values.
+
+        Args:
+            origin: as they were before they came onto pages: says where each is to be, and those without values are on
+                the meta device again.
+        """
+        for slot in self.slots:
+            blank = origin is not None and slot.param in self._blank and slot.value.place is Place.BLANK
+            if blank:
+                return_to_meta(self.model, slot.param)
+            if blank or not slot.on_pages:
+                # It still has its own data if something was refused before it came onto pages.
+                slot.give_up_part()
+                slot.leave_pages()
+            else:
+                self.take_off(slot, None if origin is None else origin(slot))
+
+    def take_off(self, slot: ParamSlot, device: torch.device | None = None) -> None:
+        """Gives a parameter ordinary memory, with its values; by default where it computes."""
+        slot.take_off(copied(self.pool, slot.value, self.pool.compute.device if device is None else device))
         self.pool.forget(slot.value)
         if isinstance(compute := self.pool.compute, HostArena):
             # Nothing more comes onto pages: kept for that, they would lie beside the copies.

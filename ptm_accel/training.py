@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ptm_accel.config import BLOCKING
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.copied import copied
 from ptm_accel.memory.paged import Part
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.model.away import bare
@@ -81,6 +82,11 @@ class Training:
         pages.run_ahead.in_backward = weakly(self._may_update_in_backward, False)
         pages.run_ahead.on_host_possible = weakly(self._may_update_on_host, False)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step of the optimizer has been made, or begun."""
+        return self._pages.metrics.steps > 0 or (self.optimizer is not None and self.optimizer.updates.lost is not None)
+
     # ---- gradients --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -116,12 +122,13 @@ class Training:
 
     def take_off_sums(self) -> list[tuple[ParamSlot, torch.Tensor]]:
         """Copies `sums` into ordinary memory, one after the other, and drops them here."""
+        self.sums()
         sums = []
         for grad in [] if self.gradients is None else self.gradients.present():
             assert grad.value is not None
-            values, dtype = self._pool.snapshot(grad.value), grad.slot.value.dtype
-            sums.append((grad.slot, values.to(self._pool.compute.device, dtype, copy=True)))
-            del values
+            total = copied(self._pool, grad.value, self._pool.compute.device)
+            sums.append((grad.slot, total.to(grad.slot.value.dtype)))
+            del total
             grad.drop()
         return sums
 

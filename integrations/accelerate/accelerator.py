@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -26,6 +26,7 @@ from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pipeline.layer_slices import slice_layers
 
 from ..peft import refuse_adapters
+from .before import Before
 from .states import PagedStates
 
 _PLUGINS = {
@@ -131,6 +132,9 @@ class PTMAccelerator(PagedStates):
             )
         self._memory = memory
         self._attached: weakref.WeakSet[Engine] = weakref.WeakSet()
+        # Those that it has put on pages, and what their models were like.
+        self._placed: weakref.WeakKeyDictionary[Engine, Before] = weakref.WeakKeyDictionary()
+        self._evaluated: list[weakref.ref[nn.Module]] = []
         given = inspect.signature(Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
         _refuse_plugins(given)
         super().__init__(*args, **kwargs)
@@ -169,21 +173,65 @@ class PTMAccelerator(PagedStates):
         if self.is_main_process:
             # Not as the accelerator is made: scripts set up their logging after that.
             speak()
+        is_new = engine_of(bare) is None and engine_holding(bare.parameters()) is None
+        before = Before(bare)
         slices = self.ptm_config.token_slices
-        if slices is not None and not evaluates:
-            slice_layers(bare, None if slices == AUTO else int(slices))
-        engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
-        if self.device.type != "cpu":
-            nn.Module.to(bare, self.device)
+        try:
+            if slices is not None and not evaluates:
+                slice_layers(bare, None if slices == AUTO else int(slices))
+            engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
+            if is_new:
+                self._placed[engine] = before
+            if self.device.type != "cpu":
+                nn.Module.to(bare, self.device)
+            if self.num_processes > 1:
+                engine.training.replicate(self.alike)
+        except BaseException:
+            if is_new:
+                self._take_back(bare, before)
+            raise
         self._attached.add(engine)
         # `accelerate` itself keeps this state, one for all accelerators.
         state = self.gradient_state
         engine.training.more_follow = lambda: not state.sync_gradients
         if hasattr(bare, "save_pretrained"):
             import_module("..transformers.saving", __package__).install()
-        if self.num_processes > 1:
-            engine.training.replicate(self.alike)
         return engine
+
+    def take_back(self, keep: Container[Engine] = ()) -> bool:
+        """After a refusal: models that were put on pages here are as they were before, unless one has been trained.
+
+        Args:
+            keep: those that stay on their pages.
+
+        Returns:
+            whether there were any.
+        """
+        placed = [(engine, before) for engine, before in self._placed.items() if engine not in keep]
+        placed = [(engine, before) for engine, before in placed if engine_of(engine.model) is engine]
+        if any(engine.training.has_stepped for engine, _ in placed):
+            return False
+        for engine, before in reversed(placed):
+            if engine.needs.evaluates:
+                self._evaluated.insert(0, weakref.ref(engine.model))
+            self._take_back(engine.model, before)
+        return bool(placed)
+
+    def _take_back(self, model: nn.Module, before: Before) -> None:
+        engine = engine_of(model)
+        if engine is not None:
+            self._attached.discard(engine)
+            self._placed.pop(engine, None)
+            engine.detach(check=False)
+        before.restore(model)
+
+    def put_back(self) -> None:
+        """Puts models that are only evaluated, and `take_back` has taken off, on pages again."""
+        while self._evaluated:
+            model = self._evaluated[0]()
+            if model is not None:
+                self.attach(model, evaluates=True)
+            self._evaluated.pop(0)
 
     def _holds(self, model: nn.Module) -> bool:
         return any(engine.model is model for engine in self._attached)
@@ -194,10 +242,19 @@ class PTMAccelerator(PagedStates):
         Raises:
             ConfigError, UnsupportedError, BudgetError: as `attach` and `prepare_optimizer`.
         """
-        for item in args:
-            if isinstance(item, nn.Module):
-                self.attach(item)
-        return super().prepare(*args, device_placement=device_placement)
+        placed = list(self._placed)
+        kept = (self._models, self._optimizers, self._schedulers, self._dataloaders)
+        lengths = [len(objects) for objects in kept]
+        try:
+            for item in args:
+                if isinstance(item, nn.Module):
+                    self.attach(item)
+            return super().prepare(*args, device_placement=device_placement)
+        except BaseException:
+            self.take_back(keep=placed)
+            for objects, length in zip(kept, lengths, strict=True):
+                del objects[length:]
+            raise
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -209,9 +266,14 @@ class PTMAccelerator(PagedStates):
             device_placement: has no effect, since the pages decide where parameters are.
             evaluation_mode: it is not going to be trained, so it gets less of the budget beside one that is.
         """
+        placed = list(self._placed)
         engine = self.attach(model, evaluates=evaluation_mode)
-        # In evaluation mode accelerate moves and wraps nothing, which is what a model on pages needs.
-        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        try:
+            # In evaluation mode accelerate moves and wraps nothing, which is what a model on pages needs.
+            prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        except BaseException:
+            self.take_back(keep=placed)
+            raise
         if self.num_processes > 1 and not evaluation_mode and not hasattr(prepared, "no_sync"):
             # Scripts for several processes expect what DDP has.
             vars(prepared)["no_sync"] = engine.training.no_sync
@@ -298,7 +360,8 @@ class PTMAccelerator(PagedStates):
     def free_memory(self, *objects: Any) -> Any:
         """As `Accelerator.free_memory`; also ends what an exception has left half done."""
         for engine in list(self._attached):
-            engine.abort()
+            if engine_of(engine.model) is engine:
+                engine.abort()
         return super().free_memory(*objects)
 
 

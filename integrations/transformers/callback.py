@@ -24,7 +24,7 @@ class PTMCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """What was between two trainings is no part of a step's time."""
-        self._thaw()
+        self.thaw()
         _rest(kwargs.get("model"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -38,7 +38,8 @@ class PTMCallback(TrainerCallback):
         gc.freeze()
         self._frozen = True
 
-    def _thaw(self) -> None:
+    def thaw(self) -> None:
+        """Lets the collector look at everything again."""
         if self._frozen:
             gc.unfreeze()
             self._frozen = False
@@ -55,7 +56,7 @@ class PTMCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends the last step and logs the summary; optimizer state stays, for a next train()."""
-        self._thaw()
+        self.thaw()
         engine = _engine(kwargs.get("model"))
         if engine is not None:
             engine.settle()

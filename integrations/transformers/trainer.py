@@ -33,6 +33,9 @@ from .pseudo_to_real import PseudoToReal, recipe_of, refuse_others
 
 logger = logging.getLogger(__name__)
 
+_MADE_IN_TRAINING = ("optimizer", "lr_scheduler", "_created_lr_scheduler")
+"""What `train()` makes unless the Trainer was given it."""
+
 
 class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
     """Puts the model of any Trainer on pages: `class MyTrainer(PTMTrainerMixin, Seq2SeqTrainer): ...`.
@@ -52,6 +55,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
     """
 
     ptm_config: PTMConfig | None = None
+    _runs = False
 
     def __init__(
         self,
@@ -63,7 +67,16 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
             self.ptm_config = agreed(ptm_config)
         speak()
         self._safe_points = SafePoints()
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+            self._complete()
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _complete(self) -> None:
+        """Refuses what cannot be done on pages, and adds what belongs to them."""
+        assert self.ptm_config is not None
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             refuse_optimizer(self.args)
         if (wanted := self._dtype_of_evaluation) is not None:
@@ -107,6 +120,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         assert isinstance(accelerator, PTMAccelerator)
         # The model before this one (model_init makes a new one for each train()) must not be kept by the callbacks.
         self.callback_handler.model = self.model
+        accelerator.put_back()
         engine = accelerator.attach(self._bare_model)
         engine.training.updates_in_backward = step_follows(self)
         return engine
@@ -194,18 +208,37 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
 
     @contextmanager
     def _ending_cleanly(self) -> Iterator[None]:
-        """After any exception nothing stays half done: saving and training on are possible."""
+        """After any exception nothing stays half done: saving and training on are possible.
+
+        Before the first step the models are as they were before this Trainer put them on pages, so that another one can
+        be given other dials.
+        """
+        before = {name: getattr(self, name) for name in _MADE_IN_TRAINING}
+        outermost, self._runs = not self._runs, True
         try:
             with self._safe_points.watched():
                 yield
         except BaseException as error:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, PTMCallback):
+                    callback.thaw()
             engine = self._engine if self.model is not None else None
-            if engine is not None:
+            if outermost and self._take_back():
+                # The optimizer that was bound is of no use any more; the callbacks must not keep it.
+                vars(self).update(before)
+                vars(self.callback_handler).update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
+            elif engine is not None:
                 engine.abort()
             if self._ranks is not None:
                 # The others wait for this process until the launcher ends them.
                 logger.error("rank %d: %s", self.args.process_index, repr(error))
             raise
+        finally:
+            self._runs = not outermost
+
+    def _take_back(self) -> bool:
+        accelerator = getattr(self, "accelerator", None)
+        return isinstance(accelerator, PTMAccelerator) and accelerator.take_back()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer; Ctrl-C ends training before it."""

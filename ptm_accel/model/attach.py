@@ -161,3 +161,11 @@ def leave_meta(model: nn.Module, slots: SlotTable, device: torch.device) -> set[
             module._parameters[name] = made[param]
     slots.replace(made)
     return set(made.values())
+
+
+def return_to_meta(model: nn.Module, param: nn.Parameter) -> None:
+    """Undoes `leave_meta` for a parameter: a like one on the meta device is in its place."""
+    made = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    for module in model.modules():
+        module._parameters.update({name: made for name, other in module._parameters.items() if other is param})

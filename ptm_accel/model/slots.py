@@ -11,6 +11,7 @@ from torch import nn
 
 from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.copied import copied
 from ptm_accel.memory.paged import PagedTensor, Part, Place, alone, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
@@ -357,14 +358,7 @@ class ParamSlot:
 
     def copied(self) -> torch.Tensor:
         """A copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""
-        with self._pool.lock:
-            if self._pool.owed is not None:
-                self._pool.owed.finish()
-            # A block that is being loaded has a buffer without values.
-            if self.value.place.resident:
-                return self._tensor().detach().clone()
-            values = self._pool.snapshot(self.value)
-            return values.to(self._pool.compute.device, copy=True).contiguous()
+        return copied(self._pool, self.value, self._pool.compute.device)
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a view of the values in `dtype`, charged as long as it lives."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.copied import copied
 from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
@@ -42,8 +43,13 @@ class States:
         self.slots = slots
         self._met: dict[int, ParamState] = {}
         self.others = Others(inner, slots)
-        for slot in self.held():
-            self.of(slot)
+        try:
+            for slot in self.held():
+                self.of(slot)
+        except BaseException:
+            self.give_back(lambda slot: pool.compute.device)
+            self.close()
+            raise
 
     def __iter__(self) -> Iterator[ParamState]:
         """The state of every parameter that the optimizer has met."""
@@ -76,8 +82,13 @@ class States:
             if self.masters and is_narrow(slot.value.dtype):
                 state.master = slot.group.part(slot.member, ".master", Tag.MASTER, torch.float32, self.pool)
             # What the optimizer has already: made in its constructor, or by earlier steps.
-            for key, value in self._inner.state.pop(slot.param, {}).items():
-                self.put(state, key, value)
+            there = self._inner.state.pop(slot.param, {})
+            try:
+                for key, value in there.items():
+                    self.put(state, key, value)
+            except BaseException:
+                self._inner.state[slot.param] = there
+                raise
         return state
 
     def are_of(self, slots: SlotTable) -> bool:
@@ -159,6 +170,23 @@ class States:
         """The dtype that torch gives what it loads for a parameter: of what is updated. None for the value's own."""
         param = (slot.value if isinstance(slot, Other) else self.of(slot).wide).dtype
         return param if param.is_floating_point else None
+
+    def give_back(self, device_of: Callable[[ParamSlot], torch.device]) -> None:
+        """Gives the wrapped optimizer the state in ordinary memory, as it was before it came onto pages.
+
+        Args:
+            device_of: says where that of a parameter is to be.
+        """
+        for state in self:
+            given: dict[str, Any] = dict(state.small)
+            for key, part in state.paged.items():
+                if part.block.place is Place.BLANK:
+                    # It is the same everywhere, and has come without memory of its own.
+                    given[key] = self.pool.snapshot(part).to(device_of(state.slot))
+                else:
+                    given[key] = copied(self.pool, part, device_of(state.slot))
+            if given:
+                self._inner.state[state.slot.param] = {**given, **self._inner.state.get(state.slot.param, {})}
 
     def close(self) -> None:
         """Ends the life of all state on pages."""
