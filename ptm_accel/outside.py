@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from ptm_accel.engine import Engine, engine_holding, engine_of
+from ptm_accel.memory.calls import Call
 from ptm_accel.model.copying import copy_off_pages
 from ptm_accel.sizing import refuse_gathering
 
@@ -30,7 +31,7 @@ def gathered(model: nn.Module, *, grads: bool = False, write: bool = False) -> I
     if engine is None:
         yield model
         return
-    with ExitStack() as stack:
+    with engine.pool.calls.during(Call.ACCESS, engine.pool), ExitStack() as stack:
         _gather(engine, stack, model, grads=grads, write=write)
         yield model
 

@@ -13,6 +13,7 @@ from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copied import copied
 from ptm_accel.memory.device import CudaTier, DeviceTier
@@ -91,7 +92,10 @@ class Pages:
             DiskError: a transfer failed.
         """
         if self.pool.owed is not None:
-            self.pool.owed.finish()
+            with self.pool.calls.during(Call.ACCESS, self.pool):
+                # Another thread may have done it meanwhile.
+                if self.pool.owed is not None:
+                    self.pool.owed.finish()
 
     def size_up(self, values: Mapping[nn.Parameter, Paged]) -> None:
         """Gives every parameter a slot, and refuses a model that the tiers cannot train.

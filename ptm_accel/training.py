@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ptm_accel.config import BLOCKING
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.memory.budget import Tier
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.copied import copied
 from ptm_accel.memory.paged import Part
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
@@ -345,16 +346,17 @@ class Training:
         if self.plain.active or self.gradients is None:
             yield
             return
-        updates: AbstractContextManager[object] = nullcontext()
-        if self.optimizer is not None and not self._forbidden and self._step_follows():
-            updates = self.optimizer.updates.in_backward()
-        on_host = self.gradients.on_host
-        on_host.begin()
-        try:
-            with updates:
-                yield
-        finally:
-            on_host.end()
+        with self._pool.calls.during(Call.BACKWARD, self._pool):
+            updates: AbstractContextManager[object] = nullcontext()
+            if self.optimizer is not None and not self._forbidden and self._step_follows():
+                updates = self.optimizer.updates.in_backward()
+            on_host = self.gradients.on_host
+            on_host.begin()
+            try:
+                with updates:
+                    yield
+            finally:
+                on_host.end()
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -376,6 +378,13 @@ class Training:
             norm = self._over_stages(norm, norm_type)
             torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
             return norm
+        with self._pool.calls.during(Call.ACCESS, self._pool):
+            return self._clip(given, max_norm, norm_type, error_if_nonfinite)
+
+    def _clip(
+        self, given: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Clips all gradients of the model, which are on pages, and others of `given`."""
         assert self.gradients is not None
         self.synchronise()
         if self.optimizer is not None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
+from ptm_accel.memory.calls import Calls
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import Keeping, close_all, settle
 from ptm_accel.memory.dispatch import keeps_results
@@ -63,6 +64,7 @@ class Pool:
         self.home = home
         self.stats = PoolStats()
         self.lock = threading.RLock()
+        self.calls = Calls()
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(home, self.stats, self.timeline)
         self.card = card

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.forwards import Forwards
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -52,24 +53,31 @@ class Accesses:
             slot: the parameter.
             changes: the values count as changed in any case.
         """
-        within = self._forwards.meet_autocast()
+        calls, within = self._pool.calls, self._forwards.meet_autocast()
         if not within:
-            self._tell_of_outside(slot)
-        if self.outside is not None:
-            self.outside()
-        # Where no forward does that already.
-        saved = None
-        if torch.is_grad_enabled() and not within:
-            saved = self._forwards.saved.cover(together=self._forwards.is_owned(slot))
-        with self._pool.pin(slot.value) as tensor, saved or nullcontext():
-            if changes:
-                slot.changed()
-            slot.show()
-            try:
-                yield tensor
-            finally:
-                slot.hide()
-        self._pool.shelf.spare(slot.value.block)
+            # A forward is a call already.
+            calls.begin(Call.ACCESS, self._pool)
+        try:
+            if not within:
+                self._tell_of_outside(slot)
+            if self.outside is not None:
+                self.outside()
+            # Where no forward does that already.
+            saved = None
+            if torch.is_grad_enabled() and not within:
+                saved = self._forwards.saved.cover(together=self._forwards.is_owned(slot))
+            with self._pool.pin(slot.value) as tensor, saved or nullcontext():
+                if changes:
+                    slot.changed()
+                slot.show()
+                try:
+                    yield tensor
+                finally:
+                    slot.hide()
+            self._pool.shelf.spare(slot.value.block)
+        finally:
+            if not within:
+                calls.end()
 
     def alias_given(self, slot: ParamSlot) -> None:
         """A view of the values was given to user code; writes to it outside of forwards are not noticed otherwise."""
@@ -78,12 +86,22 @@ class Accesses:
 
     def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
         """What `p.grad` of a parameter is."""
-        return None if self.gradient_of is None else self.gradient_of(slot)
+        if self.gradient_of is None:
+            return None
+        calls = self._pool.calls
+        with calls.lock:
+            if calls.owner is not None and calls.owner is not calls.thread.me:
+                calls.meet(Call.ACCESS, self._pool)
+            return self.gradient_of(slot)
 
     def set_gradient(self, slot: ParamSlot, gradient: torch.Tensor | None) -> None:
         """Takes what `p.grad` of a parameter was set to."""
         if self.set_gradient_of is not None:
-            self.set_gradient_of(slot, gradient)
+            calls = self._pool.calls
+            with calls.lock:
+                if calls.owner is not None and calls.owner is not calls.thread.me:
+                    calls.meet(Call.ACCESS, self._pool)
+                self.set_gradient_of(slot, gradient)
 
     def let_go(self) -> None:
         """Releases what is only pinned until the next forward."""

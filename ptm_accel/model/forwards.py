@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.paged import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
@@ -180,16 +181,21 @@ class Forwards:
             self._refuse(module)
         if self._running.frames:
             self._end_torn_down(module)
-        if torch._C._current_graph_task_id() == -1:
-            self._end_recomputed()
-        if not self._running.frames and torch._C._current_graph_task_id() == -1:
-            if self.between is not None:
-                self.between()
-            grad = torch.is_grad_enabled()
-            kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
-            self._pool.room.begin_pass(kind[-1], evaluates=not grad)
-            self.run_ahead.begin(kind, evaluates=evaluates)
-        self.enter(module)
+        with self._pool.calls.during(Call.FORWARD, self._pool):
+            if torch._C._current_graph_task_id() == -1:
+                self._end_recomputed()
+                if not self._running.frames:
+                    self._begin_pass(module, args, kwargs)
+            self.enter(module)
+
+    def _begin_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begins a pass of the whole model, outside of any other."""
+        if self.between is not None:
+            self.between()
+        grad = torch.is_grad_enabled()
+        kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
+        self._pool.room.begin_pass(kind[-1], evaluates=not grad)
+        self.run_ahead.begin(kind, evaluates=evaluates)
 
     def _end_torn_down(self, module: nn.Module) -> None:
         """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.
@@ -220,16 +226,17 @@ class Forwards:
 
     def enter(self, module: nn.Module, region: Region | None = None) -> None:
         """A module's forward begins: pins its own parameters, or those of the compiled region that begins here."""
-        frames = self._running.frames
+        frames, frame = self._running.frames, _Frame(module)
         if not frames:
             self._begin_outermost(module)
-        entered = None if region is not None else module
-        region = region or self._regions.at(module)
-        frame = _Frame(module, saved=self.saved.cover(together=module in self._owner_of))
-        if frame.saved is not None:
-            frame.saved.__enter__()
+        # From here on `_pop` ends what has begun.
         self.casts.enter()
         frames.append(frame)
+        entered = None if region is not None else module
+        region = region or self._regions.at(module)
+        frame.saved = self.saved.cover(together=module in self._owner_of)
+        if frame.saved is not None:
+            frame.saved.__enter__()
         if region is not None:
             self._enter_region(frame, region, entered)
             return
@@ -247,13 +254,19 @@ class Forwards:
             self._meet_autocast(frame)
 
     def _begin_outermost(self, module: nn.Module) -> None:
-        self._pool.shelf.end_sparing()
-        if module is self.root:
-            self._regions.scan()
-            if torch._C._current_graph_task_id() == -1:
-                self.outside_uses = 0
-        if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.beginning()
+        calls = self._pool.calls
+        calls.begin(Call.FORWARD, self._pool)
+        try:
+            self._pool.shelf.end_sparing()
+            if module is self.root:
+                self._regions.scan()
+                if torch._C._current_graph_task_id() == -1:
+                    self.outside_uses = 0
+            if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                self.beginning()
+        except BaseException:
+            calls.end()
+            raise
 
     def _enter_group(self, frame: _Frame) -> bool:
         """Pins the group of a repeated block for all of its forward, if nothing in there asks for more care."""
@@ -278,8 +291,11 @@ class Forwards:
         Returns:
             whether the group of `module` is pinned, and its forward needs no frame.
         """
-        if torch._C._current_graph_task_id() == -1 or not self.saved.checkpointed:
+        task = torch._C._current_graph_task_id()
+        if task == -1 or not self.saved.checkpointed:
             return False
+        if task not in self._pool.calls.tasks:
+            self._pool.calls.begin_backward(self._pool)
         owner, known = self._owner_of[module](), self._recomputed
         if known is not None and known.module is owner:
             return True
@@ -352,11 +368,14 @@ class Forwards:
         self.casts.leave()
         _let_go(frame)
         if not running.frames:
-            self.casts.end()
-            if self.ended is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                self.ended()
-            if frame.module is self.root:
-                self.run_ahead.forward_ended()
+            try:
+                self.casts.end()
+                if self.ended is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                    self.ended()
+                if frame.module is self.root:
+                    self.run_ahead.forward_ended()
+            finally:
+                self._pool.calls.end()
 
     def _meet_autocast(self, frame: _Frame) -> None:
         """Enters the casting mode for the rest of `frame`, if autocast is on and the mode is not."""

@@ -353,6 +353,9 @@ class Gradients:
         Raises:
             UnsupportedError: the gradient is sparse, or an update has used up what should have been the whole sum.
         """
+        task, calls = torch._C._current_graph_task_id(), self._pool.calls
+        if task != -1 and task not in calls.tasks:
+            calls.begin_backward(self._pool)
         with bare():
             arrived, param.grad = param.grad, None
         if arrived is None:

@@ -97,6 +97,9 @@ class SavedView:
         """
         source = self.source
         slot = source if isinstance(source, ParamSlot) else source.slot
+        task, pool = torch._C._current_graph_task_id(), slot.pool
+        if task != -1 and task not in pool.calls.tasks:
+            pool.calls.begin_backward(pool)
         if self._counter is not None and self._counter._version != self._version:
             raise StaleGraphError(
                 f"parameter {slot.name} of shape {tuple(slot.value.shape)} has been modified by an inplace operation "

@@ -11,6 +11,7 @@ from torch import nn
 
 from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.copied import copied
 from ptm_accel.memory.paged import PagedTensor, Part, Place, alone, placeholder
 from ptm_accel.memory.pool import Pool
@@ -32,6 +33,7 @@ class ParamSlot:
         group: what it is moved with.
         member: its number there.
         value: its part of the group's values.
+        pool: where that is.
         generation: counts updates, so that a backward through an older forward is an error.
     """
 
@@ -50,6 +52,7 @@ class ParamSlot:
         "member",
         "name",
         "param",
+        "pool",
         "value",
     )
 
@@ -73,7 +76,7 @@ class ParamSlot:
         self._accesses: weakref.ref[Accesses] | None = None
         self._writes = 0
         self._version = param._version
-        self._pool = pool
+        self.pool = self._pool = pool
         self._table = table
         self._shown = 0
         # Cached: making one takes longer than loading a small parameter.
@@ -358,7 +361,8 @@ class ParamSlot:
 
     def copied(self) -> torch.Tensor:
         """A copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""
-        return copied(self._pool, self.value, self._pool.compute.device)
+        with self._pool.calls.during(Call.ACCESS, self._pool):
+            return copied(self._pool, self.value, self._pool.compute.device)
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a view of the values in `dtype`, charged as long as it lives."""

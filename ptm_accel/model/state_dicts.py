@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.paged import alone
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.hooks import Hook
@@ -76,6 +77,10 @@ class StateDictHooks:
         return tuple(self._handles)
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        with self._pool.calls.during(Call.ACCESS, self._pool):
+            self._fill_in(module, state_dict, prefix)
+
+    def _fill_in(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         for name, param in module._parameters.items():
             key = prefix + name
             slot = self._slots.of(param)

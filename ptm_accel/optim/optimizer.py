@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import Appetite
 from ptm_accel.model.gradients import Gradients
@@ -136,26 +137,34 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._leave_plain is not None:
             self.inner._opt_called = True  # type: ignore[attr-defined]
             bare_step(self.inner)
+            self.updates.steps += 1
+            self._stepped()
+            if self._pool.room.tide is not None:
+                self._pool.room.tide.end_step()
+                self.ended()
+                self._pool.room.shrink()
+            self.ended()
         else:
-            self._run_ahead.end_step()
-            # What is updated here and what is left to be done are one step: half of it would be no state of the model.
-            try:
-                self._step()
-            except BaseException:
-                self.updates.abandon()
-                raise
+            with self._pool.calls.during(Call.STEP, self._pool):
+                self._step_on_pages()
+
+    def _step_on_pages(self) -> None:
+        self._run_ahead.end_step()
+        # What is updated here and what is left to be done are one step: half of it would be no state of the model.
+        try:
+            self._step()
+        except BaseException:
+            self.updates.abandon()
+            raise
         self.updates.steps += 1
         self._stepped()
         try:
             # Nothing of the step is left to be done here, and nothing is lost by what fails.
             if self._pool.room.tide is not None:
                 self._pool.room.tide.end_step()
-                if self._leave_plain is not None:
-                    self.ended()
                 self._pool.room.shrink()
         finally:
-            if self._leave_plain is None:
-                self.updates.end_early()
+            self.updates.end_early()
         self.ended()
 
     def _step(self) -> None:
@@ -260,7 +269,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
                 the gradients.
         """
-        self.gradients.drop(set_to_none)
+        with self._pool.calls.during(Call.ACCESS, self._pool):
+            self.gradients.drop(set_to_none)
         (self.others if self._leave_plain is None else self.inner).zero_grad(set_to_none)
 
     # ---- parameters and their state --------------------------------------------------------------------------
@@ -284,7 +294,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.updates.refuse_lost()
         for before in list(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
-        made = state_dict_of(self.states, self.param_groups)
+        with self._pool.calls.during(Call.SAVE, self._pool):
+            made = state_dict_of(self.states, self.param_groups)
         for after in list(self._optimizer_state_dict_post_hooks.values()):
             changed = after(self, made)
             made = made if changed is None else changed
@@ -313,9 +324,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             state_dict: what is loaded.
             same: names of parameters whose state keeps the dtypes that it has there.
         """
-        load_into(self.states, self.inner, state_dict, self.expect, same)
-        # What was lost before is no more.
-        self.updates.lost = None
+        with self._pool.calls.during(Call.SAVE, self._pool):
+            load_into(self.states, self.inner, state_dict, self.expect, same)
+            # What was lost before is no more.
+            self.updates.lost = None
 
     def expect(self, groups: list[dict[str, Any]]) -> None:
         """Makes ready for updates by the hyperparameters of `groups`, which may ask for other state, or more memory.
