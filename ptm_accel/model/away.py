@@ -183,6 +183,9 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     for gradient, values in shown.values():
         if result is values:
             return gradient
+        if type(result) in (list, tuple) and any(each is values for each in result):
+            # In-place functions over lists give them back, and who keeps the values keeps their memory.
+            result = type(result)(gradient if each is values else each for each in result)
     return result
 
 

@@ -604,6 +604,18 @@ def gradients_scaled(model: nn.Module, step: Step) -> None:
 
 
 @case(at="backward", clips=CLIPS)
+def gradients_changed_foreach(model: nn.Module, step: Step) -> None:
+    params = _with_gradients(model)
+    gradients = [p.grad for p in params]
+    given_back = torch._foreach_mul_(gradients, 0.5)
+    if step.number % 2:
+        with torch.no_grad():
+            torch._foreach_add_(given_back or gradients, params, alpha=0.01)
+    torch._foreach_div_(gradients, [2.0 + number for number in range(len(gradients))])
+    step.see(*torch._foreach_norm(gradients))
+
+
+@case(at="backward", clips=CLIPS)
 def gradients_given(model: nn.Module, step: Step) -> None:
     for p in _with_gradients(model):
         assert p.grad is not None
