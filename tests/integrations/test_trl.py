@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from trl.trainer import utils as trl_utils
 import ptm_accel
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.plain_mode import PlainMode
 from tests.integrations.least import least_dials
 from tests.plain_loop import same_bits
 
@@ -38,6 +40,7 @@ def phrase(start: int, count: int) -> str:
 
 TEXTS = [{"text": phrase(i, 12)} for i in range(16)]
 PAIRS = [{"prompt": f"{phrase(i, 4)} ", "chosen": phrase(i + 4, 5), "rejected": phrase(i + 1, 4)} for i in range(16)]
+JUDGED = [{"prompt": f"{phrase(i, 4)} ", "completion": phrase(i + 4, 5), "label": i % 2 == 0} for i in range(16)]
 PROMPTS = [{"prompt": phrase(i, 5)} for i in range(16)]
 
 
@@ -62,7 +65,7 @@ class Case:
 
     trainer: Any
     config: Any
-    rows: list[dict[str, str]]
+    rows: list[dict[str, Any]]
     arguments: tuple[tuple[str, Any], ...] = ()
     lora: bool = False
     reference: bool = False
@@ -73,7 +76,7 @@ class Case:
         """How many are on pages: the one that is trained, and its reference where there is one during training."""
         arguments = dict(self.arguments)
         alone = self.lora or arguments.get("precompute_ref_log_probs", False)
-        return 2 if not alone and (self.trainer is trl.DPOTrainer or arguments.get("beta")) else 1
+        return 2 if not alone and (self.trainer in (trl.DPOTrainer, trl.KTOTrainer) or arguments.get("beta")) else 1
 
     @property
     def auto_cls(self) -> Any:
@@ -86,6 +89,7 @@ class Case:
 
 _SFT = functools.partial(Case, trl.SFTTrainer, trl.SFTConfig, TEXTS)
 _DPO = functools.partial(Case, trl.DPOTrainer, trl.DPOConfig, PAIRS)
+_KTO = functools.partial(Case, trl.KTOTrainer, trl.KTOConfig, JUDGED)
 _REWARD = functools.partial(Case, trl.RewardTrainer, trl.RewardConfig, PAIRS)
 _SAMPLED = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
 _GRPO = functools.partial(Case, trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, given=(("reward_funcs", variety),))
@@ -100,6 +104,8 @@ CASES = {
     "dpo_reference": _DPO(reference=True),
     "dpo_precomputed": _DPO(arguments=(("precompute_ref_log_probs", True),)),
     "dpo_lora": _DPO(lora=True),
+    "kto": _KTO(),
+    "kto_lora": _KTO(lora=True),
     "reward": _REWARD(),
     "reward_lora": _REWARD(lora=True),
     "grpo": _GRPO(arguments=tuple(_SAMPLED.items())),
@@ -151,8 +157,8 @@ class Bench:
         """The least dials for all models of a case, which share them."""
         return {**self.dials, "host_memory": self.dials["host_memory"] * case.models}
 
-    def run(self, case: Case, way: str, folder: Path) -> Any:
-        """The Trainer after a short training."""
+    def run(self, case: Case, way: str, folder: Path, dials: dict[str, Any] | None = None) -> Any:
+        """The Trainer after a short training; under the least dials if others are not given."""
         torch.manual_seed(5)
         paged = way == "read onto pages"
         fixed = {"max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True, "gradient_checkpointing": False}
@@ -177,7 +183,7 @@ class Bench:
             with ptm_accel.enable(self.dials_of(case)):
                 trainer = case.trainer(**given)
         else:
-            trainer = ptm_trainer(case.trainer)(ptm_config=self.dials_of(case), **given)
+            trainer = ptm_trainer(case.trainer)(ptm_config=dials or self.dials_of(case), **given)
         assert isinstance(trainer, PTMTrainerMixin) == (way != "plain")
         trainer.train()
         return trainer
@@ -246,6 +252,41 @@ def test_same_numbers_as_the_plain_trainer(
         assert engine.pool.stats.evictions > 0
         engine.check_integrity()
     for engine in on_pages:
+        engine.close()
+
+
+FITS = {"lora": 2 << 20, "full": 3 << 20, "with a reference": 9 << 19}
+"""Bytes in which all fits, while a layer is several groups."""
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", ["dpo_lora", "dpo", "dpo_precomputed", "kto_lora", "kto", "grpo_lora", "grpo"])
+@pytest.mark.parametrize("budget", ["fits", "half", "least"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_layers_are_recomputed_as_in_the_plain_trainer(
+    reentrant: bool, budget: str, name: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters, a forward with these off comes between each forward and its backward."""
+    checkpoints = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", {"use_reentrant": reentrant}))
+    case = dataclasses.replace(CASES[name], arguments=(*CASES[name].arguments, *checkpoints))
+    plain = bench.run(case, "plain", tmp_path / "plain")
+    dials = bench.dials_of(case)
+    fits = FITS["lora" if case.lora else "full" if case.models == 1 else "with a reference"]
+    dials["host_memory"] = {"fits": fits, "half": fits * 2 // 5, "least": dials["host_memory"]}[budget]
+    begins: list[PlainMode] = []
+    begin = PlainMode._begin
+    monkeypatch.setattr(PlainMode, "_begin", lambda mode, *given: (begins.append(mode), begin(mode, *given)))
+    trainer = bench.run(case, "class", tmp_path, dials)
+    assert str(figures(trainer)) == str(figures(plain))
+    assert bench.tiny.same(bench.tiny.weights(trainer.model), bench.tiny.weights(plain.model))
+    # It is not entered beside another model.
+    assert bool(begins) == (budget == "fits" and case.models == 1)
+    on_pages = engines(trainer)
+    assert sum(engine.pool.stats.evictions for engine in on_pages) > 0 or budget == "fits"
+    layer = {slot.value.block for slot in on_pages[0].slots if "layers.1." in slot.name and slot.group.movable}
+    assert len(layer) > 1
+    for engine in on_pages:
+        engine.check_integrity()
         engine.close()
 
 
