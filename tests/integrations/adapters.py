@@ -91,13 +91,20 @@ class Bench:
         return model
 
     def train(
-        self, model: Any, cls: Any = Trainer, *, data: Any = None, resume: bool = False, **changes: Any
+        self,
+        model: Any,
+        cls: Any = Trainer,
+        *,
+        plain: Any = transformers.Trainer,
+        data: Any = None,
+        resume: bool = False,
+        **changes: Any,
     ) -> list[dict[str, Any]]:
         """The log of a short training."""
         torch.manual_seed(0)
         given = {"ptm_config": self.dials} if self.paged else {}
         options = {"max_steps": 3, "learning_rate": 1e-2, "gradient_accumulation_steps": 2, **changes}
-        trainer = (cls if self.paged else transformers.Trainer)(
+        trainer = (cls if self.paged else plain)(
             model=model,
             args=self.tiny.arguments(self.folder / "run", **options),
             train_dataset=self.tiny.data() if data is None else data,

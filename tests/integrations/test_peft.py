@@ -46,6 +46,41 @@ def test_ways_to_train(way: str, compare: Callable[..., None]) -> None:
     compare(story)
 
 
+def with_reference(cls: Any) -> Any:
+    """A Trainer whose loss needs the base's own, as DPO does."""
+
+    class WithReference(cls):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> torch.Tensor:
+            loss: torch.Tensor = model(**inputs).loss
+            with torch.no_grad(), model.disable_adapter():
+                other = model(**inputs).loss
+            return loss + 0.1 * other
+
+    return WithReference
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("room", [10.0, 2.5, 1.0], ids=["fits", "half", "least"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_layers_are_recomputed_after_a_forward_with_the_adapter_off(
+    reentrant: bool, room: float, tiny: ModuleType, bases: Bases, tmp_path: Path
+) -> None:
+    base, least = bases[False]
+    dials = {**least, "host_memory": int(least["host_memory"] * room)}
+    given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    outcomes = []
+    classes = {"cls": with_reference(Trainer), "plain": with_reference(transformers.Trainer)}
+    for paged in (False, True):
+        bench = Bench(tiny, tmp_path, paged, False, base, dials)
+        model = peft.get_peft_model(bench.read(), lora(target_modules="all-linear"))
+        history = bench.train(model, max_steps=4, **classes, **given)
+        outcomes.append((history, bench.loss(model), {k: v.tolist() for k, v in bench.tiny.weights(model).items()}))
+    assert outcomes[0] == outcomes[1]
+    [engine] = bench.engines
+    assert (engine.pool.stats.evictions > 0) == (room < 10)
+    bench.end()
+
+
 def test_eva_initialises_from_activations(compare: Callable[..., None]) -> None:
     def story(bench: Bench) -> tuple[Any, Any]:
         config = lora(init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0), lora_dropout=0.0)
