@@ -233,7 +233,7 @@ class LiveGraphs:
         with bare(), torch.inference_mode(mode=False):
             # Python's reference, and the node that adds up the gradient, which is made here if there is none.
             node = get_gradient_edge(param).node if param.requires_grad and not is_transformed() else None
-            uses: int = param._use_count()  # type: ignore[attr-defined]
+            uses: int = torch.Tensor._use_count(param)  # type: ignore[attr-defined]
             return uses > 1 + (node is not None)
 
     def meet(self, slot: ParamSlot, pool: Pool) -> None:

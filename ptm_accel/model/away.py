@@ -71,6 +71,25 @@ class AwayParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
+    # Torch sends these functions to no subclass; what is called as a method comes here.
+
+    def set_(self, *args: Any, **kwargs: Any) -> AwayParameter:
+        """Gives the parameter a copy of what torch would have it share, as `p.data = x` does."""
+        with bare():
+            # Torch refuses here what it refuses for the parameter.
+            made = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+        args = tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        kwargs = {key: arg.detach() if isinstance(arg, torch.Tensor) else arg for key, arg in kwargs.items()}
+        self.data = made.set_(*args, **kwargs).data
+        return self
+
+    def _use_count(self) -> int:
+        """What `torch.utils.swap_tensors` asks first: it would exchange what only pages can."""
+        raise PagedModelError(
+            f"parameter {slot_of(self).name} cannot be exchanged by `torch.utils.swap_tensors`: it is on pages. Assign "
+            "`p.data = x`, and call `torch.__future__.set_swap_module_params_on_conversion(False)`."
+        )
+
 
 class AwayGradient(torch.Tensor):
     """`p.grad` of a parameter on pages: its sum of gradients.
@@ -333,6 +352,5 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.autograd.grad: _autograd_grad,
     torch.linalg.vector_norm: _norm,
     _T.share_memory_: _refuse,
-    _T.set_: _refuse,
     _T.resize_: _refuse,
 }

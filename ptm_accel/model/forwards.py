@@ -396,7 +396,12 @@ class Forwards:
 
 
 def _let_go(frame: _Frame) -> None:
-    for slot in frame.shown:
-        slot.hide()
+    try:
+        while frame.shown:
+            frame.shown.pop().hide()
+    except BaseException:
+        # What one parameter was given is refused: the others are let go all the same.
+        _let_go(frame)
+        raise
     for pin in frame.pins:
         pin.release()

@@ -35,6 +35,7 @@ class ParamSlot:
         value: its part of the group's values.
         pool: where that is.
         generation: counts updates, so that a backward through an older forward is an error.
+        shown: how many uses of the values are under way in which it is an ordinary parameter (`show`).
     """
 
     __slots__ = (
@@ -42,7 +43,6 @@ class ParamSlot:
         "_accesses",
         "_placeholder",
         "_pool",
-        "_shown",
         "_table",
         "_version",
         "_writes",
@@ -53,6 +53,7 @@ class ParamSlot:
         "name",
         "param",
         "pool",
+        "shown",
         "value",
     )
 
@@ -78,7 +79,7 @@ class ParamSlot:
         self._version = param._version
         self.pool = self._pool = pool
         self._table = table
-        self._shown = 0
+        self.shown = 0
         # Cached: making one takes longer than loading a small parameter.
         self._placeholder: torch.Tensor | None = None
         self.address = 0
@@ -98,8 +99,8 @@ class ParamSlot:
         if self.value.block.extent is not None:
             self._members().arrived(self.value.block.extent.tensor)
         else:
-            self._give(self._stand_in(device))
-        if not self._shown:
+            self._give(self.stand_in(device))
+        if not self.shown:
             self.param.__class__ = AwayParameter
 
     def adopt(self) -> None:
@@ -147,15 +148,18 @@ class ParamSlot:
 
     def show(self) -> None:
         """Makes it an ordinary parameter until `hide`; the caller has pinned the values."""
-        self._shown += 1
+        self.shown += 1
         if self._accesses is not None:
             self.param.__class__ = nn.Parameter
 
     def hide(self) -> None:
-        """Ends `show`."""
-        self._shown -= 1
-        if not self._shown and self._accesses is not None:
+        """Ends `show`; what the parameter was given meanwhile (`p.data = x`, `p.set_(x)`) becomes its values."""
+        self.shown -= 1
+        if not self.shown and self._accesses is not None:
+            moved = self.param.data_ptr() != self.address
             self.param.__class__ = AwayParameter
+            if moved and not self._pool.closed:
+                self.take_in()
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """The values are in the compute tier, as `tensor`."""
@@ -167,8 +171,8 @@ class ParamSlot:
 
     def leaving(self, device: torch.device) -> None:
         """The values are about to leave the compute tier."""
-        if self.on_pages:
-            self._give(self._stand_in(device))
+        if self._accesses is not None:
+            self._give(self.stand_in(device))
 
     def offset_of(self, view: torch.Tensor) -> int:
         """Where a view of the values begins, in elements of its own dtype behind the first."""
@@ -178,7 +182,8 @@ class ParamSlot:
         with away.bare():
             self.param.data = data
 
-    def _stand_in(self, device: torch.device) -> torch.Tensor:
+    def stand_in(self, device: torch.device) -> torch.Tensor:
+        """What the parameter has while its values are away."""
         kept, value = self._placeholder, self.value
         if kept is None or (kept.shape, kept.dtype, kept.device) != (value.shape, value.dtype, device):
             kept = self._placeholder = placeholder(value.shape, value.dtype, device)
@@ -208,7 +213,7 @@ class ParamSlot:
 
     def leave_pages(self) -> None:
         """Makes the parameter an ordinary one again, with the data that it has."""
-        self._accesses, self._placeholder, self._shown = None, None, 0
+        self._accesses, self._placeholder, self.shown = None, None, 0
         self.param.__class__ = nn.Parameter
         away.forget(self)
 
@@ -217,7 +222,7 @@ class ParamSlot:
         if self.on_pages:
             self._accesses = None
             away.forget(self)
-            self._give(self._stand_in(self._pool.compute.device))
+            self._give(self.stand_in(self._pool.compute.device))
             self.param.__class__ = AwayParameter
 
     # ---- writes ----------------------------------------------------------------------------------------------------
