@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.memory.ahead import Ahead
@@ -227,6 +228,10 @@ class Pool:
             return self._fault(tensor, write)
 
     def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # What is made within `torch.func` is of its kind, and of no use after it.
+            with temporarily_clear_interpreter_stack():
+                return self._bring(tensor, write)
         if torch._C._len_torch_dispatch_stack() and keeps_results():
             with _disable_current_modes():
                 return self._bring(tensor, write)

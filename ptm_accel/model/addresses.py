@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptm_accel.model.away import AwayParameter
+from ptm_accel.model.away import AwayParameter, bare
 
 if TYPE_CHECKING:
+    from ptm_accel.memory.paged import PagedTensor
     from ptm_accel.model.slots import ParamSlot
 
 
@@ -100,25 +101,67 @@ class Members:
         table: finds them by the address of the block.
     """
 
-    __slots__ = ("_addresses", "_table", "slots")
+    __slots__ = ("_addresses", "_table", "_withheld", "slots")
 
     def __init__(self, table: ExtentTable) -> None:
         self.slots: list[ParamSlot] = []
         self._addresses: list[int] = []
         self._table = table
+        self._withheld: dict[ParamSlot, torch.Tensor] | None = None
+        """While an update of the block is owed: the views that the parameters get after it."""
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """Called by the pool after it has loaded the block."""
         self._table.add(tensor, self)
+        withheld = self._withheld
         for slot in self.slots:
-            slot.arrived(slot.value.of(tensor))
+            values = slot.value.of(tensor)
+            slot.arrived(values, given=withheld is None)
+            if withheld is not None:
+                withheld[slot] = values
         self._addresses = [slot.address for slot in self.slots]
 
     def leaving(self, tensor: torch.Tensor) -> None:
         """Called by the pool before it evicts the block."""
         self._table.remove(tensor)
+        if self._withheld is not None:
+            self._withheld.clear()
+            return
         for slot in self.slots:
             slot.leaving(tensor.device)
+
+    def withhold(self, block: PagedTensor, device: torch.device) -> None:
+        """Parameters read as those that are away until `give_back`: what their block has is not what they are now.
+
+        Code that goes around torch functions would read the values of the step before.
+
+        Args:
+            block: whose parameters they are.
+            device: of the compute tier.
+        """
+        if self._withheld is not None:
+            return
+        self._withheld = {}
+        if not block.place.resident:
+            return
+        with bare():
+            for slot in self.slots:
+                # They count as views of the block, as those that the parameters had.
+                self._withheld[slot] = slot.param.data
+                slot.param.data = slot.stand_in(device)
+
+    def give_back(self) -> None:
+        """Ends `withhold`: the block has been updated, or will not be."""
+        withheld, self._withheld = self._withheld, None
+        if withheld:
+            with bare():
+                for slot, values in withheld.items():
+                    slot.param.data = values
+
+    def lost(self, slot: ParamSlot) -> None:
+        """A parameter is not to get its values any more."""
+        if self._withheld is not None:
+            self._withheld.pop(slot, None)
 
     @property
     def views(self) -> int:
@@ -142,4 +185,5 @@ class Members:
     def remove(self, slot: ParamSlot) -> None:
         """A parameter has left the block."""
         self.slots.remove(slot)
+        self.lost(slot)
         self._addresses = [other.address for other in self.slots]

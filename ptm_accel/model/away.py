@@ -33,6 +33,7 @@ bare = torch._C.DisableTorchFunctionSubclass
 """A context in which our own code uses a parameter's storage without bringing the values in."""
 
 _SAVE = nn.Module._save_to_state_dict.__code__
+_PARAMETER = nn.Parameter.__new__.__code__
 _T: Any = torch.Tensor
 
 
@@ -83,12 +84,25 @@ class AwayParameter(nn.Parameter):
         self.data = made.set_(*args, **kwargs).data
         return self
 
+    def as_subclass(self, cls: Any) -> Any:
+        """The values as a tensor of another class."""
+        return _with_values(_T.as_subclass, (self, cls), {})
+
     def _use_count(self) -> int:
         """What `torch.utils.swap_tensors` asks first: it would exchange what only pages can."""
         raise PagedModelError(
             f"parameter {slot_of(self).name} cannot be exchanged by `torch.utils.swap_tensors`: it is on pages. Assign "
             "`p.data = x`, and call `torch.__future__.set_swap_module_params_on_conversion(False)`."
         )
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        # The last that `nn.Parameter(p)` does to what `detach` has given it, which had to be of the class of `p`.
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 class AwayGradient(torch.Tensor):
@@ -300,6 +314,9 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     if type(args[0]) is AwayGradient:
         return args[0]
     caller = sys._getframe(3)
+    if caller.f_code is _PARAMETER:
+        # `nn.Parameter(p)`: see `AwayParameter._is_param`.
+        return torch.Tensor._make_subclass(AwayParameter, _with_values(func, args, kwargs))
     saves = caller.f_code is _SAVE
     if saves and slot_of(args[0]).accesses.snapshot_follows(caller.f_locals["self"]):
         # A hook puts a snapshot into the state dictionary afterwards.

@@ -161,11 +161,11 @@ class ParamSlot:
             if moved and not self._pool.closed:
                 self.take_in()
 
-    def arrived(self, tensor: torch.Tensor) -> None:
-        """The values are in the compute tier, as `tensor`."""
+    def arrived(self, tensor: torch.Tensor, *, given: bool = True) -> None:
+        """The values are in the compute tier, as `tensor`, and `given` to the parameter."""
         self.address = tensor.data_ptr()
         with away.bare():
-            if self._accesses is not None:
+            if given and self._accesses is not None:
                 self.param.data = tensor
             self._version = self.param._version
 
@@ -222,6 +222,7 @@ class ParamSlot:
         if self.on_pages:
             self._accesses = None
             away.forget(self)
+            self._members().lost(self)
             self._give(self.stand_in(self._pool.compute.device))
             self.param.__class__ = AwayParameter
 
@@ -259,6 +260,9 @@ class ParamSlot:
 
     def take_in(self) -> None:
         """Takes over what user code has written to the parameter, or assigned to its `data`."""
+        if self._pool.owed is not None:
+            # Until then it has a placeholder.
+            self._pool.owed.before_use(self.value.block)
         with away.bare():
             given = self.param.data
         there = self._tensor()

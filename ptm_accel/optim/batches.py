@@ -243,16 +243,19 @@ class Batches:
                 with suppress(DiskError):
                     transfer.order()
 
-    def update(self) -> None:
-        """Updates the first batch (`ComputeUpdates.carry_out`)."""
+    def update(self) -> list[PagedTensor]:
+        """Updates the first batch (`ComputeUpdates.carry_out`); returns the blocks of the parameters that it ends."""
+        ended = []
         batch = self._batches[0]
         self._compute.carry_out(batch, self._scale, self._hyper)
         self._batches.popleft()
         for unit in batch:
             if unit.last:
                 self.done += len(unit.entries)
+                ended.append(unit.blocks[""])
                 if self.owed:
                     no_more_owed(self.owed, unit)
+        return ended
 
     def abandon(self) -> None:
         """Ends what is open without updating it; nothing is owed any more."""

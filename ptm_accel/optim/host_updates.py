@@ -209,8 +209,11 @@ class HostUpdates:
         with self._pool.traffic.stalled():
             self._open[0].wait()
 
-    def update(self) -> None:
+    def update(self) -> list[PagedTensor]:
         """Closes the first window, whose arithmetic has ended.
+
+        Returns:
+            the block of the parameters that it ends, if it is their last.
 
         Raises:
             PTMError: a transfer failed; whatever was raised in the thread that updates.
@@ -227,6 +230,7 @@ class HostUpdates:
                     state.mastered = state.slot.value.numel
             no_more_owed(self.owed, unit)
             unit.end()
+        return [unit.blocks[""]] * unit.last
 
     def open(self, *, insist: bool) -> None:
         """Opens windows, as many as may be held; never waits for arithmetic.

@@ -19,15 +19,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ptm_accel.errors import BudgetError, StaleGraphError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.model.addresses import Members
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.host_updates import HostUpdates
@@ -85,6 +87,8 @@ class UpdateQueue:
         self._ended = ended
         self._working = False
         self._parameters: set[PagedTensor] = set()
+        # Nobody may read what they have: not yet what the step leaves, or already that, before it has been asked for.
+        self._withheld: dict[PagedTensor, Members] = {}
         self._batches = Batches(compute, [], scale, hyper, stays=True, sent_for=sent_for)
         self._batches.sparing = True
         self._host = None if on_host is None else HostUpdates(on_host, scale, hyper, self._batches.add)
@@ -110,7 +114,12 @@ class UpdateQueue:
                 else:
                     self._batches.add(left[0])
                 _, state, _ = left.popleft()
-                self._parameters.add(state.slot.value.block)
+                block = state.slot.value.block
+                if block not in self._parameters:
+                    self._parameters.add(block)
+                    if isinstance(block.occupant, Members):
+                        self._withheld[block] = block.occupant
+                        block.occupant.withhold(block, self._pool.compute.device)
         except BaseException:
             self.lost += len(left)
             with self._at_work():
@@ -150,6 +159,7 @@ class UpdateQueue:
         self.whole, batches.sparing = True, False
         if early:
             batches.reorder(order)
+            self._give_back([block for block in self._withheld if not self.awaits(block)], batches)
         self._end_if_done()
         self.pump()
 
@@ -289,8 +299,16 @@ class UpdateQueue:
 
     def _update(self, lane: Batches | HostUpdates) -> None:
         self.touched = True
-        lane.update()
+        self._give_back(lane.update(), lane)
         self._end_if_done()
+
+    def _give_back(self, blocks: Iterable[PagedTensor], lane: Batches | HostUpdates) -> None:
+        """Gives parameters their values back, if they are what the step has asked for."""
+        if not self.whole:
+            return
+        for block in blocks:
+            if block in self._withheld and block not in lane.owed:
+                self._withheld.pop(block).give_back()
 
     @contextmanager
     def _at_work(self, *, loses: bool = True) -> Iterator[None]:
@@ -352,6 +370,8 @@ class UpdateQueue:
 
     def _end(self) -> None:
         if not self.ended:
+            while self._withheld:
+                self._withheld.popitem()[1].give_back()
             if self._host is not None:
                 self._host.close()
             self._pool.owed = None
@@ -359,8 +379,10 @@ class UpdateQueue:
 
 
 def _plainly(device_type: str) -> ExitStack:
-    """Neither inference mode nor autocast; where there is neither, that is looked up more quickly than it is set."""
+    """No inference mode, autocast or `torch.func`; where there is none, a look is quicker than setting it."""
     modes = ExitStack()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        modes.enter_context(temporarily_clear_interpreter_stack())
     if torch.is_inference_mode_enabled():
         modes.enter_context(torch.inference_mode(False))
     if torch.is_autocast_enabled(device_type):

@@ -176,8 +176,8 @@ class Updates:
         self._run_ahead.updates_ended(queue.updated)
 
     def _can_wait(self, state: ParamState) -> bool:
-        """Whether an update may be done after the step: its parameter moves, and its state has been made."""
-        return state.slot.group.movable and not state.fresh
+        """Whether an update may be done after the step: its parameter moves, is away, and its state has been made."""
+        return state.slot.group.movable and not state.fresh and not state.slot.shown
 
     def _follow(self, states: Sequence[ParamState], gradient_bytes: Mapping[str, int]) -> None:
         """Makes known what updates beside passes use."""
