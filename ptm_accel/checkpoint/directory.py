@@ -159,13 +159,33 @@ def _publish(staging: Path, final: Path) -> None:
         final.rename(aside)
     try:
         staging.rename(final)
-    except BaseException:
-        if had:
-            aside.rename(final)
+        # Until then the names may not be on the disk, and the files of the one before must not go.
+        _sync(final.parent)
+    except BaseException as error:
+        _take_back(staging, final, aside, error)
         raise
-    _sync(final.parent)
     if had:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _take_back(staging: Path, final: Path, aside: Path, error: BaseException) -> None:
+    """Undoes the renames of a directory that could not be published.
+
+    Raises:
+        DiskError: that fails as well.
+    """
+    try:
+        if not staging.exists():
+            final.rename(staging)
+        if aside.exists():
+            aside.rename(final)
+    except OSError as again:
+        raise DiskError(
+            again.errno,
+            f"cannot save {final.name} for good: {error}, and its renames cannot be taken back: {again.strerror}. What "
+            "has that name now may be another after a power cut. Look after the disk, or set output_dir elsewhere",
+            str(final),
+        ) from error
 
 
 def _still_written(path: Path, pid: int) -> bool:

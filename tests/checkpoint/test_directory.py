@@ -106,6 +106,55 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["c"]
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_renames_that_are_not_synced_are_taken_back(
+    older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = tmp_path / "c"
+    if older:
+        with staged(final) as staging:
+            write(staging, "one")
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(errno.EIO, "broken")
+        fsync(descriptor)
+
+    kept = "The checkpoint that was there before is" if older else "Earlier checkpoints are"
+    message = rf"cannot save c: Input/output error after 3 B, .*\. {kept} intact; what was written is removed\."
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(DiskError, match=message), staged(final) as staging:
+            write(staging, "two")
+    assert names(tmp_path) == (["c"] if older else [])
+    if older:
+        assert (final / "sub" / "a").read_text() == "one"
+
+
+def test_renames_that_cannot_be_taken_back_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "c"
+    with staged(final) as staging:
+        write(staging, "one")
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name.startswith("_incomplete") or target.name == "c":
+            raise OSError(errno.EIO, "broken")
+        return rename(self, target)
+
+    message = (
+        r"cannot save c for good: \[Errno 5\] broken, and its renames cannot be taken back: broken\. What has that"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(DiskError, match=message), staged(final) as staging:
+            write(staging, "two")
+    # The one before is put back when there is a disk again.
+    remove_incomplete(tmp_path)
+    assert (final / "sub" / "a").read_text() == "one"
+
+
 @pytest.mark.parametrize(
     "error",
     [
