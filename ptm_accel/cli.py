@@ -8,6 +8,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -23,7 +24,7 @@ from rich.table import Table
 from ptm_accel import __version__, autoload, machine
 from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, PTMConfig
 from ptm_accel.environment import SWITCH, TEXT_DIALS
-from ptm_accel.errors import ConfigError, PTMError
+from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.units import format_bytes
 
 if TYPE_CHECKING:
@@ -364,6 +365,35 @@ def export(
     file = checkpoint / "optimizer.pt" if output is None else output
     write_plain_state(checkpoint, file, replace_newer=force)
     typer.echo(f"{file}: {format_bytes(file.stat().st_size)}")
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def check(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
+) -> None:
+    """Compares the files of a checkpoint with what was saved; exit status 2 and the file's name if one is damaged."""
+    from ptm_accel.checkpoint.index import INDEX_NAME
+    from ptm_accel.checkpoint.manifest import MANIFEST_NAME, check_manifest
+    from ptm_accel.checkpoint.training_state import check_optimizer_state
+
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"no such directory: {checkpoint}. Give the path of a checkpoint.")
+    begin = time.perf_counter()
+    sums = check_manifest(checkpoint)
+    took_s = time.perf_counter() - begin
+    for index in sorted(checkpoint.rglob(INDEX_NAME)):
+        check_optimizer_state(index.parent)
+    if (checkpoint / "trainer_state.json").is_file():
+        import_module("ptm_accel.integrations.transformers.resuming").check_checkpoint(checkpoint, hashes=False)
+    if sums is None:
+        typer.echo(f"{checkpoint}: can be read. It has no {MANIFEST_NAME} that tells what was saved.")
+        return
+    nbytes = sum(each.nbytes for each in sums.values())
+    rate = format_bytes(int(nbytes / took_s))
+    typer.echo(f"{checkpoint}: {len(sums)} files, {format_bytes(nbytes)}, are what was saved ({rate}/s)")
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,15 @@ import yaml
 
 from ptm_accel import machine
 from ptm_accel.config_checks import AUTO as AUTO
-from ptm_accel.config_checks import check_choice, check_holds_a_page, check_keys, check_size, expand, slices_of
+from ptm_accel.config_checks import (
+    check_choice,
+    check_holds_a_page,
+    check_keys,
+    check_size,
+    expand,
+    slices_of,
+    switch_of,
+)
 from ptm_accel.config_parts import MOMENTS as MOMENTS
 from ptm_accel.config_parts import DiskConfig as DiskConfig
 from ptm_accel.config_parts import PipelineConfig as PipelineConfig
@@ -65,6 +73,8 @@ class PTMConfig:
             holds the activations of one of them; `"auto"` for slices of about 2048 tokens. Default: whole sequences.
         pipeline: the model is cut into stages, each in a process of its own: a `PipelineConfig`, a mapping of its
             values, or how many. Default: each process has the whole model.
+        checkpoint_hashes: a checkpoint is saved with CRCs of its files, and compared with them before it is resumed
+            from. False does neither.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -79,6 +89,7 @@ class PTMConfig:
     pseudo_to_real: PseudoToRealConfig | dict[str, Any] | str | float | None = None
     token_slices: str | int | None = None
     pipeline: PipelineConfig | dict[str, Any] | int | str | None = None
+    checkpoint_hashes: bool | str = True
 
     def __post_init__(self) -> None:
         """Checks each dial, and the dials against one another."""
@@ -97,6 +108,7 @@ class PTMConfig:
             object.__setattr__(self, "pseudo_to_real", PseudoToRealConfig.load(self.pseudo_to_real))
         if self.token_slices is not None:
             object.__setattr__(self, "token_slices", slices_of(self.token_slices))
+        object.__setattr__(self, "checkpoint_hashes", switch_of("checkpoint_hashes", self.checkpoint_hashes))
         if self.pipeline is not None:
             object.__setattr__(self, "pipeline", PipelineConfig.load(self.pipeline))
             for name in ("pseudo_to_real", "token_slices"):

@@ -66,6 +66,14 @@ def slices_of(value: object) -> str | int:
     raise ConfigError(f"token_slices: got {value!r}; write auto, or how many slices each sequence is cut into.")
 
 
+def switch_of(dial: str, value: object) -> bool:
+    """Whether a dial that is true or false is true."""
+    text = str(value).strip().lower()
+    if text not in ("true", "false"):
+        raise ConfigError(f"{dial}: got {value!r}; write true or false.")
+    return text == "true"
+
+
 def check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
     """Says that a dial has a value that there is not, if so."""
     if value not in choices:

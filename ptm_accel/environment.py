@@ -37,6 +37,7 @@ TEXT_DIALS = {
     "token_slices": "slices of a sequence that a layer computes one after the other; auto for about 2048 tokens each",
     "moments": "optimizer state of what is delinked: copy, scale or reset",
     "pipeline_stages": "stages that the model is cut into, each in a process of its own",
+    "checkpoint_hashes": "true saves and compares CRCs of checkpoints; false does not",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
 }
 """Each dial that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""

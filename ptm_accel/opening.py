@@ -125,5 +125,5 @@ def _living(device: torch.device) -> _Opened | None:
 
 def _of_memory(config: PTMConfig) -> PTMConfig:
     """The configuration with the defaults for all that is not about memory."""
-    apart = replace(config, pseudo_to_real=None, token_slices=None, pipeline=None)
+    apart = replace(config, pseudo_to_real=None, token_slices=None, pipeline=None, checkpoint_hashes=True)
     return replace(apart, update=PTMConfig().update, master_weights=None)

@@ -18,7 +18,10 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import MemoryLimit
 from ptm_accel.units import GIB, KIB, MIB
 
-DIALS = "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices, pipeline"
+DIALS = (
+    "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices, pipeline, "
+    "checkpoint_hashes"
+)
 
 
 @pytest.fixture
@@ -41,6 +44,7 @@ class TestDials:
             "pseudo_to_real": None,
             "token_slices": None,
             "pipeline": None,
+            "checkpoint_hashes": True,
         }
         assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit"]
 
@@ -107,6 +111,8 @@ class TestDials:
         ({"token_slices": 0}, "token_slices: got 0; write auto, or how many slices each sequence is cut into."),
         ({"token_slices": "many"}, "token_slices: got 'many'; write auto"),
         ({"token_slices": True}, "token_slices: got True; write auto"),
+        ({"checkpoint_hashes": "maybe"}, "checkpoint_hashes: got 'maybe'; write true or false."),
+        ({"checkpoint_hashes": None}, "checkpoint_hashes: got None; write true or false."),
         ({"disk": {"limit": "5GB"}}, "disk: {'limit': '5GB'} has no paths; set disk.paths to at least one folder."),
         ({"disk": {"path": "/a"}}, "disk: unknown key 'path'; did you mean 'paths'? The keys are: paths, limit."),
         ({"disk": 7}, "disk: got 7, which names no folder; write disk: /mnt/ssd, several as disk: [/mnt/a"),

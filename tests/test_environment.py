@@ -30,6 +30,7 @@ DISKS = st.one_of(
         master_weights=st.sampled_from([None, "fp32"]),
         pseudo_to_real=st.sampled_from([None, "auto", 7, 0.25, {"delink": 3, "moments": "reset"}]),
         token_slices=st.sampled_from([None, "auto", 4]),
+        checkpoint_hashes=st.booleans(),
     )
 )
 def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> None:
@@ -42,6 +43,7 @@ def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> Non
         assert getattr(read, dial) == (None if asked is None else str(asked))
     assert (read.update, read.master_weights) == (config.update, config.master_weights)
     assert (read.pseudo_to_real, read.token_slices) == (config.pseudo_to_real, config.token_slices)
+    assert read.checkpoint_hashes is config.checkpoint_hashes
     if config.disk is None:
         assert read.disk is None
     else:

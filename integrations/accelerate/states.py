@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
 from ptm_accel.checkpoint.directory import remove, remove_incomplete, staged
-from ptm_accel.checkpoint.plain_state import load_either_state
-from ptm_accel.checkpoint.training_state import OUTDATED, save_optimizer_state, saved_last
-from ptm_accel.errors import CheckpointError, ConfigError
+from ptm_accel.checkpoint.manifest import Sums, check_manifest
+from ptm_accel.checkpoint.plain_state import check_either_state, load_either_state
+from ptm_accel.checkpoint.training_state import OUTDATED, Expected, save_optimizer_state, saved_last
+from ptm_accel.config import PTMConfig
+from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
     """The part of the accelerator on pages that saves and loads."""
 
     _optimizers: list[AcceleratedOptimizer]
+    ptm_config: PTMConfig
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Accelerator.save_state`; the directory appears complete or not at all.
@@ -55,7 +58,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                 "ProjectConfiguration."
             )
         final = self._next_directory() if naming or output_dir is None else Path(os.fspath(output_dir))
-        with self._shared_staging(final) as staging:
+        sums: Sums | None = {} if self.ptm_config.checkpoint_hashes else None
+        with self._shared_staging(final, sums) as staging:
             self.project_configuration.automatic_checkpoint_naming = False
             try:
                 with self._without_optimizers() as optimizers:
@@ -66,7 +70,10 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                 for number, optimizer in enumerate(optimizers):
                     folder = _state_folder(staging, number)
                     folder.mkdir(exist_ok=True)
-                    save_optimizer_state(_paged(optimizer), folder)
+                    part: Sums | None = None if sums is None else {}
+                    save_optimizer_state(_paged(optimizer), folder, part)
+                    if sums is not None and part is not None:
+                        sums |= {(folder / name).relative_to(staging).as_posix(): each for name, each in part.items()}
         if naming:
             self._remove_surplus(final)
         return final if naming else output_dir
@@ -113,10 +120,10 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         return Path(self.project_dir) / "checkpoints"
 
     @contextmanager
-    def _shared_staging(self, final: Path) -> Iterator[Path]:
+    def _shared_staging(self, final: Path, sums: Sums | None) -> Iterator[Path]:
         """The directory that all processes write a state into; one of them makes and publishes it."""
         with ExitStack() as stack:
-            mine = stack.enter_context(staged(final, outdated=OUTDATED)) if self.is_main_process else None
+            mine = stack.enter_context(staged(final, outdated=OUTDATED, sums=sums)) if self.is_main_process else None
             if self.num_processes > 1:
                 told = [str(mine)]
                 torch.distributed.broadcast_object_list(told, 0)
@@ -131,11 +138,13 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         """As `Accelerator.load_state`, one tensor at a time onto pages; also what a plain run has saved.
 
         Raises:
-            CheckpointError: the directory has no optimizer state, or that of another model or optimizer.
+            CheckpointError: the directory has no optimizer state, or that of another model or optimizer, or is damaged.
+                Nothing has been changed then.
         """
         source = self._latest() if input_dir is None else Path(os.path.expanduser(os.fspath(input_dir)))
         if source is not None and source.is_dir():
-            self._check_states(source)
+            folder = source
+            one_for_all(lambda: self._check_states(folder))
         with self._without_optimizers() as optimizers:
             # Where each process has a card, accelerate would read all weights onto it, beside the pages.
             kwargs.setdefault("map_location", "cpu")
@@ -165,13 +174,20 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         return found[-1]
 
     def _check_states(self, source: Path) -> None:
-        for number in range(len(self._optimizers)):
-            if _saved_last(source, number) is None:
+        try:
+            if self.ptm_config.checkpoint_hashes:
+                check_manifest(source)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_newest_whole(source)} Nothing was changed.") from error
+        for number, optimizer in enumerate(self._optimizers):
+            saved = _saved_last(source, number)
+            if saved is None:
                 folder = _state_folder(source, number).relative_to(source.parent)
                 raise CheckpointError(
                     f"{source} has no state of optimizer {number} (neither {folder} of ptm_accel nor "
                     f"{_plain_name(number)}). Load another one, or prepare as many optimizers as were saved."
                 )
+            check_either_state(saved, Expected.of(_paged(optimizer)))
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[list[AcceleratedOptimizer]]:
@@ -188,6 +204,33 @@ def _numbered(base: Path) -> list[Path]:
     paths = base.iterdir() if base.is_dir() else ()
     numbers = {path: int(match[1]) for path in paths if (match := _NUMBERED.fullmatch(path.name)) and path.is_dir()}
     return sorted(numbers, key=numbers.__getitem__)
+
+
+def _newest_whole(source: Path) -> str:
+    """Says which of the checkpoints beside one is the newest that is whole."""
+    for path in reversed(_numbered(source.absolute().parent)):
+        if path.name != source.name:
+            with suppress(CheckpointError):
+                check_manifest(path)
+                return f"The newest whole one beside it is {path}."
+    return "There is no whole one beside it."
+
+
+def one_for_all(check: Callable[[], None]) -> None:
+    """Has one process look through what all of them are about to read; what it raises, all raise."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    error: Exception | None = None
+    if not several or torch.distributed.get_rank() == 0:
+        try:
+            check()
+        except (PTMError, OSError) as found:
+            error = found
+    if several:
+        told = [error]
+        torch.distributed.broadcast_object_list(told, 0)
+        error = told[0]
+    if error is not None:
+        raise error
 
 
 def _paged(optimizer: AcceleratedOptimizer) -> PagedOptimizer:

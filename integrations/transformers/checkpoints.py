@@ -24,25 +24,24 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ptm_accel.checkpoint.directory import is_complete, remove, remove_incomplete, staged
-from ptm_accel.checkpoint.plain_state import load_either_state
-from ptm_accel.checkpoint.training_state import (
-    INDEX_NAME,
-    OUTDATED,
-    read_index,
-    save_optimizer_state,
-    saved_last,
-)
+from ptm_accel.checkpoint.index import INDEX_NAME, read_index
+from ptm_accel.checkpoint.manifest import Sums
+from ptm_accel.checkpoint.plain_state import check_either_state, load_either_state
+from ptm_accel.checkpoint.training_state import OUTDATED, Expected, save_optimizer_state
+from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
+from ptm_accel.optim.optimizer import PagedOptimizer
 
+from ..accelerate.states import one_for_all
 from .loading import load_weights
 from .loop import comes_with
 from .own_loading import own_loading
-from .pipelines import PipelinedLoop
+from .pipelines import PipelinedLoop, gathered
+from .resuming import check_checkpoint, last_state, newest_whole
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 _WRITTEN = re.compile(
     r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|"
     r"scheduler\.pt|scaler\.pt|rng_state(_\d+)?\.pth|"
@@ -55,7 +54,9 @@ _NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 class PagedCheckpoints(PipelinedLoop):
     """The part of the Trainer's mixin that knows where checkpoints are, and which of them are whole."""
 
+    ptm_config: PTMConfig | None = None
     _staging: Path | None = None
+    _sums: Sums | None = None
     _pushes_when_done = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -90,6 +91,17 @@ class PagedCheckpoints(PipelinedLoop):
             return
         super()._push_from_checkpoint(checkpoint_folder)
 
+    @contextmanager
+    def _noting_sums(self, folder: Path) -> Iterator[Sums | None]:
+        """Yields what is to get the sums of files that are written into a folder; None if nobody asks for them."""
+        if self._staging is None or self._sums is None:
+            yield None
+            return
+        part: Sums = {}
+        yield part
+        root = self._staging / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._sums |= {(folder / name).relative_to(root).as_posix(): each for name, each in part.items()}
+
     # ---- finding a checkpoint --------------------------------------------------------------------------------
 
     def _clear_leftovers(self, trial: Any) -> None:
@@ -108,6 +120,7 @@ class PagedCheckpoints(PipelinedLoop):
         if not isinstance(asked, bool):
             path = Path(asked)
             if path.is_dir() and not _whole(path):
+                beside = newest_whole(self._others(path), hashes=self._hashes)
                 within = [found.name for found in _numbered(path) if _whole(found)]
                 if within:
                     raise CheckpointError(
@@ -117,12 +130,14 @@ class PagedCheckpoints(PipelinedLoop):
                 raise CheckpointError(
                     f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no "
                     f"{TRAINER_STATE_NAME}, which is written last. Resume from another one, or pass "
-                    "resume_from_checkpoint=True for the newest that is complete."
+                    f"resume_from_checkpoint=True for the newest that is complete. {beside}"
                 )
+            self._check_whole(path)
             return asked
         found = _numbered(Path(self._get_output_dir(None)))
         for path in found:
             if _whole(path):
+                self._check_whole(path)
                 return str(path)
             logger.warning("%s is incomplete (no %s); it is not resumed from.", path, TRAINER_STATE_NAME)
         if found:
@@ -133,6 +148,25 @@ class PagedCheckpoints(PipelinedLoop):
             )
         # The Trainer says that there is none.
         return asked
+
+    def _check_whole(self, path: Path) -> None:
+        """Looks through a checkpoint, before anything of the run is changed.
+
+        Raises:
+            CheckpointError: something in it is damaged.
+        """
+        if not path.is_dir():
+            return
+        one_for_all(lambda: check_checkpoint(path, self._others(path), hashes=self._hashes))
+
+    @property
+    def _hashes(self) -> bool:
+        return self.ptm_config is None or bool(self.ptm_config.checkpoint_hashes)
+
+    @staticmethod
+    def _others(path: Path) -> list[Path]:
+        """The complete checkpoints beside one, newest first."""
+        return [other for other in _numbered(path.absolute().parent) if _whole(other) and other.name != path.name]
 
 
 if TYPE_CHECKING:
@@ -157,6 +191,7 @@ class StockOnPages(_StockHost):
         run_dir = Path(self._get_output_dir(trial))
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         before = self.state.best_model_checkpoint
+        self._sums = {} if self._hashes else None
         try:
             with self._staged(final) as staging:
                 self._staging = staging
@@ -164,6 +199,8 @@ class StockOnPages(_StockHost):
                 self._staging = None
                 # Other processes write there as well: the states of their random numbers.
                 self.accelerator.wait_for_everyone()
+                if self._ranks is not None and self._sums is not None:
+                    self._sums |= gathered(self._sums, self._ranks)
                 if self.args.should_save:
                     self._name_best_checkpoint(final, before, staging / final.name)
                     for entry in list((staging / final.name).iterdir()):
@@ -177,7 +214,7 @@ class StockOnPages(_StockHost):
             self.state.best_model_checkpoint = before
             raise
         finally:
-            self._staging = None
+            self._staging = self._sums = None
             pushes, self._pushes_when_done = self._pushes_when_done, False
         if pushes:
             self._push_from_checkpoint(str(final))
@@ -206,7 +243,11 @@ class StockOnPages(_StockHost):
     def _staged(self, final: Path) -> Iterator[Path]:
         """The directory that all processes write a checkpoint into; one of them makes and publishes it."""
         with ExitStack() as stack:
-            mine = stack.enter_context(staged(final, outdated=_WRITTEN)) if self.args.should_save else None
+            mine = (
+                stack.enter_context(staged(final, outdated=_WRITTEN, sums=self._sums))
+                if self.args.should_save
+                else None
+            )
             if self.args.world_size > 1:
                 told = [str(mine)]
                 torch.distributed.broadcast_object_list(told, 0)
@@ -260,7 +301,8 @@ class StockOnPages(_StockHost):
         if self.args.should_save or (ranks is not None and ranks.replica == 0):
             folder = self._state_folder(Path(output_dir))
             folder.mkdir(exist_ok=True)
-            save_optimizer_state(engine.optimizer, folder)
+            with self._noting_sums(folder) as sums:
+                save_optimizer_state(engine.optimizer, folder, sums)
         if not self.args.should_save:
             return
         with warnings.catch_warnings(record=True) as caught:
@@ -275,11 +317,32 @@ class StockOnPages(_StockHost):
         self._check_stages(directory)
         # Of a checkpoint that training cannot go on from, nothing is taken.
         folder = self._state_folder(directory)
-        saved = _saved_last(folder)
+        saved = last_state(folder)
         ours = saved is not None and saved.name == INDEX_NAME
-        other = ours and not self._may_update(read_index(folder).get("parameters", {}).keys(), engine)
+        other = ours and not self._may_update(read_index(folder)["parameters"].keys(), engine)
+        if saved is not None and not other and (directory / SCHEDULER_NAME).is_file():
+            self._check_optimizer(saved, engine)
         if not self._load_weights(directory, strict=other):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _check_optimizer(self, saved: Path, engine: Engine) -> None:
+        """Compares a saved state with the optimizer, where that can be known before the weights are loaded.
+
+        Raises:
+            CheckpointError: it is of another optimizer.
+        """
+        # Whoever loads weights in a way of his own may make other parameters of them.
+        if self.optimizer is None and not (
+            comes_with(self, "create_optimizer") and own_loading(self._bare_model) is None
+        ):
+            return
+        inner: Any = self.create_optimizer() if self.optimizer is None else self.optimizer
+        while not isinstance(inner, PagedOptimizer) and hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        masters = engine.config.master_weights is not None
+        is_paged = isinstance(inner, PagedOptimizer)
+        expected = Expected.of(inner) if is_paged else Expected.before(inner, engine.slots, masters=masters)
+        check_either_state(saved, expected)
 
     def _may_update(self, names: Set[str], engine: Engine) -> bool:
         """Whether an optimizer over just these parameters may be the one that there is, or will be."""
@@ -326,7 +389,7 @@ class StockOnPages(_StockHost):
         if engine is None or engine.optimizer is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        saved, scheduler = _saved_last(self._state_folder(directory)), directory / SCHEDULER_NAME
+        saved, scheduler = last_state(self._state_folder(directory)), directory / SCHEDULER_NAME
         # Of one without the other the stock Trainer takes neither.
         if saved is None or not scheduler.is_file():
             logger.warning(
@@ -353,10 +416,6 @@ def _put_before_stock(cls: type) -> None:
         last = max(index for index, base in enumerate(bases) if issubclass(base, stock))
         bases.insert(last + 1, StockOnPages)
     cls.__bases__ = tuple(bases)
-
-
-def _saved_last(directory: Path) -> Path | None:
-    return saved_last(directory, [directory / name for name in _PLAIN_OPTIMIZER])
 
 
 def _whole(path: Path) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from ptm_accel.checkpoint.manifest import Sums
+from ptm_accel.checkpoint.shards import save_file
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.pipeline.ranks import Ranks
 
@@ -42,6 +44,9 @@ class PipelinedLoop(_Host):
         total: int = super().get_total_train_batch_size(*args, **kwargs)
         return total if self._ranks is None else total // self._ranks.stages
 
+    def _noting_sums(self, folder: Path) -> AbstractContextManager[Sums | None]:
+        raise NotImplementedError
+
     def _write_weights(self, directory: Path, ranks: Ranks) -> None:
         """Writes the weights of all stages: files of safetensors with one index, as transformers has them."""
         assert self.model is not None
@@ -55,8 +60,10 @@ class PipelinedLoop(_Host):
         before = sum(len(shards) for shards, _ in told[: ranks.stage])
         if ranks.replica == 0:
             for number, tensors in enumerate(shards, start=before + 1):
-                file = directory / _SHARD.format(number=number, count=len(names))
-                save_file({name: state[name].contiguous() for name in tensors}, file, metadata={"format": "pt"})
+                file = _SHARD.format(number=number, count=len(names))
+                ready = {name: state[name].detach().cpu().contiguous() for name in tensors}
+                with self._noting_sums(directory) as sums:
+                    save_file(ready, directory / file, {"format": "pt"}, sums)
         if self.args.should_save:
             places = {
                 name: _SHARD.format(number=number, count=len(names))
@@ -91,6 +98,13 @@ class PipelinedLoop(_Host):
             f"{directory} was saved by {count}, whose optimizer state is in other parts; {wanted} to go on with it, "
             "or start from its weights (from_pretrained)."
         )
+
+
+def gathered(sums: Sums, ranks: Ranks) -> Sums:
+    """What the files of all stages are to be compared by."""
+    told: list[Any] = [None] * ranks.stages
+    dist.all_gather_object(told, sums, group=ranks.told)
+    return {name: each for part in told for name, each in part.items()}
 
 
 def refuse_with_pipeline(trainer: transformers.Trainer) -> None:

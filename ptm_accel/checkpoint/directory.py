@@ -13,11 +13,14 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+from ptm_accel.checkpoint.crc import threads
+from ptm_accel.checkpoint.manifest import Sums, completed, covered, write_manifest
 from ptm_accel.errors import DiskError
 from ptm_accel.units import format_bytes
 
@@ -29,7 +32,7 @@ _REPORTED = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 @contextmanager
-def staged(final: Path, *, outdated: re.Pattern[str] | None = None) -> Iterator[Path]:
+def staged(final: Path, *, outdated: re.Pattern[str] | None = None, sums: Sums | None = None) -> Iterator[Path]:
     """Writes a directory so that it appears complete under its name, or not at all.
 
     An existing `final` is replaced as a whole, or but for what others have put there. If the save fails or is killed,
@@ -38,6 +41,8 @@ def staged(final: Path, *, outdated: re.Pattern[str] | None = None) -> Iterator[
     Args:
         final: where the directory is to be.
         outdated: names of what is not taken over from an existing `final`, beside what was written anew; None for all.
+        sums: what is known of files that are written, by their paths, when the block ends; with it the directory gets a
+            manifest, for which others are read. None for no manifest.
 
     Yields:
         an empty directory on the same file system to write into.
@@ -52,9 +57,17 @@ def staged(final: Path, *, outdated: re.Pattern[str] | None = None) -> Iterator[
         remove_incomplete(staging.parent, final.name)
         staging.mkdir()
         yield staging
+        written = [] if sums is None else covered(staging)
         if outdated is not None and final.is_dir():
             _take_over(final, staging, outdated)
-        _sync_tree(staging)
+        with ThreadPoolExecutor(1) as beside, threads() as pool:
+            # The disk writes while files are read that are still in memory.
+            synced = beside.submit(_sync_tree, staging)
+            found = completed(staging, written, sums or {}, pool)
+            synced.result()
+        if sums is not None:
+            _sync(write_manifest(staging, found))
+            _sync(staging)
         _publish(staging, final)
     except BaseException as error:
         refusal = _failure(error, staging, final)

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 
-from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, load_optimizer_state
+from ptm_accel.checkpoint.crc import regular_file
+from ptm_accel.checkpoint.index import FULL_SIZE, INDEX_NAME, damaged, reason_of
+from ptm_accel.checkpoint.training_state import Expected, SavedState, check_optimizer_state, load_optimizer_state
 from ptm_accel.errors import CheckpointError, DiskError
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.state_dicts import completed, refuse_other_groups
 from ptm_accel.optim.states import MASTER_KEY
 from ptm_accel.units import format_bytes
-
-_FULL_SIZE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg")
-"""Entries of torch's optimizers that have the shape of their parameter."""
 
 
 def load_either_state(optimizer: PagedOptimizer, saved: Path) -> None:
@@ -44,6 +43,22 @@ def load_either_state(optimizer: PagedOptimizer, saved: Path) -> None:
         load_plain_state(optimizer, saved)
 
 
+def check_either_state(saved: Path, expected: Expected | None = None) -> None:
+    """Looks whether a state that was written with pages or without is whole, and of an optimizer.
+
+    Args:
+        saved: what `saved_last` has found.
+        expected: the optimizer; None where it is not known.
+
+    Raises:
+        CheckpointError: as by `load_either_state`; nothing is changed.
+    """
+    if saved.name == INDEX_NAME:
+        check_optimizer_state(saved.parent, expected)
+    else:
+        _check_plain(_read_plain(saved), saved, expected)
+
+
 def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
     """Reads what `torch.save(optimizer.state_dict(), file)` has written onto pages.
 
@@ -55,41 +70,56 @@ def load_plain_state(optimizer: PagedOptimizer, file: Path) -> None:
         CheckpointError: the file is damaged, or of another model or optimizer; nothing has been changed then.
         BudgetError: no room for the state.
     """
-    try:
-        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        groups, state = saved["param_groups"], saved["state"]
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{file} ({format_bytes(file.stat().st_size)}) is no optimizer state that can be read without running code "
-            f"from it: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Resume from another "
-            "checkpoint."
-        ) from error
-    _check_groups(optimizer, groups, file)
-    _check_shapes(optimizer, groups, state, file)
+    saved = _read_plain(file)
+    _check_plain(saved, file, Expected.of(optimizer))
     optimizer.load_state_dict(saved)
 
 
-def _check_groups(optimizer: PagedOptimizer, groups: list[dict[str, Any]], file: Path) -> None:
-    refuse_other_groups(optimizer.inner, groups, str(file))
-    filled, _ = completed(optimizer.inner, groups, {})
-    for number, (group, now) in enumerate(zip(filled, optimizer.param_groups, strict=True)):
-        lacking = sorted((optimizer.inner.defaults.keys() & now.keys()) - group.keys())
+def _read_plain(file: Path) -> dict[str, Any]:
+    try:
+        with regular_file(file):
+            saved: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        _ = saved["param_groups"], saved["state"]
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{file} ({format_bytes(file.stat().st_size)}) is no optimizer state that can be read without running code "
+            f"from it: {reason_of(error)}. Resume from another checkpoint."
+        ) from error
+    return saved
+
+
+def _check_plain(saved: dict[str, Any], file: Path, expected: Expected | None) -> None:
+    groups, state = saved["param_groups"], saved["state"]
+    sound = isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+    if not sound or not isinstance(state, dict) or not all(isinstance(entry, dict) for entry in state.values()):
+        raise damaged(file, "its groups or its state are of other types than torch's")
+    if expected is not None:
+        _check_groups(expected, groups, file)
+        _check_shapes(expected, groups, state, file)
+
+
+def _check_groups(expected: Expected, groups: list[dict[str, Any]], file: Path) -> None:
+    inner = expected.inner
+    refuse_other_groups(inner, groups, str(file))
+    filled, _ = completed(inner, groups, {})
+    for number, (group, now) in enumerate(zip(filled, inner.param_groups, strict=True)):
+        lacking = sorted((inner.defaults.keys() & now.keys()) - group.keys())
         if lacking:
             raise CheckpointError(
-                f"{file} has no {lacking[0]!r} in parameter group {number}, and {type(optimizer.inner).__name__} has "
+                f"{file} has no {lacking[0]!r} in parameter group {number}, and {type(inner).__name__} has "
                 "one: it is of another optimizer. Train with the one it was saved by."
             )
 
 
 def _check_shapes(
-    optimizer: PagedOptimizer, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]], file: Path
+    expected: Expected, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]], file: Path
 ) -> None:
-    slots = chain.from_iterable(optimizer.states.groups())
+    slots = chain.from_iterable(expected.groups)
     for number, slot in zip(chain.from_iterable(group["params"] for group in groups), slots, strict=True):
         for key, value in state.get(number, {}).items():
             there = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
             here = tuple(slot.value.shape)
-            if key in _FULL_SIZE and value is not None and there != here:
+            if key in FULL_SIZE and value is not None and there != here:
                 raise CheckpointError(
                     f"{file} has {key!r} of shape {there} for {slot.name}, which has {here} here: it is of another "
                     "model."

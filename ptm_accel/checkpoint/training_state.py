@@ -15,33 +15,34 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from ptm_accel.checkpoint.crc import regular_file
+from ptm_accel.checkpoint.index import FORMAT, FULL_SIZE, GROUPS, VERSION, damaged, read_index, reason_of
+from ptm_accel.checkpoint.index import INDEX_NAME as INDEX_NAME
+from ptm_accel.checkpoint.manifest import MANIFEST_NAME, Sums
+from ptm_accel.checkpoint.shards import save_file
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.paged import Part
-from ptm_accel.model.slots import ParamSlot
+from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.others import Other
-from ptm_accel.units import format_bytes
+from ptm_accel.optim.others import Other, Others
 
-INDEX_NAME = "optimizer.json"
-FORMAT = "ptm_accel optimizer state"
-VERSION = 1
-
-OUTDATED = re.compile(r"optimizer(_\d+)?\.bin|optimizer\.pt|optimizer-\d{5}-of-\d{5}\.safetensors")
-"""Names of files that a state which is saved beside them puts out of date: plain states, and shards of an older one."""
+OUTDATED = re.compile(
+    r"optimizer(_\d+)?\.bin|optimizer\.pt|optimizer-\d{5}-of-\d{5}\.safetensors|" + re.escape(MANIFEST_NAME)
+)
+"""Names of files that a state which is saved beside them puts out of date: plain states, and those of an older one."""
 
 SHARD_BYTES = 1 << 30
 """The largest shard, unless one tensor alone is larger."""
 
 _SHARD = "optimizer-{number:05d}-of-{count:05d}.safetensors"
-_GROUPS = "param_groups"
 
 Entry = Part | torch.Tensor
 
@@ -64,7 +65,7 @@ def saved_last(directory: Path, plain: Iterable[Path]) -> Path | None:
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
+def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, sums: Sums | None = None) -> None:
     """Writes an optimizer's state; needs no memory beyond the budgets but for the part of a shard without values yet.
 
     There is no state dictionary here, so hooks on one (`register_state_dict_post_hook` and its like) are not run.
@@ -73,6 +74,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
         optimizer: the optimizer.
         directory: an existing directory; optimizer state that it holds is replaced, plain one too. Write into one from
             `ptm_accel.checkpoint.directory.staged`, so that a save that fails loses nothing.
+        sums: gets what the shards are to be compared by, by their names.
 
     Raises:
         CheckpointError: the state holds something that JSON and safetensors cannot.
@@ -87,16 +89,16 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
     index: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "optimizer": _class_name(optimizer),
+        "optimizer": _class_name(optimizer.inner),
         "master_weights": optimizer.states.masters,
-        _GROUPS: [],
+        GROUPS: [],
         "parameters": {},
         "others": {},
         "state": {},
     }
     for number, (group, slots) in enumerate(zip(optimizer.param_groups, optimizer.states.groups(), strict=True)):
-        values = {k: _encoded(v, f"{_GROUPS}/{number}/{k}", tensors) for k, v in group.items() if k != "params"}
-        index[_GROUPS].append({"params": [slot.name for slot in slots], "values": values})
+        values = {k: _encoded(v, f"{GROUPS}/{number}/{k}", tensors) for k, v in group.items() if k != "params"}
+        index[GROUPS].append({"params": [slot.name for slot in slots], "values": values})
         for slot in slots:
             index["others" if isinstance(slot, Other) else "parameters"][slot.name] = _description(slot)
     for name, key, value in optimizer.states.named_entries():
@@ -106,7 +108,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
                 "it would come back as text. Use an optimizer whose state has names for keys."
             )
         index["state"].setdefault(name, {})[key] = _encoded(value, f"{name}/{key}", tensors)
-    index["weight_map"] = _write_shards(optimizer, tensors, directory)
+    index["weight_map"] = _write_shards(optimizer, tensors, directory, sums)
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
@@ -128,7 +130,9 @@ def _encoded(value: Any, path: str, tensors: dict[str, Entry]) -> Any:
     )
 
 
-def _write_shards(optimizer: PagedOptimizer, tensors: dict[str, Entry], directory: Path) -> dict[str, str]:
+def _write_shards(
+    optimizer: PagedOptimizer, tensors: dict[str, Entry], directory: Path, sums: Sums | None
+) -> dict[str, str]:
     """Writes `tensors` into shards, one shard at a time; returns the shard of each."""
     shards: list[list[str]] = []
     filled = 0
@@ -143,7 +147,7 @@ def _write_shards(optimizer: PagedOptimizer, tensors: dict[str, Entry], director
         file = _SHARD.format(number=number, count=len(shards))
         weight_map.update(dict.fromkeys(names, file))
         ready = {name: _ready(optimizer, tensors[name]) for name in names}
-        save_file(ready, directory / file, metadata={"format": "pt"})
+        save_file(ready, directory / file, {"format": "pt"}, sums)
         # Before the next shard is made ready.
         del ready
     return weight_map
@@ -156,9 +160,9 @@ def _ready(optimizer: PagedOptimizer, tensor: Entry) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
-def _class_name(optimizer: PagedOptimizer) -> str:
-    """The optimizer's class by package and name; modules in between move from version to version."""
-    kind = type(optimizer.inner)
+def _class_name(inner: torch.optim.Optimizer) -> str:
+    """An optimizer's class by package and name; modules in between move from version to version."""
+    kind = type(inner)
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
@@ -167,6 +171,39 @@ def _description(slot: ParamSlot | Other) -> dict[str, Any]:
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The optimizer that a saved state is to be of; it may be on pages already, or about to be.
+
+    Attributes:
+        inner: the user's optimizer.
+        masters: whether there are fp32 masters.
+        groups: its parameters, by group.
+    """
+
+    inner: torch.optim.Optimizer
+    masters: bool
+    groups: list[list[ParamSlot | Other]]
+
+    @classmethod
+    def of(cls, optimizer: PagedOptimizer) -> Expected:
+        """An optimizer that is on pages."""
+        return cls(optimizer.inner, optimizer.states.masters, optimizer.states.groups())
+
+    @classmethod
+    def before(cls, inner: torch.optim.Optimizer, slots: SlotTable, *, masters: bool) -> Expected:
+        """One that comes onto pages later.
+
+        Args:
+            inner: the user's optimizer.
+            slots: the model's parameters.
+            masters: whether there will be fp32 masters.
+        """
+        others = {id(other.param): other for other in Others(inner, slots)}
+        groups = [[slots.of(p) or others[id(p)] for p in group["params"]] for group in inner.param_groups]
+        return cls(inner, masters, groups)
 
 
 def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
@@ -187,46 +224,27 @@ def load_optimizer_state(optimizer: PagedOptimizer, directory: Path) -> None:
     """
     with ExitStack() as files:
         saved = SavedState(directory, files)
-        try:
-            saved.check(optimizer)
-            slots = chain.from_iterable(optimizer.states.groups())
-            same = {slot.name for slot in slots if saved.described(slot) == _description(slot)}
-            state_dict = saved.state_dict()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _damaged(directory / INDEX_NAME, f"it lacks {error}") from error
-        optimizer.restore(state_dict, same)
+        saved.check(Expected.of(optimizer))
+        slots = chain.from_iterable(optimizer.states.groups())
+        same = {slot.name for slot in slots if saved.described(slot) == _description(slot)}
+        optimizer.restore(saved.state_dict(), same)
 
 
-def read_index(directory: Path) -> dict[str, Any]:
-    """The contents of a saved state's JSON file.
+def check_optimizer_state(directory: Path, expected: Expected | None = None) -> None:
+    """Looks whether a saved state is whole, and of an optimizer; nothing is changed.
+
+    Args:
+        directory: what `save_optimizer_state` has written into.
+        expected: the optimizer; None where it is not known.
 
     Raises:
-        CheckpointError: it is missing or damaged, or of another version.
+        CheckpointError: as by `load_optimizer_state`.
     """
-    path = directory / INDEX_NAME
-    if not directory.is_dir():
-        raise CheckpointError(f"no such directory: {directory}. Give the path of a checkpoint.")
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} has no optimizer state: {INDEX_NAME} is missing. Resume from another checkpoint, or load the "
-            "weights alone with from_pretrained()."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise _damaged(path, f"it is not of the format {FORMAT!r}")
-    if index.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {index.get('version')} of its format, and this ptm_accel reads version {VERSION}. "
-            "Install the ptm_accel that wrote it."
-        )
-    return index
-
-
-def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {reason}. Resume from another checkpoint.")
+    with ExitStack() as files:
+        saved = SavedState(directory, files)
+        saved.state_dict()
+        if expected is not None:
+            saved.check(expected)
 
 
 class SavedState:
@@ -250,13 +268,17 @@ class SavedState:
         self._shards: dict[str, tuple[Any, set[str]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict` has it; tensors of the size of their parameter are mapped."""
-        groups: list[dict[str, Any]] = self.index[_GROUPS]
+        """As `torch.optim.Optimizer.state_dict` has it; tensors of the size of their parameter are mapped.
+
+        Raises:
+            CheckpointError: a shard is missing or damaged, or tensors are not of their parameter's shape.
+        """
+        groups: list[dict[str, Any]] = self.index[GROUPS]
         names = chain.from_iterable(group["params"] for group in groups)
         numbers = {name: number for number, name in enumerate(names)}
         return {
             "state": {
-                numbers[name]: {key: self.decode(value) for key, value in entries.items()}
+                numbers[name]: {key: self._entry(name, key, value) for key, value in entries.items()}
                 for name, entries in self.index["state"].items()
             },
             "param_groups": [
@@ -268,10 +290,21 @@ class SavedState:
             ],
         }
 
-    def described(self, slot: ParamSlot | Other) -> dict[str, Any]:
-        """Shape and dtype of a parameter as it was saved."""
-        description: dict[str, Any] = self.index["others" if isinstance(slot, Other) else "parameters"][slot.name]
+    def described(self, slot: ParamSlot | Other) -> dict[str, Any] | None:
+        """Shape and dtype of a parameter as it was saved; None if it was not."""
+        return self._described(slot.name)
+
+    def _described(self, name: str) -> dict[str, Any] | None:
+        description: dict[str, Any] | None = self.index["parameters"].get(name, self.index["others"].get(name))
         return description
+
+    def _entry(self, name: str, key: str, value: Any) -> Any:
+        found = self.decode(value)
+        described = self._described(name)
+        full = key in FULL_SIZE or (isinstance(value, dict) and "paged" in value)
+        if full and found is not None and described is not None and list(found.shape) != described["shape"]:
+            raise self._differs(f"the state {key} of {name}", tuple(found.shape), f"shape {tuple(described['shape'])}")
+        return found
 
     def decode(self, value: Any) -> Any:
         """What `_encoded` was given; what was on pages is mapped from the file, other tensors are copies."""
@@ -295,61 +328,64 @@ class SavedState:
         """
         file = self.index["weight_map"].get(name)
         if file is None:
-            raise _damaged(self._directory / INDEX_NAME, f"it does not say where {name} is")
+            raise damaged(self._directory / INDEX_NAME, f"it does not say where {name} is")
         if file not in self._shards:
             path = self._directory / file
             try:
-                shard = self._files.enter_context(safe_open(path, framework="pt"))
+                # To open a pipe would not end.
+                with regular_file(path):
+                    shard = self._files.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError:
-                raise _damaged(self._directory, f"{file}, which holds {name}, is missing") from None
+                raise damaged(self._directory, f"{file}, which holds {name}, is missing") from None
             except (OSError, SafetensorError) as error:
-                raise _damaged(path, f"{error} ({format_bytes(path.stat().st_size)})") from error
+                raise damaged(path, reason_of(error)) from error
             self._shards[file] = (shard, set(shard.keys()))
         shard, names = self._shards[file]
         if name not in names:
-            raise _damaged(self._directory / file, f"it does not hold {name}")
+            raise damaged(self._directory / file, f"it does not hold {name}")
         tensor: torch.Tensor = shard.get_tensor(name)
         return tensor
 
-    def check(self, optimizer: PagedOptimizer) -> None:
-        """Compares all of it with `optimizer`.
+    def check(self, expected: Expected) -> None:
+        """Compares all of it with an optimizer.
 
         Raises:
             CheckpointError: names the first difference.
         """
-        self._check_kind(optimizer)
-        self._check_groups(optimizer)
-        for slot in chain.from_iterable(optimizer.states.groups()):
-            self._check_parameter(slot)
+        self._check_kind(expected)
+        self._check_groups(expected)
+        for slot in chain.from_iterable(expected.groups):
+            there, here = self.described(slot), _description(slot)
+            if there is None:
+                raise damaged(self._directory / INDEX_NAME, f"it lacks shape and dtype of {slot.name}")
+            if there["shape"] != here["shape"]:
+                words = (f"{tuple(each['shape'])} of {each['dtype']}" for each in (there, here))
+                raise self._differs(f"parameter {slot.name}", *words)
 
-    def _check_kind(self, optimizer: PagedOptimizer) -> None:
-        there, here = self.index["optimizer"], _class_name(optimizer)
+    def _check_kind(self, expected: Expected) -> None:
+        there, here = self.index["optimizer"], _class_name(expected.inner)
         if there != here:
             raise self._differs("the optimizer", there, here, f"Train with {there}, or start a new run.")
         masters = self.index["master_weights"]
-        if masters != optimizer.states.masters:
+        if masters != expected.masters:
             words = {True: "fp32 masters", False: "no masters"}
             remedy = f"Set master_weights to {'fp32' if masters else 'none'}."
-            raise self._differs("the state", words[masters], words[optimizer.states.masters], remedy)
+            raise self._differs("the state", words[masters], words[expected.masters], remedy)
 
-    def _check_groups(self, optimizer: PagedOptimizer) -> None:
-        saved = (group["params"] for group in self.index[_GROUPS])
-        groups = ([slot.name for slot in slots] for slots in optimizer.states.groups())
+    def _check_groups(self, expected: Expected) -> None:
+        saved = [group["params"] for group in self.index[GROUPS]]
+        groups = ([slot.name for slot in slots] for slots in expected.groups)
         for number, names in enumerate(zip_longest(saved, groups, fillvalue=())):
             for place, (there, here) in enumerate(zip_longest(*names, fillvalue="no more")):
                 if there != here:
                     raise self._differs(f"parameter {place} of group {number}", there, here)
-
-    def _check_parameter(self, slot: ParamSlot | Other) -> None:
-        there, here = self.described(slot), _description(slot)
-        if there["shape"] != here["shape"]:
-            words = (f"{tuple(each['shape'])} of {each['dtype']}" for each in (there, here))
-            raise self._differs(f"parameter {slot.name}", *words)
-        for key, value in self.index["state"].get(slot.name, {}).items():
-            if isinstance(value, dict) and "paged" in value:
-                shape = tuple(self._tensor(value["paged"]).shape)
-                if shape != slot.value.shape:
-                    raise self._differs(f"the state {key} of {slot.name}", shape, f"shape {tuple(slot.value.shape)}")
+        if len(saved) != len(expected.groups):
+            raise self._differs("the number of groups", len(saved), len(expected.groups))
+        for number, (group, now) in enumerate(zip(self.index[GROUPS], expected.inner.param_groups, strict=True)):
+            for key, value in group["values"].items():
+                if not _alike(self.decode(value), now.get(key)):
+                    reason = f"{GROUPS}/{number}/{key} is {value!r}, and {now[key]!r} in this run"
+                    raise damaged(self._directory / INDEX_NAME, reason)
 
     def _differs(self, what: str, there: object, here: object, remedy: str = "") -> CheckpointError:
         remedy = remedy or "It is of another model, or its parameters were grouped in another way."
@@ -357,3 +393,13 @@ class SavedState:
             f"cannot load the optimizer state in {self._directory}: {what} differs: the checkpoint has {there}, this "
             f"run has {here}. The optimizer is as it was. {remedy}"
         )
+
+
+def _alike(saved: Any, now: Any) -> bool:
+    """Whether a hyperparameter can have the one value where it has the other: numbers, texts, or as many of such."""
+    if saved is None or now is None:
+        return True
+    if isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
+        return all(map(_alike, saved, now))
+    kinds: tuple[Any, ...] = ((int, float, torch.Tensor), str, (list, tuple), dict)
+    return all(isinstance(saved, kind) == isinstance(now, kind) for kind in kinds)

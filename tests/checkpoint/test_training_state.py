@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,7 +20,14 @@ from torch import nn
 
 from ptm_accel.checkpoint import training_state
 from ptm_accel.checkpoint.directory import staged
-from ptm_accel.checkpoint.training_state import INDEX_NAME, load_optimizer_state, save_optimizer_state, saved_last
+from ptm_accel.checkpoint.training_state import (
+    INDEX_NAME,
+    Expected,
+    check_optimizer_state,
+    load_optimizer_state,
+    save_optimizer_state,
+    saved_last,
+)
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, DiskError
@@ -421,6 +429,113 @@ def test_a_damaged_state_is_refused(
     with pytest.raises(CheckpointError, match=message):
         load_optimizer_state(run.optimizer, tmp_path)
     assert_equal(run.numbers(), before)
+    run.close()
+
+
+def entry(index: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = index["state"]["embed.weight"]
+    return state
+
+
+def values(index: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = index["param_groups"][0]["values"]
+    return found
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "text as step": (lambda i: entry(i).update(step="three"), "state/embed.weight/step is no number"),
+    "a list in a dictionary's place": (lambda i: values(i).update(lr={"dict": []}), "param_groups/0/lr is no value"),
+    "nesting": (lambda i: values(i).update(lr=nested(100)), "param_groups/0/lr is no value"),
+    "an unknown container": (lambda i: entry(i).update(note={"set": [1]}), "state/embed.weight/note is no value"),
+    "a number as tensor": (lambda i: entry(i).update(exp_avg=3.0), "state/embed.weight/exp_avg is no tensor"),
+    "a tensor's name": (lambda i: entry(i).update(exp_avg={"paged": 3}), "state/embed.weight/exp_avg is no value"),
+    "text as rate": (lambda i: values(i).update(lr="fast"), r"param_groups/0/lr is 'fast', and 0.01 in this run"),
+    "text as betas": (lambda i: values(i).update(betas={"tuple": ["a", 1]}), "param_groups/0/betas is .* in this run"),
+    "no groups": (lambda i: i.update(param_groups={}), "param_groups is a dict, and no list"),
+    "an optimizer's name": (lambda i: i.update(optimizer=[]), "optimizer is a list, and no str"),
+    "a group's names": (lambda i: i["param_groups"][0].update(params=[1]), "param_groups/0 is no group of parameters"),
+    "a group": (lambda i: i["param_groups"].insert(0, []), "param_groups/0 is no group of parameters"),
+    "a shape": (lambda i: i["parameters"].update({"scale": {"shape": "x"}}), "parameters/scale is no shape and dtype"),
+    "no shape": (lambda i: i["parameters"].pop("scale"), "it lacks shape and dtype of scale"),
+    "a state": (lambda i: i["state"].update(scale=[]), "state/scale is of no parameter in a group"),
+    "another's state": (lambda i: i["state"].update(other={}), "state/other is of no parameter in a group"),
+    "a file's name": (
+        lambda i: i["weight_map"].update({"scale/step": 1}),
+        "weight_map/scale/step is no name of a file",
+    ),
+    "elsewhere": (
+        lambda i: i["weight_map"].update({"scale/step": "../optimizer-00001-of-00002.safetensors"}),
+        "weight_map/scale/step is no name of a file in this folder",
+    ),
+    "a long name": (
+        lambda i: i["weight_map"].update({"scale/step": "x" * 300}),
+        "x{300} is damaged: File name too long",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_types_in_an_index_are_named(kind: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(0, 1)
+    save_optimizer_state(run.optimizer, tmp_path)
+    change, text = WRONG[kind]
+    edit(tmp_path, change)
+    before = run.numbers()
+    with pytest.raises(CheckpointError, match=rf"{text}.*\. Resume from another checkpoint\."):
+        load_optimizer_state(run.optimizer, tmp_path)
+    assert_equal(run.numbers(), before)
+    run.close()
+
+
+@pytest.mark.parametrize("name", ["optimizer.json", "optimizer-00001-of-00001.safetensors"])
+def test_a_pipe_in_a_files_place_is_named(name: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(0, 1)
+    save_optimizer_state(run.optimizer, tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: it is no regular file"):
+        load_optimizer_state(run.optimizer, tmp_path)
+    run.close()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 5000, "NUL\0"])
+def test_an_index_that_is_no_json_is_named(content: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (tmp_path / "optimizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match="optimizer.json is damaged: "):
+        load_optimizer_state(run.optimizer, tmp_path)
+    run.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "on pages"])
+def test_a_state_is_compared_before_its_optimizer_is_on_pages(moment: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(0, 1)
+    save_optimizer_state(run.optimizer, tmp_path)
+
+    def expected(make: Callable[[nn.Module], torch.optim.Optimizer], *, masters: bool = False) -> Expected:
+        if moment == "on pages" and make is adamw and not masters:
+            return Expected.of(run.optimizer)
+        return Expected.before(make(run.model), run.engine.slots, masters=masters)
+
+    check_optimizer_state(tmp_path, expected(adamw))
+    check_optimizer_state(tmp_path)
+    for others, text in (
+        (expected(MAKES["sgd"]), r"the optimizer differs: the checkpoint has torch\.AdamW, this run has torch\.SGD"),
+        (expected(other_order), r"parameter 1 of group 0 differs"),
+        (expected(adamw, masters=True), r"the checkpoint has no masters, this run has fp32 masters"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            check_optimizer_state(tmp_path, others)
     run.close()
 
 

@@ -250,7 +250,8 @@ def test_what_was_asked_is_told_to_the_processes(host: ModuleType, tmp_path: Pat
     flags = ["--use_ptm", "--ptm_config_file", "dials.yaml", "--ptm-host-memory", "4GB", "--num_processes", "1"]
     host._validate_launch_command(host.launch_command_parser().parse_args([*flags, "script.py"]))
     told = {name: value for name, value in os.environ.items() if name in TOLD}
-    assert told == {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB"}
+    dials = {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB"}
+    assert told == {**dials, "PTM_CHECKPOINT_HASHES": "True"}
     assert os.environ["ACCELERATE_USE_PTM"] == "true"
 
 

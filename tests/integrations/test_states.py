@@ -17,6 +17,7 @@ from accelerate.utils import ProjectConfiguration
 from ptm_accel.integrations.accelerate import PTMAccelerator
 from safetensors.torch import load_file
 
+from ptm_accel.checkpoint.manifest import MANIFEST_NAME
 from ptm_accel.checkpoint.plain_state import write_plain_state
 from ptm_accel.errors import CheckpointError, ConfigError, DiskError, LostStepError
 
@@ -285,6 +286,9 @@ def test_what_is_not_there_is_said_before_anything_changes(tiny: ModuleType, tmp
     loop.run(0, 1)
     before = loop.end()
     (tmp_path / "state" / "optimizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer.json is damaged: it is missing, and had \d+ bytes when"):
+        loop.accelerator.load_state(str(tmp_path / "state"))
+    (tmp_path / "state" / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="has no state of optimizer 0 .*Load another one"):
         loop.accelerator.load_state(str(tmp_path / "state"))
     assert tiny.same(loop.end(), before)
