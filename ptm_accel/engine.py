@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.errors import ConfigError, UnsupportedError
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.paged import PagedTensor
@@ -306,6 +308,14 @@ class Engine:
             DiskError: a transfer failed.
         """
         self.pages.settle()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """A context in which a save sees one state: other threads wait until its end before they use the model.
+
+        Raises:
+            PagedModelError: a forward, a backward or a step of another thread is under way.
+        """
+        return self.pool.calls.during(Call.SAVE, self.pool)
 
     def check_integrity(self) -> None:
         """Checks the conservation laws: free + used = capacity on every tier, and no pin while idle but for graphs.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ptm_accel.integrations.accelerate import PTMAccelerator
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -28,10 +29,10 @@ def net() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, first: int = 0) -> list[float]:
     """Trains; what meets a forward of another thread is done again."""
     losses: list[float] = []
-    for step in range(STEPS):
+    for step in range(first, steps):
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
 
         def backward(x: torch.Tensor = x) -> float:
@@ -45,12 +46,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-def insist(do: Callable[[], Any]) -> Any:
+def insist(do: Callable[[], Any], met: str = "met a forward that") -> Any:
     while True:
         try:
             return do()
         except PagedModelError as error:
-            if "met a forward that" not in str(error):
+            if met not in str(error):
                 raise
 
 
@@ -105,6 +106,47 @@ def test_training_keeps_its_numbers(use: str, memory: int, tmp_path: Path) -> No
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.detach(), theirs)
     engine.check_integrity()
+
+
+def test_a_save_is_of_one_step(tmp_path: Path) -> None:
+    """Weights and optimizer state that another thread saves while the model trains belong together."""
+
+    def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        moments = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+        return [value.clone() for value in [*model.state_dict().values(), *moments]]
+
+    plain = net()
+    oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    train(plain, oracle, 1)
+    known = [states(plain, oracle)]
+    for step in range(1, STEPS):
+        train(plain, oracle, step + 1, step)
+        known.append(states(plain, oracle))
+
+    options = {"host_memory": 160_000, "page_size": 4096, "disk": str(tmp_path)}
+    accelerator = PTMAccelerator(cpu=True, ptm_config=options)
+    made = net()
+    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters(), lr=1e-2))
+    train(model, optimizer, 1)
+    saved = threading.Event()
+
+    def save() -> None:
+        insist(lambda: accelerator.save_state(str(tmp_path / "state")), "met")
+        saved.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        saving = threads.submit(save)
+        step = 1
+        while step < STEPS or not saved.is_set():
+            train(model, optimizer, step + 1, step)
+            step += 1
+        saving.result(60)
+    accelerator.load_state(str(tmp_path / "state"))
+    loaded = states(model, optimizer)
+    for extra in range(STEPS, step):
+        train(plain, oracle, extra + 1, extra)
+        known.append(states(plain, oracle))
+    assert sum(all(map(torch.equal, loaded, each)) for each in known) == 1
 
 
 class Streamer(Queue[Any]):

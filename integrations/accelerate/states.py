@@ -123,6 +123,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
     def _shared_staging(self, final: Path, sums: Sums | None) -> Iterator[Path]:
         """The directory that all processes write a state into; one of them makes and publishes it."""
         with ExitStack() as stack:
+            for engine in self._attached:
+                stack.enter_context(engine.saving())
             mine = stack.enter_context(staged(final, outdated=OUTDATED, sums=sums)) if self.is_main_process else None
             if self.num_processes > 1:
                 told = [str(mine)]

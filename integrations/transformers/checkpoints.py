@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,6 +243,8 @@ class StockOnPages(_StockHost):
     def _staged(self, final: Path) -> Iterator[Path]:
         """The directory that all processes write a checkpoint into; one of them makes and publishes it."""
         with ExitStack() as stack:
+            if self._engine is not None:
+                stack.enter_context(self._engine.saving())
             mine = (
                 stack.enter_context(staged(final, outdated=_WRITTEN, sums=self._sums))
                 if self.args.should_save
@@ -277,7 +279,8 @@ class StockOnPages(_StockHost):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in the Trainer; all processes of a pipeline write their stages."""
         if self._ranks is None:
-            super().save_model(output_dir, _internal_call)
+            with nullcontext() if self._engine is None else self._engine.saving():
+                super().save_model(output_dir, _internal_call)
             return
         self._ranks.agree("save the model")
         self._attach()
