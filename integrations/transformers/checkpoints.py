@@ -120,7 +120,6 @@ class PagedCheckpoints(PipelinedLoop):
         if not isinstance(asked, bool):
             path = Path(asked)
             if path.is_dir() and not _whole(path):
-                beside = newest_whole(self._others(path), hashes=self._hashes)
                 within = [found.name for found in _numbered(path) if _whole(found)]
                 if within:
                     raise CheckpointError(
@@ -130,7 +129,8 @@ class PagedCheckpoints(PipelinedLoop):
                 raise CheckpointError(
                     f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no "
                     f"{TRAINER_STATE_NAME}, which is written last. Resume from another one, or pass "
-                    f"resume_from_checkpoint=True for the newest that is complete. {beside}"
+                    f"resume_from_checkpoint=True for the newest that is complete. "
+                    f"{newest_whole(self._others(path), hashes=self._hashes)}"
                 )
             self._check_whole(path)
             return asked
@@ -324,28 +324,37 @@ class StockOnPages(_StockHost):
         ours = saved is not None and saved.name == INDEX_NAME
         other = ours and not self._may_update(read_index(folder)["parameters"].keys(), engine)
         if saved is not None and not other and (directory / SCHEDULER_NAME).is_file():
-            self._check_optimizer(saved, engine)
+            self._check_optimizer(
+                saved, engine, makes=_has_weights(directory) and own_loading(self._bare_model) is None
+            )
         if not self._load_weights(directory, strict=other):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _check_optimizer(self, saved: Path, engine: Engine) -> None:
+    def _check_optimizer(self, saved: Path, engine: Engine, *, makes: bool) -> None:
         """Compares a saved state with the optimizer, where that can be known before the weights are loaded.
+
+        Args:
+            saved: the state.
+            engine: of the model.
+            makes: whether the Trainer's own optimizer may be made now, since the weights make no other parameters.
 
         Raises:
             CheckpointError: it is of another optimizer.
         """
-        # Whoever loads weights in a way of his own may make other parameters of them.
-        if self.optimizer is None and not (
-            comes_with(self, "create_optimizer") and own_loading(self._bare_model) is None
-        ):
+        before: Any = self.optimizer
+        if before is None and not (makes and comes_with(self, "create_optimizer")):
             return
-        inner: Any = self.create_optimizer() if self.optimizer is None else self.optimizer
+        inner: Any = self.create_optimizer() if before is None else before
         while not isinstance(inner, PagedOptimizer) and hasattr(inner, "optimizer"):
             inner = inner.optimizer
         masters = engine.config.master_weights is not None
         is_paged = isinstance(inner, PagedOptimizer)
-        expected = Expected.of(inner) if is_paged else Expected.before(inner, engine.slots, masters=masters)
-        check_either_state(saved, expected)
+        try:
+            expected = Expected.of(inner) if is_paged else Expected.before(inner, engine.slots, masters=masters)
+            check_either_state(saved, expected)
+        except CheckpointError:
+            self.optimizer = before
+            raise
 
     def _may_update(self, names: Set[str], engine: Engine) -> bool:
         """Whether an optimizer over just these parameters may be the one that there is, or will be."""
@@ -367,7 +376,7 @@ class StockOnPages(_StockHost):
 
         There may be none (adapters, older formats), or the model may load its state in a way of its own.
         """
-        if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        if not _has_weights(directory):
             return False
         own = own_loading(self._bare_model)
         if own is not None:
@@ -419,6 +428,11 @@ def _put_before_stock(cls: type) -> None:
         last = max(index for index, base in enumerate(bases) if issubclass(base, stock))
         bases.insert(last + 1, StockOnPages)
     cls.__bases__ = tuple(bases)
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether there are safetensors of a whole model."""
+    return any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
 
 
 def _whole(path: Path) -> bool:

@@ -260,6 +260,7 @@ def test_another_optimizer_is_refused_before_weights_are_loaded(
         with pytest.raises(CheckpointError, match=r"cannot load the optimizer state in .*The optimizer is as it was"):
             trainer.train(resume_from_checkpoint=str(checkpoint))
         assert tiny.digest(trainer.model) == run["begin"]
+        assert trainer.optimizer is None
 
 
 def test_hashes_are_left_out_on_request(run: dict[str, Any], tiny: ModuleType, tmp_path: Path) -> None:

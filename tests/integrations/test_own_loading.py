@@ -18,6 +18,7 @@ from ptm_accel.integrations.transformers.loading import load_weights
 from ptm_accel.integrations.transformers.own_loading import own_loading
 from safetensors.torch import load_file, save_file
 
+from ptm_accel.checkpoint.manifest import MANIFEST_NAME
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
@@ -91,7 +92,7 @@ def _story(tiny: ModuleType, cls: Any, run: Path, dials: Any) -> dict[str, Any]:
     resumed.train(resume_from_checkpoint=True)
 
     def plainly(names: list[str]) -> list[str]:
-        return sorted({"optimizer.pt" if name in OURS else name for name in names})
+        return sorted({"optimizer.pt" if name in OURS else name for name in names} - {MANIFEST_NAME})
 
     noted = [(what, folder.partition("-")[0], plainly(names)) for what, folder, names in [*first.noted, *resumed.noted]]
     files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*.json") if path.name not in OURS}
@@ -309,6 +310,8 @@ def _without(directory: Path, name: str, **more: torch.Tensor) -> None:
     tensors = {**load_file(directory / "model.safetensors"), **more}
     tensors.pop(name, None)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    # As from an older version; a manifest would tell that the file is another.
+    (directory / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 @pytest.fixture

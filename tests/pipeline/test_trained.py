@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from ptm_accel.checkpoint.manifest import check_manifest, covered
 from tests.pipeline.test_layer_slices import build
 from tests.prepared import Run, run_prepared, run_ranks
 
@@ -107,6 +108,9 @@ def test_resumes(tmp_path: Path) -> None:
     for run in (whole := staged(tmp_path, 2, kind="llama", arguments=saving)):
         result(run)
     checkpoint = tmp_path / "staged" / "checkpoint-2"
+    # The files of all stages are covered.
+    assert [*(check_manifest(checkpoint) or ())] == covered(checkpoint)
+    assert "stage-1-of-2/optimizer-00001-of-00001.safetensors" in covered(checkpoint)
     again = staged(tmp_path, 2, kind="llama", arguments=saving, resume=str(checkpoint), out=str(tmp_path / "again"))
     expected = result(whole[0])
     for run in again:
@@ -114,6 +118,13 @@ def test_resumes(tmp_path: Path) -> None:
         assert result(run) == expected
     for file in (tmp_path / "staged" / "last").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "again" / "last" / file.name).read_bytes()
+    # One process compares for all.
+    shard = checkpoint / "stage-1-of-2" / "optimizer-00001-of-00001.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    for run in staged(tmp_path, 2, kind="llama", arguments=saving, resume=str(checkpoint)):
+        assert run.code != 0
+        assert f"{shard} is damaged" in run.err
+        assert f"The newest whole one beside it is {checkpoint.parent / 'checkpoint-5'}." in run.err
 
 
 def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
