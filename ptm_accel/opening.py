@@ -45,19 +45,26 @@ def default_device() -> torch.device:
     return torch.device("cuda", number if current == 0 and number < torch.cuda.device_count() else current)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Opened:
     """Tiers of this machine that are open for one device.
 
     Attributes:
+        device: see above.
         asked: the configuration that they were opened with.
         resolved: the same, resolved.
         users: the models that share them.
     """
 
+    device: torch.device
     asked: PTMConfig
     resolved: ResolvedConfig
     users: list[Memory]
+
+    def close(self) -> None:
+        """They are open no more."""
+        if _opened.get(self.device) is self:
+            del _opened[self.device]
 
 
 _opened: dict[torch.device, _Opened] = {}
@@ -108,7 +115,9 @@ def open_memory(
         disk_weights=_speeds(resolved.disk_paths),
     )
     memory = build_memory(capacities, device)
-    _opened[device] = _Opened(config, resolved, memory.users)
+    _opened[device] = _Opened(device, config, resolved, memory.users)
+    # Closed with the last model, so that nothing is kept of what it was given.
+    memory.parts.append(_opened[device])
     for line in resolved.lines():
         logger.info("%s", line)
     return resolved, memory

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,6 @@ from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
 from ptm_accel.memory.pinned import host_pin
 from ptm_accel.memory.pool import Pool
-from ptm_accel.memory.transfer import ComputeTier, Home
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,14 @@ class Capacities:
     disk_weights: Sequence[float] | None = None
 
 
+class Closes(Protocol):
+    """What is closed with the last pool: a tier, or what has noted that tiers are open."""
+
+    def close(self) -> None:
+        """Gives back what it has."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Memory:
     """A model's pool over the tiers of one device, which other models may share.
@@ -56,7 +64,7 @@ class Memory:
     pool: Pool
     budgets: dict[Tier, Budget]
     disk: DiskTier | None
-    parts: list[ComputeTier | Home | FramePool]
+    parts: list[Closes]
     device: DeviceTier | None = None
     users: list[Memory] = field(default_factory=list)
     closed: bool = False
@@ -145,7 +153,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
         )
     if isinstance(device, torch.device) and device.type == "cpu":
         arena = HostArena(host)
-        parts: list[ComputeTier | Home | FramePool] = [arena] if disk is None else [disk, arena]
+        parts: list[Closes] = [arena] if disk is None else [disk, arena]
         return Memory(Pool(arena, host, disk), budgets, disk, parts)
     tier: DeviceTier = CudaTier(device) if isinstance(device, torch.device) else device
     assert capacities.device_bytes is not None, "a device needs device_bytes"
@@ -153,7 +161,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     pin = host_pin() if isinstance(device, torch.device) else None
     frames = FramePool(host, _frame_bytes(capacities), page_bytes=capacities.page_bytes, pin=pin)
     home = FrameHome(tier, frames, disk)
-    over: list[ComputeTier | Home | FramePool] = [home, tier, frames]
+    over: list[Closes] = [home, tier, frames]
     if disk is not None:
         over.append(disk)
     if tier.memory is not None:

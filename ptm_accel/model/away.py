@@ -140,15 +140,15 @@ def slot_of(param: nn.Parameter) -> ParamSlot:
     """The slot of a parameter on pages.
 
     Raises:
-        PagedModelError: its engine was closed, and its values are lost.
+        PagedModelError: its model is gone, or its engine was closed, and its values are lost.
     """
     slot = _slots.get(id(param))
     if slot is None or slot.param is not param:
         with bare():
             shape = tuple(param.shape)
         raise PagedModelError(
-            f"a parameter of shape {shape} was read after its engine was closed: its values are gone. Call "
-            "`engine.detach()` instead of `close()` to keep them."
+            f"the values of a parameter of shape {shape} are gone: its model is no longer in use, or its engine was "
+            "closed. Keep the model as long as the parameter, and call `engine.detach()` instead of `close()`."
         )
     return slot
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import logging
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -67,6 +69,8 @@ class Gradients:
         self._arrival_bytes = max((s.value.nbytes for s in slots), default=0)
         self._arrival: Reservation | None = None
         self._hooks: list[RemovableHandle] = []
+        self._known = weakref.ref(self)
+        self._hook = partial(self._take, self._known)
         self._watch(slots)
         self._told_of_used = False
         self.used_up: list[GradSlot] = []
@@ -195,7 +199,7 @@ class Gradients:
         if grad is None:
             return None
         # A hook of the user's may run before ours.
-        self.take(slot.param)
+        self._take(self._known, slot.param)
         if grad.value is not None or grad.spent:
             self.looking()
         grad.used = False
@@ -335,7 +339,7 @@ class Gradients:
     def _watch(self, slots: list[ParamSlot]) -> None:
         for slot in slots:
             with bare():
-                self._hooks.append(slot.param.register_post_accumulate_grad_hook(self.take))
+                self._hooks.append(slot.param.register_post_accumulate_grad_hook(self._hook))
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether there is room beside the reservation for the next gradient."""
@@ -353,6 +357,17 @@ class Gradients:
         Raises:
             UnsupportedError: the gradient is sparse, or an update has used up what should have been the whole sum.
         """
+        self._take(self._known, param)
+
+    @staticmethod
+    def _take(known: weakref.ref[Gradients], param: torch.Tensor) -> None:
+        """See `take`. With a weak reference, since a hook on a parameter is this.
+
+        Python's collector does not see what such a hook holds: it would never find that a model is no longer used.
+        """
+        self = known()
+        if self is None:
+            return
         task, calls = torch._C._current_graph_task_id(), self._pool.calls
         if task != -1 and task not in calls.tasks:
             calls.begin_backward(self._pool)

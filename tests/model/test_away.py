@@ -109,7 +109,7 @@ def test_a_parameter_of_a_closed_engine_is_an_error(tmp_path: Path) -> None:
         evict(engine)
         engine.close()
         assert model[0].weight.shape == (WIDTH, WIDTH)
-        with pytest.raises(PagedModelError, match=r"a parameter of shape \(64, 64\) was read after its engine"):
+        with pytest.raises(PagedModelError, match=r"the values of a parameter of shape \(64, 64\) are gone: its model"):
             model[0].weight.detach()
 
 
