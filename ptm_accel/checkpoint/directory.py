@@ -1,6 +1,6 @@
 """Checkpoint directories that are either complete or not there.
 
-Everything is written into a directory beside the final one, synced, and renamed. So a directory that has its own name
+Everything is written into a folder beside the final one, synced, and renamed. So a directory that has its own name
 is complete, whatever was killed when; what a killed save leaves behind has a name that nobody looks for, and the next
 save of that name, or `remove_incomplete`, tidies it up.
 """
@@ -14,20 +14,21 @@ import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from ptm_accel.checkpoint.crc import threads
 from ptm_accel.checkpoint.manifest import Sums, completed, covered, write_manifest
+from ptm_accel.checkpoint.staging import PREFIX, RANDOM, StagingFolder
+from ptm_accel.checkpoint.writers import is_running
 from ptm_accel.errors import DiskError
 from ptm_accel.units import format_bytes
 
-# With an underscore the Trainer leaves them out where it uploads the run's directory.
-_STAGING = "_incomplete"
-_ASIDE = "_replaced"
-_LEFTOVER = re.compile(r"^[._](?P<kind>incomplete|replaced)-(?P<name>.+)-(?P<pid>\d+)$")
+_LEFTOVER = re.compile(rf"^{PREFIX}-(?P<name>.+)-{RANDOM}$")
+_FORMER_LEFTOVER = re.compile(r"^[._](?P<kind>incomplete|replaced)-(?P<name>.+)-(?P<pid>\d+)$")
+"""As versions up to 0.1 named them: what was moved aside had a directory of its own."""
 _REPORTED = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -51,10 +52,12 @@ def staged(final: Path, *, outdated: re.Pattern[str] | None = None, sums: Sums |
         DiskError: the file system is full or failed; what was written is removed, an older `final` is intact.
     """
     final = Path(final)
-    staging = final.parent / f"{_STAGING}-{final.name}-{os.getpid()}"
+    folder: StagingFolder | None = None
     try:
-        staging.parent.mkdir(parents=True, exist_ok=True)
-        remove_incomplete(staging.parent, final.name)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        remove_incomplete(final.parent, final.name)
+        folder = StagingFolder.make(final.parent, final.name)
+        staging = folder.written
         staging.mkdir()
         yield staging
         written = [] if sums is None else covered(staging)
@@ -68,10 +71,10 @@ def staged(final: Path, *, outdated: re.Pattern[str] | None = None, sums: Sums |
         if sums is not None:
             _sync(write_manifest(staging, found))
             _sync(staging)
-        _publish(staging, final)
+        _publish(folder, final)
     except BaseException as error:
-        refusal = _failure(error, staging, final)
-        shutil.rmtree(staging, ignore_errors=True)
+        refusal = _failure(error, folder, final)
+        _discard(folder)
         if refusal is not None:
             raise refusal from error
         raise
@@ -100,7 +103,8 @@ def _link(source: str | Path, place: str | Path) -> None:
 def is_complete(path: Path) -> bool:
     """Whether `path` is a directory that was published as a whole: one that has its own name and is not empty."""
     path = Path(path)
-    return path.is_dir() and _LEFTOVER.match(path.name) is None and any(path.iterdir())
+    leftover = _LEFTOVER.match(path.name) or _FORMER_LEFTOVER.match(path.name) or _LEFTOVER.match(path.parent.name)
+    return path.is_dir() and leftover is None and any(path.iterdir())
 
 
 def remove_incomplete(run_dir: Path, name: str | None = None) -> list[Path]:
@@ -124,27 +128,48 @@ def remove_incomplete(run_dir: Path, name: str | None = None) -> list[Path]:
         return []
     gone = []
     for path in sorted(run_dir.iterdir()):
-        found = _LEFTOVER.match(path.name)
-        if found is None or name not in (None, found["name"]):
-            continue
-        if not path.is_dir() or _still_written(path, int(found["pid"])):
+        found = _LEFTOVER.match(path.name) or _FORMER_LEFTOVER.match(path.name)
+        if found is None or name not in (None, found["name"]) or path.is_symlink() or not path.is_dir():
             continue
         final = run_dir / found["name"]
         try:
-            if found["kind"] == "replaced" and not final.exists():
-                path.rename(final)
-            else:
-                shutil.rmtree(path)
+            tidied = _tidy_former(path, final, found) if found.re is _FORMER_LEFTOVER else _tidy(path, final)
         except OSError as error:
             raise DiskError(
                 error.errno,
                 f"cannot tidy up {path.name}, which a killed save has left: {error.strerror}. Remove it by hand",
                 str(path),
             ) from error
-        gone.append(path)
+        if tidied:
+            gone.append(path)
     if gone:
         _sync(run_dir)
     return gone
+
+
+def _tidy(path: Path, final: Path) -> bool:
+    """Tidies up the folder of a save, unless that still runs; returns whether."""
+    folder = StagingFolder.left(path, final.name)
+    if folder is None:
+        return False
+    try:
+        if folder.put_back(final):
+            # Before anything else of it is gone, its name must be on the disk.
+            _sync(final.parent)
+    finally:
+        folder.discard()
+    return True
+
+
+def _tidy_former(path: Path, final: Path, found: re.Match[str]) -> bool:
+    """The same for what an earlier version has left."""
+    if _still_written(path, int(found["pid"])):
+        return False
+    if found["kind"] == "replaced" and not final.exists():
+        path.rename(final)
+    else:
+        shutil.rmtree(path)
+    return True
 
 
 def remove(path: Path) -> None:
@@ -158,15 +183,12 @@ def remove(path: Path) -> None:
     if path.is_symlink():
         # Renamed, it would be a leftover that cannot be tidied up.
         raise OSError(errno.ENOTDIR, "it is a link to a directory", str(path))
-    aside = path.parent / f"{_STAGING}-{path.name}-{os.getpid()}"
-    path.rename(aside)
-    shutil.rmtree(aside)
+    StagingFolder.taking(path).discard()
 
 
-def _publish(staging: Path, final: Path) -> None:
-    """Renames `staging` to `final`, moving what was there aside for as long as that takes."""
-    aside = final.parent / f"{_ASIDE}-{final.name}-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
+def _publish(folder: StagingFolder, final: Path) -> None:
+    """Gives what was written its name, moving what was there aside for as long as that takes."""
+    staging, aside = folder.written, folder.before
     had = final.exists()
     if had:
         final.rename(aside)
@@ -178,7 +200,15 @@ def _publish(staging: Path, final: Path) -> None:
         _take_back(staging, final, aside, error)
         raise
     if had:
-        shutil.rmtree(aside, ignore_errors=True)
+        folder.give_up_before()
+    _discard(folder)
+
+
+def _discard(folder: StagingFolder | None) -> None:
+    """Removes a folder; what cannot be removed is a leftover then, which is tidied up later."""
+    if folder is not None:
+        with suppress(OSError):
+            folder.discard()
 
 
 def _take_back(staging: Path, final: Path, aside: Path, error: BaseException) -> None:
@@ -202,15 +232,13 @@ def _take_back(staging: Path, final: Path, aside: Path, error: BaseException) ->
 
 
 def _still_written(path: Path, pid: int) -> bool:
-    """Whether the process that was writing `path` is alive, and not this one."""
-    if pid == os.getpid():
+    """Whether the process of an earlier version that was writing `path` is alive, and not this one."""
+    if pid == os.getpid() or not is_running(pid):
         return False
     try:
         # A process that is younger than the directory only has its number from the one that wrote it.
         return bool(psutil.Process(pid).create_time() <= path.stat().st_ctime)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
+    except (psutil.Error, OSError):
         return True
 
 
@@ -238,13 +266,14 @@ def _sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def _failure(error: BaseException, staging: Path, final: Path) -> DiskError | None:
+def _failure(error: BaseException, folder: StagingFolder | None, final: Path) -> DiskError | None:
     """What a failed save is reported as, where the file system is the reason; None for any other error."""
     number = _number_of(error)
     if isinstance(error, DiskError) or number not in _REPORTED:
         return None
     kept = "The checkpoint that was there before is intact" if final.exists() else "Earlier checkpoints are intact"
-    written = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+    files = () if folder is None else folder.written.rglob("*")
+    written = sum(path.stat().st_size for path in files if path.is_file())
     free = _free_bytes(final.parent)
     return DiskError(
         number,
