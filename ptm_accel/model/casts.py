@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C import _len_torch_function_stack
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -210,13 +211,13 @@ class Suspended:
         above = []
         while (mode := _pop_mode()) is not casting:
             above.append(mode)
-        self._above = len(above)
+        self._below = _len_torch_function_stack()
         for mode in reversed(above):
             _push_mode(mode)
 
     def resume(self) -> None:
-        """Puts it back where it was."""
-        above = [_pop_mode() for _ in range(self._above)]
+        """Puts it back where it was; modes of users that were above it may have ended by now."""
+        above = [_pop_mode() for _ in range(_len_torch_function_stack() - self._below)]
         _push_mode(self._casting)
         for mode in reversed(above):
             _push_mode(mode)

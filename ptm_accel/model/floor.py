@@ -24,7 +24,7 @@ from torch import nn
 from ptm_accel.memory.paged import PagedTensor, Part
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
-from ptm_accel.model.grouping import owned_by
+from ptm_accel.model.grouping import ONE_KERNEL, owned_by
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.units import format_bytes
 
@@ -116,7 +116,8 @@ def least_budget(
     forward = _forward(model, slots)
     updates = [_update(t, appetite, masters, window_bytes) for t in trainable]
     worst_update = max(updates, key=lambda m: m.nbytes, default=_Moment(0, "nothing"))
-    moments = [forward, _recomputation(model, slots), _accumulation(trainable, masters), worst_update]
+    moments = [forward, _fused(model, slots), _recomputation(model, slots), _accumulation(trainable, masters)]
+    moments.append(worst_update)
     worst = max(moments, key=lambda m: m.nbytes)
     away = sum(_states(s, appetite, masters) for s in slots)
     states = buffers + away
@@ -184,6 +185,22 @@ def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _Moment:
         if nbytes > best.nbytes:
             where = ".".join(part for part in (name, path) if part) or "the model itself"
             best = _Moment(nbytes, f"the parameters that {where} uses at once{_largest(together.values())}")
+    return best
+
+
+def _fused(model: nn.Module, slots: SlotTable) -> _Moment:
+    """The most that is pinned for a module that torch computes by one kernel where no gradients are wanted."""
+    best = _Moment(0, "the model")
+    for path, module in model.named_modules():
+        if not isinstance(module, ONE_KERNEL):
+            continue
+        params = [slot for param in module.parameters() if (slot := slots.of(param)) is not None]
+        parts = path.split(".")
+        for depth in range(len(parts)):
+            params += _own(model.get_submodule(".".join(parts[:depth])), slots).values()
+        nbytes = sum(block.slot_bytes for block in blocks_of(params))
+        if nbytes > best.nbytes:
+            best = _Moment(nbytes, f"the parameters that {path} uses at once without gradients{_largest(params)}")
     return best
 
 

@@ -27,16 +27,13 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
-from ptm_accel.model.grouping import owned_by
+from ptm_accel.model.grouping import ONE_KERNEL, owned_by
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slots import ParamSlot, SlotTable
 
 _CALL = nn.Module._call_impl.__code__
 """The code that is on the stack while a module is being called."""
-
-_READS_ITS_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that pass parameters of their submodules to one kernel, if all of those are ordinary parameters."""
 
 
 @dataclass(slots=True)
@@ -51,6 +48,8 @@ class _Frame:
         casting: the casting mode, if this forward has entered it.
         bared: the hooks that a compiled region has removed.
         suspended: the casting mode of a forward around a compiled region, whose graph casts for itself.
+        fused: its module has no hook that would end it: it is over where the next hook is called.
+        caches: autocast kept what it casts before this forward, and does not in it.
         covered: modules under it whose forwards need no frame: all their parameters are pinned here.
     """
 
@@ -61,6 +60,8 @@ class _Frame:
     casting: Casting | None = None
     bared: Bared | None = None
     suspended: Suspended | None = None
+    fused: bool = False
+    caches: bool = False
     covered: Collection[nn.Module] = ()
 
 
@@ -159,6 +160,11 @@ class Forwards:
             self._refuse(module)
         frames = self._running.frames
         if frames:
+            if frames[-1].fused:
+                self._pop()
+            if isinstance(module, ONE_KERNEL) and self._may_fuse(module):
+                self._enter_fused(module)
+                return
             if module in frames[-1].covered and self.saved.on_top:
                 return
             if frames[0].module is module:
@@ -172,6 +178,8 @@ class Forwards:
         frames = self._running.frames
         if torch.compiler.is_dynamo_compiling() or not frames:
             return
+        if frames[-1].fused:
+            self._pop()
         if frames[-1].module is module or module not in frames[-1].covered:
             self.leave(module)
 
@@ -240,9 +248,13 @@ class Forwards:
         if region is not None:
             self._enter_region(frame, region, entered)
             return
+        if isinstance(module, nn.TransformerEncoder) and module in self.trusted and self._may_fuse(module.layers[0]):
+            # It looks at its first layer, which is called next, to choose how all are computed.
+            self._enter_fused(module.layers[0])
+            return
         if module in self._owners and self._enter_group(frame):
             return
-        if module._parameters or isinstance(module, _READS_ITS_PARTS):
+        if module._parameters or isinstance(module, nn.MultiheadAttention):
             self._pool.room.glance()
             shows = self._shows(module)
             for slot in self._used_by(module):
@@ -324,7 +336,7 @@ class Forwards:
         return module in self.trusted and len(module._forward_pre_hooks) == 1 == len(module._forward_hooks)
 
     def _used_by(self, module: nn.Module) -> list[ParamSlot]:
-        if isinstance(module, _READS_ITS_PARTS):
+        if isinstance(module, nn.MultiheadAttention):
             params = list(module.parameters())
         else:
             params = [param for param in module._parameters.values() if param is not None]
@@ -342,6 +354,26 @@ class Forwards:
             frame.suspended = Suspended(running)
         frame.bared = Bared(region, entered, self.hooked)
 
+    def _may_fuse(self, module: nn.Module) -> bool:
+        """Whether torch would compute a module by one kernel, if it had no hooks of ours and no mode were active."""
+        if module.training or not isinstance(module, ONE_KERNEL) or torch.is_autocast_enabled():
+            return False
+        if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
+            return False
+        return all(self._shows(part) for part in module.modules() if part in self.hooked)
+
+    def _enter_fused(self, module: nn.Module) -> None:
+        """As `enter`, for a module that torch may compute by one kernel: all under it is pinned, and has no hooks."""
+        slots = tuple(slot for param in module.parameters() if (slot := self._slots.of(param)) is not None)
+        self._pool.room.glance()
+        self.enter(module, Region(self._regions.name_of(module), module, slots))
+        frame = self._running.frames[-1]
+        frame.fused = True
+        # What autocast casts of it would be kept until its region ends, in memory that is charged to nobody.
+        frame.caches = torch.is_autocast_cache_enabled() and not torch.is_grad_enabled()
+        if frame.caches:
+            torch.set_autocast_cache_enabled(False)
+
     def leave(self, module: nn.Module) -> None:
         """A module's forward has returned, well or not."""
         frames = self._running.frames
@@ -356,6 +388,8 @@ class Forwards:
         """Ends the innermost forward."""
         running = self._running
         frame = running.frames.pop()
+        if frame.caches:
+            torch.set_autocast_cache_enabled(True)
         if frame.bared is not None:
             frame.bared.restore()
         if frame.suspended is not None:

@@ -16,6 +16,10 @@ from ptm_accel.model.groups import ParamGroup
 if TYPE_CHECKING:
     from ptm_accel.model.slots import ParamSlot, SlotTable
 
+ONE_KERNEL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that torch may compute by one kernel where no gradients are wanted (its fast path), from all parameters under
+them at once."""
+
 MOST_GROUP_BYTES = 256 << 20
 """The most that the values of a group take (PatrickStar: larger chunks gain nothing more on the link)."""
 
