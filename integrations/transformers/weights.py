@@ -111,15 +111,23 @@ def weight_files(directory: Path, variant: str | None = None) -> list[Path]:
     index, single = (directory / _with_variant(name, variant) for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
     if single.is_file():
         return [single]
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except FileNotFoundError:
+    # To read a pipe would not end.
+    if not index.is_file():
         raise CheckpointError(
             f"{directory} has no {single.name} and no {index.name}. Only safetensors can be read onto pages; convert "
             "other formats once with save_pretrained()."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        )
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is damaged: {error}. Copy or download the model again.") from error
+    for name in shards:
+        # A file that is a link, as in the Hub's cache, is one in this folder; a path is not.
+        if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.path.basename(name) != name:
+            raise CheckpointError(
+                f"{index} is damaged: it names {name!r}, which is no file in its folder. Copy or download the model "
+                "again."
+            )
     missing = [name for name in shards if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(

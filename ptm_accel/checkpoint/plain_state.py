@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import chain
@@ -155,7 +156,8 @@ def write_plain_state(directory: Path, file: Path, *, replace_newer: bool = Fals
                 f"the optimizer state in {directory} has fp32 masters (of {masters[0]} first), which a plain run has "
                 "no place for; resume with ptm_accel, or train without master_weights."
             )
-        part = file.with_name(f".{file.name}.incomplete")
+        # Nobody can have put a link there.
+        part = file.with_name(f".{file.name}.{secrets.token_hex(8)}.incomplete")
         try:
             torch.save(saved.state_dict(), part)
             os.utime(part, ns=(saved_ns, saved_ns))

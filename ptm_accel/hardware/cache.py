@@ -1,18 +1,22 @@
 """The machine's fingerprint, and what is known of its rates: in this process, and in a file for later ones.
 
 There is one file for each fingerprint, since machines may share a home directory. It is only a cache: if it is damaged,
-of another machine, or cannot be written, the rates are measured again.
+of another machine, or cannot be written, the rates are measured again. Its folder may be others' as well, so no link is
+followed there, and nothing but a regular file is read or locked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,6 +39,9 @@ Fingerprint = dict[str, str | int]
 
 Rates = tuple[float, ...]
 """One rate of updates; the three of a link (`LinkRates`); the four of a device (`DeviceRates`)."""
+
+_MOST_BYTES = 1 << 20
+"""No such file is as long."""
 
 _PATIENCE_S = 30.0
 _LOOK_AGAIN_S = 0.05
@@ -163,7 +170,8 @@ class RateCache:
         if self.path is None:
             return {}
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            with _regular(self.path, os.O_RDONLY) as fd:
+                found = json.loads(os.pread(fd, _MOST_BYTES, 0).decode("utf-8"))
             if found["machine"] != self._fingerprint:
                 raise ValueError("it is of another version or machine")
             return dict(found["rates"])
@@ -183,12 +191,11 @@ class RateCache:
             if self.path is not None:
                 try:
                     self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    fd = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                    # Closing is what unlocks.
+                    fd = cleanup.enter_context(_regular(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT))
                 except OSError as error:
                     self._give_up(self.path.parent, error)
                 else:
-                    # Closing is what unlocks.
-                    cleanup.callback(os.close, fd)
                     _lock(fd)
             yield
 
@@ -197,13 +204,18 @@ class RateCache:
         if self.path is None:
             return
         whole = {"machine": self._fingerprint, "rates": {**self.read(), key: rates}}
-        part = self.path.with_suffix(".tmp")
+        part = None
         try:
-            part.write_text(json.dumps(whole, indent=1, sort_keys=True), encoding="utf-8")
+            fd, name = tempfile.mkstemp(prefix=f"{self.path.stem}-", suffix=".tmp", dir=self.path.parent)
+            part = Path(name)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                os.fchmod(fd, 0o644)
+                file.write(json.dumps(whole, indent=1, sort_keys=True))
             part.replace(self.path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.unlink()
             self._give_up(self.path.parent, error)
 
     def _give_up(self, folder: Path, error: OSError) -> None:
@@ -214,6 +226,23 @@ class RateCache:
             folder,
             error.strerror or error,
         )
+
+
+@contextlib.contextmanager
+def _regular(path: Path, flags: int) -> Iterator[int]:
+    """Opens a regular file, and closes it; yields its descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a pipe or the like.
+    """
+    # A pipe is opened without waiting for whoever may write to it.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _lock(fd: int) -> None:

@@ -135,6 +135,31 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytes
     ]
 
 
+@pytest.mark.parametrize("suffix", [".json", ".lock", ".tmp"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
+def test_what_others_have_put_into_the_folder_is_neither_followed_nor_waited_for(
+    suffix: str, kind: str, tmp_path: Path
+) -> None:
+    folder, victim = tmp_path / "shared", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("mine")
+    store = RateCache(HERE, folder)
+    assert store.path is not None
+    place = store.path.with_suffix(suffix)
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(victim if kind == "link" else "/dev/zero")
+    assert store.find(KEY, "a disk", len(SHOWN), lambda: tuple(SHOWN)) == tuple(SHOWN)
+    assert victim.read_text() == "mine"
+    if suffix == ".lock":
+        # Without a lock nothing is kept.
+        assert {*folder.iterdir()} == {place}
+        return
+    assert RateCache(HERE, folder).read() == {KEY: SHOWN}
+    assert victim.read_text() == "mine"
+
+
 def _no_room(source: Path, target: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -105,6 +105,12 @@ def break_the_index(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text('{"weight_map": []}')
 
 
+def name_a_path(directory: Path) -> None:
+    """The same files, by way of the folder above."""
+    index = directory / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-', f'"../{directory.name}/model-'))
+
+
 def remove_all(directory: Path) -> None:
     for file in directory.glob("model*"):
         file.unlink()
@@ -114,6 +120,10 @@ DAMAGE = [
     (remove_a_shard, r"lacks 1 of its \d+ files: model-00002-of-\d+.safetensors. Copy or download the model again"),
     (truncate_a_shard, r"model-00002-of-\d+.safetensors \(\S+ \S+\) is damaged: .*Copy or download the model again"),
     (break_the_index, r"model.safetensors.index.json is damaged: .*Copy or download the model again"),
+    (
+        name_a_path,
+        r"index.json is damaged: it names '\.\./.*/model-00001-of-\d+.safetensors', which is no file in its folder.",
+    ),
     (
         remove_all,
         r"has no model.safetensors and no model.safetensors.index.json. Only safetensors can be read onto pages",

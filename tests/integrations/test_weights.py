@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,25 @@ def test_saved_weights_are_read_into_a_model_on_pages(name: str, shard: str, sav
         assert again[0].keys() == again[1].keys()
     engine.check_integrity()
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../model", "a/b", "..", ".", "", "a\0b", 7])
+def test_a_name_in_an_index_is_of_a_file_in_its_folder(name: object, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": name}}))
+    with pytest.raises(CheckpointError, match="is damaged: it names .*, which is no file in its folder. Copy or"):
+        weight_files(tmp_path)
+
+
+def test_files_that_are_links_are_read_as_in_the_cache_of_the_hub(saved: Save, tmp_path: Path) -> None:
+    for file in saved("llama", "60KB").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert read_headers(weight_files(tmp_path)).keys() == read_headers(weight_files(saved("llama", "60KB"))).keys()
+
+
+def test_an_index_that_is_a_pipe_is_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(CheckpointError, match="has no model.safetensors and no model.safetensors.index.json"):
+        weight_files(tmp_path)
 
 
 def test_masters_follow_weights_that_are_read(saved: Save, tmp_path: Path) -> None:
