@@ -10,7 +10,9 @@ from torch import nn
 
 from ptm_accel.engine import Engine, engine_holding, engine_of
 from ptm_accel.memory.calls import Call
+from ptm_accel.model.assignments import take_in
 from ptm_accel.model.copying import copy_off_pages
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.sizing import refuse_gathering
 
 
@@ -49,12 +51,15 @@ def _gather(engine: Engine, stack: ExitStack, part: nn.Module, *, grads: bool, w
         stack.enter_context(saved)
     for slot in slots:
         stack.callback(engine.pool.pin(slot.value, write=write).release)
-        if not grads:
-            slot.show()
-            stack.callback(slot.hide)
-        if write:
-            # What was written before an exception is written, as without pages.
-            stack.callback(slot.take_in)
+    # What was written before an exception is written, as without pages.
+    stack.callback(_hide, [] if grads else slots, slots if write else [])
+    for slot in [] if grads else slots:
+        slot.show()
+
+
+def _hide(shown: list[ParamSlot], written: list[ParamSlot]) -> None:
+    moved = [slot for slot in shown if slot.hide()]
+    take_in(written or moved)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:

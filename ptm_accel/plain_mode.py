@@ -22,6 +22,7 @@ from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import Members
+from ptm_accel.model.assignments import take_in
 from ptm_accel.model.away import bare, is_transformed
 from ptm_accel.model.forwards import shapes_of
 from ptm_accel.model.gradients import Gradients
@@ -100,6 +101,7 @@ class PlainMode:
 
     def _begin(self, optimizer: PagedOptimizer, gradients: Gradients) -> None:
         pages, pool = self._pages, self._pool
+        pages.residency.forwards.regroup()
         arriving = sum(grad.slot.value.nbytes for grad in gradients.slots())
         made = optimizer.states.unmade_bytes() * optimizer.appetite.state_tensors
         try:
@@ -149,7 +151,17 @@ class PlainMode:
         self._stay.release()
         for slot in pages.slots:
             slot.hide()
-            slot.take_in()
+        try:
+            take_in(pages.slots, alone=True)
+        finally:
+            pages.residency.forwards.apart = [slot for slot in pages.slots if slot.apart]
+            self._put_on()
+
+    def _put_on(self) -> None:
+        """Puts the hooks on, with the values of all parameters on their pages."""
+        pages = self._pages
+        assert self._optimizer is not None and self._gradients is not None
+        for slot in pages.slots:
             slot.rejoin()
             slot.generation += 1
             self.graphs.meet(slot, self._pool)

@@ -106,6 +106,24 @@ class Extents:
             assert tensor.extent is not None
             tensor.occupant.arrived(tensor.extent.tensor)
 
+    def leave_to_viewers(self, tensor: PagedTensor) -> None:
+        """Gives a pinned tensor other memory with the same bytes if anybody else views what it has, and so keeps that.
+
+        Raises:
+            BudgetError: no room for both.
+        """
+        assert tensor.pins and tensor.extent is not None, tensor
+        if not tensor.viewed:
+            return
+        tensor.note_changes()
+        old = tensor.extent
+        new = self.make(tensor)
+        new.tensor.copy_(old.tensor)
+        if tensor.occupant is not None:
+            tensor.occupant.leaving(old.tensor)
+            tensor.occupant.arrived(new.tensor)
+        self._pool.room.leave(old.octets, old.block, old.reservation)
+
     def take_back(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
         """Takes the extent from a tensor; its memory is free once nobody views it and `transfer` has ended."""
         extent, tensor.extent = tensor.extent, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -111,6 +112,15 @@ _OF_AN_EXTENT = 3
 autograd keeps of its typed tensor, or `Parameter.data`."""
 
 
+def _references(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_OF_A_STORAGE = _references(torch.empty(0))
+"""Python's references to a storage that only the caller has."""
+
+
 class Extent:
     """A whole tensor in the compute tier: its typed view, its bytes, and the charge for them.
 
@@ -133,8 +143,12 @@ class Extent:
 
     def viewed(self, known: int) -> bool:
         """Whether there are views of it beside `known` ones."""
-        users: int = torch._C._storage_Use_Count(self.octets.untyped_storage()._cdata)
-        return users > _OF_AN_EXTENT + (self.block is not None) + known
+        storage = self.octets.untyped_storage()
+        users: int = torch._C._storage_Use_Count(storage._cdata)
+        if users > _OF_AN_EXTENT + (self.block is not None) + known:
+            return True
+        # All that Python has of a storage counts as one.
+        return sys.getrefcount(storage) > _OF_A_STORAGE
 
 
 class PagedTensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.pool import Pool
+from ptm_accel.model.assignments import assign, take_in
 from ptm_accel.model.forwards import Forwards
 from ptm_accel.model.slots import ParamSlot, SlotTable
 
@@ -73,7 +74,8 @@ class Accesses:
                 try:
                     yield tensor
                 finally:
-                    slot.hide()
+                    if slot.hide():
+                        take_in([slot])
             self._pool.shelf.spare(slot.value.block)
         finally:
             if not within:
@@ -83,6 +85,13 @@ class Accesses:
         """A view of the values was given to user code; writes to it outside of forwards are not noticed otherwise."""
         if not self._forwards.under_way:
             slot.changed()
+
+    def assign(self, slot: ParamSlot, data: torch.Tensor) -> None:
+        """Makes `data` the values, as `p.data = data` does."""
+        before = slot.apart
+        assign(slot, data, alone=True)
+        if slot.apart and not before:
+            self._forwards.apart.append(slot)
 
     def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
         """What `p.grad` of a parameter is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from typing import TYPE_CHECKING
 
 import torch
@@ -162,6 +162,21 @@ class Members:
         """A parameter is not to get its values any more."""
         if self._withheld is not None:
             self._withheld.pop(slot, None)
+    def add(self, slot: ParamSlot, tensor: torch.Tensor | None) -> None:
+        """A parameter has its part of the block.
+
+        Args:
+            slot: the parameter.
+            tensor: the block in the compute tier; None if it is not there.
+        """
+        insort(self.slots, slot, key=lambda member: member.value.start)
+        if tensor is not None:
+            self._table.add(tensor, self)
+            values = slot.value.of(tensor)
+            slot.arrived(values, given=self._withheld is None)
+            if self._withheld is not None:
+                self._withheld[slot] = values
+            self._addresses = [member.address for member in self.slots]
 
     @property
     def views(self) -> int:

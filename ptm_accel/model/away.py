@@ -300,7 +300,8 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     if type(target) is AwayGradient:
         _gradient_source(target).replace(data)
     elif type(target) is AwayParameter:
-        slot_of(target).assign(data)
+        slot = slot_of(target)
+        slot.accesses.assign(slot, data)
     else:
         func(target, data)
 

@@ -264,7 +264,7 @@ def _update(slot: ParamSlot, appetite: Appetite, masters: bool, window_bytes: in
         nbytes += round_up(elements * value.dtype.itemsize)
         nbytes += round_up(elements * (wide if masters else value.dtype.itemsize))
         nbytes += round_up(elements * wide) if wide > value.dtype.itemsize else 0
-        nbytes += copied_bytes(appetite, elements, wide, whole=not cut) if cut or not value.alone else 0
+        nbytes += copied_bytes(appetite, elements, wide, whole=not cut) if cut or not slot.group_part.alone else 0
     whole = "all of " if not cut else "a window of "
     return _Moment(nbytes, f"the update of {whole}{slot.name} ({format_bytes(value.nbytes)})")
 

@@ -25,6 +25,7 @@ from ptm_accel.memory.calls import Call
 from ptm_accel.memory.paged import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
+from ptm_accel.model.assignments import regroup, take_in
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
 from ptm_accel.model.grouping import ONE_KERNEL, owned_by
@@ -104,6 +105,7 @@ class Forwards:
         hooked: the hooks of each module that has them.
         trusted: modules in whose forwards no write to a parameter is missed.
         outside_uses: number of uses of parameters outside of forwards since the model's own forward began.
+        apart: parameters whose values may have left the blocks of their groups.
         between: called before the model's own forward, outside of backward, if it is set.
         beginning: called before an outermost forward with gradients.
         ended: called after an outermost forward with gradients.
@@ -118,6 +120,7 @@ class Forwards:
         self.hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
         self.trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.outside_uses = 0
+        self.apart: list[ParamSlot] = []
         self.between: Callable[[], object] | None = None
         self.beginning: Callable[[], object] | None = None
         self.ended: Callable[[], object] | None = None
@@ -144,6 +147,12 @@ class Forwards:
                 self._owners[module] = slots, parts
                 self._owner_of |= dict.fromkeys(parts, weakref.ref(module))
                 self._owned |= set(slots)
+
+    def regroup(self) -> None:
+        """Moves values back into the blocks of their groups, where that is possible."""
+        before, self.apart = len(self.apart), regroup(self.apart)
+        if len(self.apart) < before and self.root is not None:
+            self.find_owners(self.root)
 
     def is_owned(self, slot: ParamSlot) -> bool:
         """Whether a parameter is of a module whose parameters are a group."""
@@ -200,6 +209,8 @@ class Forwards:
         """Begins a pass of the whole model, outside of any other."""
         if self.between is not None:
             self.between()
+        if self.apart:
+            self.regroup()
         grad = torch.is_grad_enabled()
         kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
         self._pool.room.begin_pass(kind[-1], evaluates=not grad)
@@ -430,12 +441,10 @@ class Forwards:
 
 
 def _let_go(frame: _Frame) -> None:
+    moved = [slot for slot in frame.shown if slot.hide()]
     try:
-        while frame.shown:
-            frame.shown.pop().hide()
-    except BaseException:
-        # What one parameter was given is refused: the others are let go all the same.
-        _let_go(frame)
-        raise
-    for pin in frame.pins:
-        pin.release()
+        if moved:
+            take_in(moved)
+    finally:
+        for pin in frame.pins:
+            pin.release()

@@ -393,7 +393,7 @@ class Gradients:
         held = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OF_A_GRADIENT
         if (
             grad.value is None
-            and grad.slot.value.alone
+            and grad.slot.group_part.alone
             and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes))
         ):
             # The reservation for arrivals becomes the charge of the gradient, unless a copy of it has room beside.

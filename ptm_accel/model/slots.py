@@ -32,8 +32,9 @@ class ParamSlot:
         param: the model's own `nn.Parameter`; its `.data` is the buffer or a placeholder.
         group: what it is moved with.
         member: its number there.
-        value: its part of the group's values.
-        pool: where that is.
+        group_part: its part of the block of the group's values.
+        value: the part that has its values: that, or a block of its own (`ptm_accel.model.assignments`).
+        pool: where they are.
         generation: counts updates, so that a backward through an older forward is an error.
         shown: how many uses of the values are under way in which it is an ordinary parameter (`show`).
     """
@@ -42,13 +43,13 @@ class ParamSlot:
         "__weakref__",
         "_accesses",
         "_placeholder",
-        "_pool",
         "_table",
         "_version",
         "_writes",
         "address",
         "generation",
         "group",
+        "group_part",
         "member",
         "name",
         "param",
@@ -71,13 +72,13 @@ class ParamSlot:
         self.param = param
         self.group = group
         self.member = member
-        self.value = value
+        self.value = self.group_part = value
         self.generation = 0
         # Weak: the pool, which outlives the model, holds this object.
         self._accesses: weakref.ref[Accesses] | None = None
         self._writes = 0
         self._version = param._version
-        self.pool = self._pool = pool
+        self.pool = pool
         self._table = table
         self.shown = 0
         # Cached: making one takes longer than loading a small parameter.
@@ -109,7 +110,7 @@ class ParamSlot:
         Raises:
             BudgetError: no room for it.
         """
-        value, pool = self.value, self._pool
+        value, pool = self.value, self.pool
         # No name here may hold the data: what moves away at once must also be freed at once.
         if value.alone:
             pool.adopt(value.block, self.param.data)
@@ -124,7 +125,7 @@ class ParamSlot:
         Raises:
             BudgetError: no room for them.
         """
-        value, pool = self.value, self._pool
+        value, pool = self.value, self.pool
         with pool.pin(read) as values:
             into = value.of(pool.make(value.block)) if value.place is Place.BLANK else pool.fault(value, write=True)
             into.copy_(values)
@@ -152,14 +153,19 @@ class ParamSlot:
         if self._accesses is not None:
             self.param.__class__ = nn.Parameter
 
-    def hide(self) -> None:
-        """Ends `show`; what the parameter was given meanwhile (`p.data = x`, `p.set_(x)`) becomes its values."""
+    def hide(self) -> bool:
+        """Ends `show`.
+
+        Returns:
+            whether the parameter was given other memory meanwhile (`p.data = x`, `p.set_(x)`), or has a placeholder
+            until an update of it: `assignments.take_in` makes what it was given its values.
+        """
         self.shown -= 1
-        if not self.shown and self._accesses is not None:
-            moved = self.param.data_ptr() != self.address
-            self.param.__class__ = AwayParameter
-            if moved and not self._pool.closed:
-                self.take_in()
+        if self.shown or self._accesses is None:
+            return False
+        moved = self.param.data_ptr() != self.address
+        self.param.__class__ = AwayParameter
+        return moved and not self.pool.closed
 
     def arrived(self, tensor: torch.Tensor, *, given: bool = True) -> None:
         """The values are in the compute tier, as `tensor`, and `given` to the parameter."""
@@ -173,6 +179,12 @@ class ParamSlot:
         """The values are about to leave the compute tier."""
         if self._accesses is not None:
             self._give(self.stand_in(device))
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The parameter's `data` as it is, whatever class the parameter has."""
+        with away.bare():
+            return self.param.data
 
     def offset_of(self, view: torch.Tensor) -> int:
         """Where a view of the values begins, in elements of its own dtype behind the first."""
@@ -196,15 +208,37 @@ class ParamSlot:
         self.param.data = values
 
     def _take_part(self) -> None:
-        members = self.value.block.occupant
-        if members is None:
-            members = self.value.block.occupant = Members(self._table)
-        assert isinstance(members, Members)
-        members.slots.append(self)
+        block = self.value.block
+        if block.occupant is None:
+            block.occupant = Members(self._table)
+        self._members().add(self, block.extent.tensor if block.place.resident and block.extent is not None else None)
 
     def give_up_part(self) -> None:
-        """The part of the block is this parameter's no more."""
+        """The part of the block is this parameter's no more; the caller forgets the part that has the values."""
         self._members().remove(self)
+        if self.apart:
+            self.pool.forget(self.group_part)
+            self.group_part = self.value
+
+    @property
+    def apart(self) -> bool:
+        """Whether the values are not in the group's block."""
+        return self.value is not self.group_part
+
+    def move_to(self, part: Part) -> None:
+        """The values are in another part from now on."""
+        self.was_written()
+        self._members().remove(self)
+        self.value = part
+        self._take_part()
+        if not part.place.resident:
+            self.leaving(self.pool.compute.device)
+
+    def become_member(self, group: ParamGroup, dtype: torch.dtype) -> None:
+        """Takes a part of the block of another group, as its first member."""
+        self.group, self.member = group, 0
+        self.value = self.group_part = group.part(0, "", Tag.PARAM, dtype, self.pool)
+        self._take_part()
 
     def _members(self) -> Members:
         members = self.value.block.occupant
@@ -223,7 +257,7 @@ class ParamSlot:
             self._accesses = None
             away.forget(self)
             self._members().lost(self)
-            self._give(self.stand_in(self._pool.compute.device))
+            self._give(self.stand_in(self.pool.compute.device))
             self.param.__class__ = AwayParameter
 
     # ---- writes ----------------------------------------------------------------------------------------------------
@@ -258,83 +292,11 @@ class ParamSlot:
         if self.value.place.resident:
             self.value.block.place = Place.DIRTY
 
-    def take_in(self) -> None:
-        """Takes over what user code has written to the parameter, or assigned to its `data`."""
-        if self._pool.owed is not None:
-            # Until then it has a placeholder.
-            self._pool.owed.before_use(self.value.block)
-        with away.bare():
-            given = self.param.data
-        there = self._tensor()
-        if (given.data_ptr(), given.shape, given.stride()) != (there.data_ptr(), there.shape, there.stride()):
-            self.assign(given)
-            if self.value.place.resident:
-                # The parameter still has what it was given, and not the copy on its pages.
-                self._give(self._tensor())
-        else:
-            self.changed()
-
-    def assign(self, data: torch.Tensor) -> None:
-        """Makes `data` the values, which may have another shape (`resize_token_embeddings`).
-
-        Raises:
-            PagedModelError: it is of another dtype or on another device; or a forward uses the values, and it is of
-                another shape, or a view of the values is kept.
-            BudgetError: no room for it.
-        """
-        value = self.value
-        self.check_data(data)
-        if data.shape != value.shape:
-            self._reshape(data.detach())
-            return
-        extent, known = value.block.extent, 0
-        if extent is not None and _storage(data) == _storage(extent.tensor):
-            if data.is_contiguous() and data.data_ptr() == self._tensor().data_ptr():
-                # A view of the present data, as after `p.data = p.data.mul_(2)`.
-                self.changed()
-                return
-            # The caller's view, and the base that autograd keeps.
-            known = 1 + data._is_view()
-            data = data.clone()
-        data = data.detach()
-        if value.block.pins and extent is not None and extent.viewed(known + self._members().views):
-            # The data is copied into the same memory, which would change the view.
-            raise PagedModelError(
-                f"parameter {self.name} of shape {tuple(value.shape)} was given other data while it was in use, and a "
-                "view of what it had before is kept (such as `kept = module.weight.data`), which would change. Keep a "
-                "copy (`module.weight.data.clone()`), or write in place (`module.weight.data.copy_()`)."
-            )
-        self._pool.fault(value, write=True).copy_(data)
-        self.generation += 1
-        self._writes += 1
-
-    def _reshape(self, data: torch.Tensor) -> None:
-        """Moves the parameter to a group of its own, with values of another shape."""
-        value, accesses = self.value, None if self._accesses is None else self._accesses()
-        if accesses is not None:
-            accesses.let_go()
-        if value.block.pins:
-            raise PagedModelError(
-                f"parameter {self.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
-                "while it was in use. Change it between two forwards."
-            )
-        # Refused before the old values are dropped.
-        self._pool.room.reserve(data.nbytes, Tag.PARAM, self.name).release()
-        data = data.clone() if self.value.place.resident and _storage(data) == _storage(self._tensor()) else data
-        self.give_up_part()
-        self._pool.forget(value)
-        self.group, self.member = ParamGroup(self.name, [data.shape], movable=self.group.movable), 0
-        self.value = self.group.part(0, "", Tag.PARAM, value.dtype, self._pool)
-        self._take_part()
-        self._pool.adopt(self.value.block, data, copied=True)
-        self.generation += 1
-        self._writes += 1
-
     def can_have(self, data: torch.Tensor) -> bool:
         """Whether the parameter can be given `data`."""
-        return data.dtype == self.value.dtype and same_place(data.device, self._pool.compute.device)
+        return data.dtype == self.value.dtype and same_place(data.device, self.pool.compute.device)
 
-    def _tensor(self) -> torch.Tensor:
+    def resident(self) -> torch.Tensor:
         """The values; they are in the compute tier."""
         extent = self.value.block.extent
         assert extent is not None, self.name
@@ -343,16 +305,16 @@ class ParamSlot:
     def separate(self) -> None:
         """Gives the parameter its values in a storage of their own, for savers that look at storages."""
         if not self.value.alone:
-            self._give(alone(self._tensor()))
+            self._give(alone(self.resident()))
 
     def rejoin(self) -> None:
         """Ends `separate`."""
         if not self.value.alone and self.value.place.resident:
-            self._give(self._tensor())
+            self._give(self.resident())
 
     def bring_back(self) -> None:
         """Gives the parameter the data on its pages again, which must be in the compute tier."""
-        self._give(self._tensor())
+        self._give(self.resident())
 
     def check_data(self, data: torch.Tensor) -> None:
         """Refuses data that the parameter cannot have.
@@ -360,7 +322,7 @@ class ParamSlot:
         Raises:
             PagedModelError: it is of another dtype or on another device.
         """
-        value, device = self.value, self._pool.compute.device
+        value, device = self.value, self.pool.compute.device
         if not self.can_have(data):
             raise PagedModelError(
                 f"parameter {self.name} ({value.dtype} on {device}) cannot be given data of {data.dtype} on "
@@ -370,31 +332,27 @@ class ParamSlot:
 
     def copied(self) -> torch.Tensor:
         """A copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""
-        with self._pool.calls.during(Call.ACCESS, self._pool):
-            return copied(self._pool, self.value, self._pool.compute.device)
+        with self.pool.calls.during(Call.ACCESS, self.pool):
+            return copied(self.pool, self.value, self.pool.compute.device)
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a view of the values in `dtype`, charged as long as it lives."""
-        with self._pool.pin(self.value) as values:
+        with self.pool.pin(self.value) as values:
             view = values.detach().as_strided(shape, strides, values.storage_offset() + offset)
-            with self._pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
+            with self.pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
                 copy = view.to(dtype)
                 keep(copy)
             return copy
 
     def write(self, values: torch.Tensor) -> None:
         """Gives the parameter other values, between two steps."""
-        with self._pool.pin(self.value, write=True) as pages:
+        with self.pool.pin(self.value, write=True) as pages:
             pages.copy_(values)
         self.generation += 1
 
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""
-        return self._pool.fault(self.value, write=write)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+        return self.pool.fault(self.value, write=write)
 
 
 def same_place(one: torch.device, other: torch.device) -> bool:
@@ -420,7 +378,7 @@ class SlotTable:
         self.by_name = dict(other.by_name)
         for name, slot in reversed(self.by_name.items()):
             slot.name = name
-            if slot.value.alone:
+            if slot.group_part.alone:
                 slot.group.rename(name)
 
     def remove(self, slot: ParamSlot) -> None:

@@ -198,8 +198,8 @@ class Unit:
 
     def space_bytes(self, appetite: Appetite) -> int:
         """What windows take that the state is copied to, beside what is free once the optimizer is done."""
-        value = self.state.slot.value
-        if not self.new or (self.whole and (value.alone or not value.block.movable)):
+        part = self.state.slot.group_part
+        if not self.new or (self.whole and (part.alone or not part.block.movable)):
             return 0
         return copied_bytes(appetite, self.stop - self.start, self.state.wide.dtype.itemsize, whole=self.whole)
 

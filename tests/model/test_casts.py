@@ -385,7 +385,7 @@ def test_sweeping_keeps_what_lives(tmp_path: Path) -> None:
 
 def test_other_dtypes_and_tensors_are_not_touched(tmp_path: Path) -> None:
     table, slot, _ = table_of(tmp_path)
-    cache = CastCache(slot._pool, SlotTable(), table)
+    cache = CastCache(slot.pool, SlotTable(), table)
     stranger, whole = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
     assert cache.cast(stranger, torch.bfloat16) is stranger
     assert cache.cast(whole, torch.bfloat16) is whole

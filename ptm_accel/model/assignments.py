@@ -1,0 +1,166 @@
+"""What becomes of a parameter's values when its `data` is assigned.
+
+In torch the parameter gets other memory, and a view of what it had goes on showing that. Here the new values are
+copied into the memory that the parameter has, unless somebody views it. Then they get new memory, and the old one
+stays with its viewers, charged until the last of them has died.
+
+In a group the parameter alone gets new memory, in a block of its own: views of the others stay what they are, and
+code that keeps all values, one after another, keeps the memory of each group once. At the model's next forward the
+parameter is back in the block of its group, unless that is still viewed. A block that is pinned gets new memory as a
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import torch
+
+from ptm_accel.errors import PagedModelError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.model.groups import ParamGroup
+from ptm_accel.model.slots import ParamSlot
+
+
+def assign(slot: ParamSlot, data: torch.Tensor, *, alone: bool = False) -> None:
+    """Makes `data` the values of a parameter; it may have another shape (`resize_token_embeddings`).
+
+    Args:
+        slot: the parameter.
+        data: the values.
+        alone: whether it may leave its group's block, until `regroup`.
+
+    Raises:
+        PagedModelError: it is of another dtype or on another device; or a forward uses the values, and it is of another
+            shape.
+        BudgetError: no room for it, or for new values beside those that are viewed.
+    """
+    slot.check_data(data)
+    if data.shape != slot.value.shape:
+        _reshape(slot, data.detach())
+        return
+    with slot.pool.lock:
+        with slot.pool.pin(slot.value) as values:
+            same = _is_same(data, values)
+            del values
+        if same:
+            # As after `p.data = p.data.mul_(2)`.
+            slot.changed()
+            return
+        _leave_to_viewers(slot, alone=alone)
+        with slot.pool.pin(slot.value, write=True) as values:
+            values.copy_(data.detach())
+        slot.generation += 1
+        slot.changed()
+
+
+def take_in(slots: Iterable[ParamSlot], *, alone: bool = False) -> None:
+    """Takes over what user code has written to parameters whose values are resident, or assigned to their `data`.
+
+    Args:
+        slots: the parameters.
+        alone: as for `assign`.
+
+    Raises:
+        PagedModelError: one cannot have the data that it was given; it has what it had before.
+        BudgetError: there is no room for the data of one; it has what it had before.
+    """
+    # All have the data on their pages again before one is assigned: views of a block are told by their number.
+    given = [(slot, data) for slot in slots if (data := _given(slot)) is not None]
+    with ExitStack() as stack:
+        # The others are taken in where one is refused.
+        for slot, data in given:
+            stack.callback(assign, slot, data, alone=alone)
+
+
+def _given(slot: ParamSlot) -> torch.Tensor | None:
+    """What a parameter was given; it has the data on its pages again, which counts as changed. None if nothing."""
+    if slot.pool.owed is not None:
+        # Until then it has a placeholder.
+        slot.pool.owed.before_use(slot.value.block)
+    given, values = slot.data, slot.resident()
+    slot.changed()
+    if _is_same(given, values):
+        return None
+    slot.bring_back()
+    return given
+
+
+def _is_same(data: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether `data` is these very values, and no copy of them."""
+    if data.data_ptr() != values.data_ptr() or (data.shape, data.dtype) != (values.shape, values.dtype):
+        return False
+    # What torch has yet to conjugate or to negate is other values.
+    return data.is_contiguous() and not (data.is_conj() or data.is_neg())
+
+
+def _leave_to_viewers(slot: ParamSlot, *, alone: bool) -> None:
+    """Gives the values other memory if somebody views theirs; what is there is of no matter.
+
+    Raises:
+        BudgetError: no room for other memory.
+    """
+    pool, value = slot.pool, slot.value
+    if not value.block.viewed:
+        return
+    if value.alone or value.block.pins or not alone:
+        with pool.pin(value, write=True):
+            pool.extents.leave_to_viewers(value.block)
+        return
+    own = ParamGroup(slot.name, [value.shape], movable=slot.group.movable).part(0, "", Tag.PARAM, value.dtype, pool)
+    try:
+        pool.make(own.block)
+    except BaseException:
+        pool.forget(own)
+        raise
+    slot.move_to(own)
+
+
+def regroup(slots: Iterable[ParamSlot]) -> list[ParamSlot]:
+    """Moves values back into the blocks of their groups that nobody views any more, as far as there is room.
+
+    Returns:
+        the parameters whose values are still in a block of their own.
+    """
+    return [slot for slot in slots if slot.apart and not _is_back(slot)]
+
+
+def _is_back(slot: ParamSlot) -> bool:
+    """Moves values back into the block of their group, if nobody views it and there is room."""
+    pool, own, part = slot.pool, slot.value, slot.group_part
+    with pool.lock, pool.unadvised():
+        resident = own.place.resident and part.place.resident
+        room = resident or pool.room.available_bytes() >= 2 * own.block.slot_bytes
+        if own.block.pins or part.block.pins or part.block.viewed or not room:
+            return False
+        # Not the whole block, if it is away.
+        window = pool.windows.open(part, 0, part.numel, reads=False)
+        try:
+            with pool.pin(own) as values:
+                pool.windows.ready(window).copy_(values.view(-1))
+        finally:
+            pool.windows.close(window, wrote=True)
+        slot.move_to(part)
+        pool.forget(own)
+    return True
+
+
+def _reshape(slot: ParamSlot, data: torch.Tensor) -> None:
+    """Moves a parameter to a group of its own, with values of another shape."""
+    value, pool = slot.value, slot.pool
+    if slot.on_pages:
+        slot.accesses.let_go()
+    if value.block.pins:
+        raise PagedModelError(
+            f"parameter {slot.name} of shape {tuple(value.shape)} was given data of shape {tuple(data.shape)} "
+            "while it was in use. Change it between two forwards."
+        )
+    # Refused before the old values are dropped.
+    pool.room.reserve(data.nbytes, Tag.PARAM, slot.name).release()
+    slot.give_up_part()
+    pool.forget(value)
+    slot.become_member(ParamGroup(slot.name, [data.shape], movable=slot.group.movable), value.dtype)
+    pool.adopt(slot.value.block, data, copied=True)
+    slot.generation += 1
+    slot.changed()
