@@ -86,11 +86,13 @@ class Pages:
         self._blank: set[nn.Parameter] = set()
 
     def settle(self) -> None:
-        """Carries out what is left of the last optimizer step.
+        """Takes over what was written to state dictionaries, and carries out what is left of the last optimizer step.
 
         Raises:
             DiskError: a transfer failed.
+            PagedModelError: a parameter has changed since a state dictionary was given its value.
         """
+        self.slots.given.take_over_all()
         if self.pool.owed is not None:
             with self.pool.calls.during(Call.ACCESS, self.pool):
                 # Another thread may have done it meanwhile.

@@ -193,6 +193,11 @@ class PlainMode:
             if torch._C._current_graph_task_id() != -1:
                 # Recomputation within a backward.
                 return
+            if self._pages.slots.given.by_slot:
+                self._pages.slots.given.take_over_all()
+                if not self.active:
+                    self._pages.residency.forwards.enter_root(module, args, kwargs)
+                    return
             grad = torch.is_grad_enabled()
             if self._pool.room.tide is not None:
                 self._pool.room.begin_pass(shapes_of(args, kwargs), evaluates=not grad)

@@ -173,7 +173,7 @@ class DiskTier:
     def snapshot(self, handle: DiskSlot) -> torch.Tensor:
         """The bytes as a 1-D `uint8` tensor over a private mapping; writing to it changes neither file nor slot.
 
-        Valid until the handle is next stored to or freed; it may outlive `close`.
+        See `Home.snapshot`; it may outlive `close`.
 
         Raises:
             DiskError: the tier is closed, or has failed, or the file cannot be mapped.
@@ -181,9 +181,22 @@ class DiskTier:
         with self._lanes.lock:
             pieces = self.pieces(handle)
             try:
-                return private_run(pieces).tensor()
+                run = private_run(pieces)
             except OSError as error:
                 raise self._unmappable(handle, error) from error
+            if handle.held():
+                handle.snapshots.append(weakref.ref(run))
+            else:
+                handle.snapshots = [weakref.ref(run)]
+            return run.tensor()
+
+    def copy(self, handle: DiskSlot, into: DiskSlot) -> None:
+        """See `Home.copy`.
+
+        Raises:
+            DiskError: as by `snapshot` and `store`.
+        """
+        self.store(into, 0, self.snapshot(handle)).wait()
 
     def pieces(self, handle: DiskSlot) -> list[FilePiece]:
         """Where the bytes lie in the scratch files, in order, once its transfers have ended; for mapping them.

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -64,10 +65,16 @@ class DiskSlot:
     segments: list[Segment]
     reservation: Reservation
     running: list[DiskTransfer] = field(default_factory=list)
+    snapshots: list[weakref.ref[MappedRun]] = field(default_factory=list)
     _starts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._starts = [0, *accumulate(segment.nbytes for segment in self.segments)]
+
+    def held(self) -> bool:
+        """Whether a snapshot is alive."""
+        self.snapshots = [ref for ref in self.snapshots if ref() is not None]
+        return bool(self.snapshots)
 
     def cut(self, offset: int, nbytes: int) -> Iterator[Segment]:
         """The segments of a part of the slot."""

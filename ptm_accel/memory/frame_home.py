@@ -234,6 +234,18 @@ class FrameHome(FramedPages):
                     page.mappings = (*page.mappings, weakref.ref(run))
             return run.tensor()
 
+    def copy(self, handle: FrameHandle, into: FrameHandle) -> None:
+        """See `Home.copy`.
+
+        Raises:
+            BudgetError: no frame can be freed.
+            DiskError: spilling failed, or a store to `handle` had failed.
+        """
+        with self._lock:
+            octets = self.snapshot(handle)
+            for page, _, stop, at in into.spans(0, handle.nbytes):
+                self._to_frame(page, whole=True).view(0, stop).copy_(octets[at : at + stop])
+
     @property
     def page_bytes(self) -> int:
         """The size of all pages of a handle but the last."""

@@ -194,8 +194,7 @@ class Pool:
                 # Errors of these stores no longer matter; the home waits for those that use its own memory.
                 stores, tensor.stores = tensor.stores, []
                 settle([store for store in stores if self.card is None or isinstance(store, Keeping)])
-                assert self.home is not None
-                self.home.free(tensor.handle)
+                self.traffic.release(tensor.handle)
                 tensor.handle = None
             tensor.stored_bytes = 0
             tensor.place = Place.BLANK
@@ -375,7 +374,7 @@ class Pool:
         """The tensor's values as a CPU tensor that costs no charged memory.
 
         An extent in host memory that never leaves is given as a live alias, as plain torch's `state_dict` does; all
-        else is a private mapping of the home. Valid until the next step.
+        else is a private mapping of the home, which stays what it is.
         """
         if isinstance(tensor, Part):
             return alone(tensor.of(self.snapshot(tensor.block)))

@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ptm_accel.errors import BudgetError
 from ptm_accel.memory.copies import Keeping, finish, order_behind
 from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.profiling import ranged
 from ptm_accel.memory.timeline import Span, Timeline, during
 from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
+from ptm_accel.units import format_bytes
 
 _FILL_BYTES = 64 << 10
 """How much of the fill value is stored at a time."""
@@ -57,6 +60,8 @@ class Traffic:
         self.home = home
         self.stats = stats
         self.timeline = timeline
+        # Handles that are no tensor's any more, with snapshots that may still be alive.
+        self._kept: list[Any] = []
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
@@ -68,7 +73,7 @@ class Traffic:
         finally:
             self.stats.stall_s += time.perf_counter() - begin
 
-    def handle_of(self, tensor: PagedTensor) -> object:
+    def handle_of(self, tensor: PagedTensor) -> Any:
         """The home's handle of a tensor, made on first use.
 
         Raises:
@@ -76,8 +81,55 @@ class Traffic:
         """
         assert self.home is not None, f"{tensor!r}: there is no home"
         if tensor.handle is None:
+            self._free_kept()
             tensor.handle = self.home.new(tensor.slot_bytes, tensor.tag, tensor.name)
         return tensor.handle
+
+    def release(self, handle: Any) -> None:
+        """Frees a handle, once no snapshot of it is alive."""
+        assert self.home is not None
+        if handle.snapshots and handle.held():
+            self._kept.append(handle)
+        else:
+            self.home.free(handle)
+
+    def set_apart(self, tensor: PagedTensor, *, whole: bool = False) -> Any:
+        """Gives a tensor that is to be stored to another handle, if a snapshot of the present one is alive.
+
+        What somebody has been given by `state_dict()` is what it was.
+
+        Args:
+            tensor: its handle has `snapshots`.
+            whole: all of it is to be stored.
+
+        Returns:
+            the handle.
+
+        Raises:
+            BudgetError: the home has no room.
+        """
+        handle, home = tensor.handle, self.home
+        assert home is not None
+        self._free_kept()
+        if not handle.held():
+            return handle
+        try:
+            made = home.new(tensor.slot_bytes, tensor.tag, tensor.name)
+        except BudgetError as refusal:
+            raise type(refusal)(
+                f"{tensor.name}: a value of state_dict() is kept, and takes {format_bytes(tensor.slot_bytes)} beside "
+                f"the one that is to be stored. Drop it, or keep a copy of it (`value.clone()`). ({refusal})"
+            ) from refusal
+        if not whole:
+            home.copy(handle, made)
+        tensor.handle = made
+        self._kept.append(handle)
+        return made
+
+    def _free_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for handle in kept:
+            self.release(handle)
 
     @ranged("load", _name)
     def start_load(
@@ -146,6 +198,8 @@ class Traffic:
         """Starts storing part of a tensor; later loads of it wait for that."""
         assert self.home is not None
         handle = self.handle_of(tensor)
+        if handle.snapshots:
+            handle = self.set_apart(tensor)
         if offset > tensor.stored_bytes:
             self._fill(tensor, offset, octets.device)
         transfer = self.home.store(handle, offset, octets)
@@ -177,6 +231,8 @@ class Traffic:
         """
         assert self.home is not None and tensor.extent is not None
         handle = self.handle_of(tensor)
+        if handle.snapshots:
+            handle = self.set_apart(tensor, whole=True)
         # All is stored anew, so errors of older stores no longer matter.
         if tensor.stores:
             tensor.stores = [store for store in tensor.stores if not store.done()]

@@ -131,8 +131,13 @@ class Home(Protocol):
     def snapshot(self, handle: Any) -> torch.Tensor:
         """The bytes as a 1-D uint8 CPU tensor that costs no charged memory (a private mapping of the home).
 
-        Valid until the handle is next stored to or freed. All stores have ended before.
+        As long as it lives, `held` of the handle is true, and nobody stores to the handle or frees it. All stores have
+        ended before.
         """
+        ...
+
+    def copy(self, handle: Any, into: Any) -> None:
+        """Copies all bytes of a handle to another, new one of the same length, in host memory or on the disk."""
         ...
 
     def close(self) -> None:

@@ -59,6 +59,8 @@ class Accesses:
             # A forward is a call already.
             calls.begin(Call.ACCESS, self._pool)
         try:
+            if self._slots.given.by_slot:
+                self._slots.given.take_over(slot)
             if not within:
                 self._tell_of_outside(slot)
             if self.outside is not None:
@@ -80,6 +82,10 @@ class Accesses:
         finally:
             if not within:
                 calls.end()
+
+    def take_over(self, slot: ParamSlot) -> None:
+        """Takes over what was written to values of the parameter in state dictionaries."""
+        self._slots.given.take_over(slot)
 
     def alias_given(self, slot: ParamSlot) -> None:
         """A view of the values was given to user code; writes to it outside of forwards are not noticed otherwise."""

@@ -64,8 +64,10 @@ class AwayParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
+            slot = slot_of(self)
+            slot.accesses.take_over(slot)
             with bare():
-                memo[id(self)] = nn.Parameter(slot_of(self).copied(), requires_grad=self.requires_grad)
+                memo[id(self)] = nn.Parameter(slot.copied(), requires_grad=self.requires_grad)
         made: nn.Parameter = memo[id(self)]
         return made
 
@@ -91,7 +93,7 @@ class AwayParameter(nn.Parameter):
     def _use_count(self) -> int:
         """What `torch.utils.swap_tensors` asks first: it would exchange what only pages can."""
         raise PagedModelError(
-            f"parameter {slot_of(self).name} cannot be exchanged by `torch.utils.swap_tensors`: it is on pages. Assign "
+            f"parameter {slot_of(self).name} cannot be exchanged by torch.utils.swap_tensors: it is on pages. Assign "
             "`p.data = x`, and call `torch.__future__.set_swap_module_params_on_conversion(False)`."
         )
 

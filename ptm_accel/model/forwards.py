@@ -280,6 +280,8 @@ class Forwards:
         calls = self._pool.calls
         calls.begin(Call.FORWARD, self._pool)
         try:
+            if self._slots.given.by_slot:
+                self._slots.given.take_over_all()
             self._pool.shelf.end_sparing()
             if module is self.root:
                 self._regions.scan()

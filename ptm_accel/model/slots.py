@@ -18,6 +18,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
 from ptm_accel.model.addresses import ExtentTable, Members
 from ptm_accel.model.away import AwayParameter
+from ptm_accel.model.given_values import GivenValues
 from ptm_accel.model.groups import ParamGroup
 
 if TYPE_CHECKING:
@@ -361,9 +362,15 @@ def same_place(one: torch.device, other: torch.device) -> bool:
 
 
 class SlotTable:
-    """All slots of one model, by parameter identity and by name (every name a tied parameter has)."""
+    """All slots of one model, by parameter identity and by name (every name a tied parameter has).
+
+    Attributes:
+        by_name: see above.
+        given: copies of their values in state dictionaries.
+    """
 
     def __init__(self) -> None:
+        self.given = GivenValues()
         self._by_id: dict[int, ParamSlot] = {}
         self.by_name: dict[str, ParamSlot] = {}
 

@@ -1,8 +1,8 @@
 """State dictionaries of a paged model hold real values, without loading them into the compute tier.
 
-A hook on each module replaces the placeholders in its state dictionary by snapshots: live aliases of what is resident,
-read-only mappings of what is on disk. So `save_pretrained` costs no memory beyond the budgets. `load_state_dict` needs
-no hook: it copies into one parameter after the other.
+A hook on each module replaces the placeholders in its state dictionary by snapshots: live aliases of what is resident
+and stays, private mappings of what is elsewhere. So `save_pretrained` costs no memory beyond the budgets.
+`load_state_dict` needs no hook: it copies into one parameter after the other.
 """
 
 from __future__ import annotations
@@ -77,10 +77,14 @@ class StateDictHooks:
         return tuple(self._handles)
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        with self._pool.calls.during(Call.ACCESS, self._pool):
-            self._fill_in(module, state_dict, prefix)
+        # The values are used outside of inference mode, too.
+        with self._pool.calls.during(Call.ACCESS, self._pool), torch.inference_mode(False):
+            self._put_values(module, state_dict, prefix)
+            if self._filling:
+                # Last: a pending update that the snapshot waits for may fail.
+                self.given()
 
-    def _fill_in(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    def _put_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         for name, param in module._parameters.items():
             key = prefix + name
             slot = self._slots.of(param)
@@ -90,9 +94,6 @@ class StateDictHooks:
                 state_dict[key] = self._snapshot(slot, state_dict)
             else:
                 state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")
-        if self._filling:
-            # Last: a pending update that the snapshot waits for may fail.
-            self.given()
 
     def _snapshot(self, slot: ParamSlot, state_dict: dict[str, Any]) -> torch.Tensor:
         """The values of one parameter; a tied parameter has the same tensor under all names, as savers expect."""
@@ -100,12 +101,13 @@ class StateDictHooks:
         given = known() if known is not None else None
         if given is not None and any(value is given for value in state_dict.values()):
             return given
+        self._slots.given.take_over(slot, lets_go=False)
         values = alone(self._pool.snapshot(slot.value))
         if slot.value.block.extent is not None and values.data_ptr() == slot.address:
             # A write to it is a write to the model, as in plain torch.
             slot.changed()
         else:
-            values = _read_only(values)
+            self._slots.given.note(slot, values)
         if known is not None:
             self._tied[id(slot)] = weakref.ref(values)
         return values
@@ -113,10 +115,3 @@ class StateDictHooks:
 
 def _nothing() -> None:
     """A dead reference, and a callback that does nothing."""
-
-
-def _read_only(values: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a tensor that torch refuses to write to: writes to this copy would be lost."""
-    with torch.inference_mode():
-        made = torch.empty(0, dtype=values.dtype)
-        return made.set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())

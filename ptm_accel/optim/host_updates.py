@@ -136,6 +136,12 @@ class HostUpdates:
         blocks = [part.block for part in tensors]
         if any(block.place is not Place.AWAY or block.stored_bytes < block.nbytes for block in blocks):
             return False
+        try:
+            for block in blocks:
+                if block.handle.snapshots:
+                    self._pool.traffic.set_apart(block)
+        except BudgetError:
+            return False
         self._counts_come += _counts_to_host(entry[1], self._home)
         owe(self.owed, entry)
         self._waiting.append((entry, 0))

@@ -287,6 +287,66 @@ def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: 
         del snapshot
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["whole", "in parts", "dropped"])
+def test_a_snapshot_stays_what_it_is(how: str, kind: str, tmp_path: Path) -> None:
+    with pool_of(20, tmp_path, kind) as pool:
+        tensor = made(pool, "a", 2 * WINDOW_ALIGN)
+        values = torch.arange(2.0 * WINDOW_ALIGN)
+        pool.fault(tensor, write=True).copy_(values)
+        pool.evict(tensor)
+        assert pool.home is not None
+        used = pool.home.budget.used_bytes  # type: ignore[attr-defined]
+        snapshot = pool.snapshot(tensor)
+        if how == "whole":
+            pool.fault(tensor, write=True).fill_(1.0)
+            pool.evict(tensor)
+        elif how == "in parts":
+            window = pool.windows.open(tensor, WINDOW_ALIGN, 2 * WINDOW_ALIGN)
+            pool.windows.ready(window).fill_(1.0)
+            pool.windows.close(window, wrote=True)
+        else:
+            pool.drop(tensor)
+            other = made(pool, "b", 2 * WINDOW_ALIGN, fill=1.0)
+            pool.fault(other)
+            pool.evict(other)
+        assert torch.equal(snapshot, values)
+        if how != "dropped":
+            expected = torch.cat(
+                [torch.ones(WINDOW_ALIGN) if how == "whole" else values[:WINDOW_ALIGN], torch.ones(WINDOW_ALIGN)]
+            )
+            assert torch.equal(pool.fault(tensor), expected)
+            pool.evict(tensor)
+            assert torch.equal(pool.snapshot(tensor), expected)
+            assert pool.home.budget.used_bytes == used + tensor.slot_bytes  # type: ignore[attr-defined]
+        del snapshot
+        # What was kept for it is free with the next new tensor.
+        more = made(pool, "c")
+        pool.fault(more, write=True)
+        pool.evict(more)
+        assert pool.home.budget.used_bytes == used + more.slot_bytes  # type: ignore[attr-defined]
+
+
+def test_no_room_beside_a_snapshot_is_a_refusal(tmp_path: Path) -> None:
+    with pool_of(4, tmp_path, "mock+host", host_bytes=PAGE) as pool:
+        tensor = made(pool, "a")
+        pool.fault(tensor, write=True).fill_(1.0)
+        pool.evict(tensor)
+        snapshot = pool.snapshot(tensor)
+        pool.fault(tensor, write=True).fill_(2.0)
+        with pytest.raises(BudgetError) as refused:
+            pool.evict(tensor)
+        assert str(refused.value).startswith(
+            "a: a value of state_dict() is kept, and takes 4096 B beside the one that is to be stored. Drop it, or "
+            "keep a copy of it (`value.clone()`). (host frames: cannot place 4096 B for a: "
+        )
+        assert (snapshot == 1.0).all()
+        assert (pool.fault(tensor) == 2.0).all()
+        del snapshot
+        pool.evict(tensor)
+        assert (pool.fault(tensor) == 2.0).all()
+
+
 def test_flushing_leaves_a_tensor_where_it_is(tmp_path: Path) -> None:
     with pool_of(2, tmp_path) as pool:
         tensor = made(pool, "a")
@@ -502,6 +562,7 @@ class Twin:
         self.truth = [torch.full((size,), float(n)) for n, size in enumerate(sizes)]
         self.pins: list[Any] = []
         self.views: list[torch.Tensor] = []
+        self.snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.count = itertools.count(100)
 
     def step(self, what: str, which: int, number: int) -> None:
@@ -544,7 +605,13 @@ class Twin:
             start = stop
 
     def snapshot(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
-        assert torch.equal(self.pool.snapshot(tensor), truth)
+        taken = self.pool.snapshot(tensor)
+        assert torch.equal(taken, truth)
+        extent = tensor.extent
+        if extent is None or taken.data_ptr() != extent.tensor.data_ptr():
+            self.snapshots.append((taken, truth.clone()))
+            if number % 3 == 0:
+                self.snapshots.clear()
 
     def flush(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
         if tensor.place.resident:
@@ -564,6 +631,7 @@ class Twin:
             pin.release()
         self.pins.clear()
         self.views.clear()
+        assert all(torch.equal(taken, truth) for taken, truth in self.snapshots)
         for tensor, truth in zip(self.tensors, self.truth, strict=True):
             assert torch.equal(self.pool.fault(tensor), truth)
 

@@ -133,7 +133,7 @@ def swapping() -> Iterator[None]:
 
 
 _SWAPPED = (
-    r"parameter 0.weight cannot be exchanged by `torch.utils.swap_tensors`: it is on pages. Assign `p.data = x`, and "
+    r"parameter 0.weight cannot be exchanged by torch.utils.swap_tensors: it is on pages. Assign `p.data = x`, and "
     r"call `torch.__future__.set_swap_module_params_on_conversion\(False\)`."
 )
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
+from ptm_accel.engine import Engine
+from ptm_accel.errors import PagedModelError
 from tests.tiers import MEMORIES, at_floor, needs, on_pages
 
 
@@ -89,3 +95,215 @@ def test_state_of_an_optimizer_that_is_kept_leaves_room_to_train(tmp_path: Path)
             assert losses[0] == losses[1]
             kept.append(optimizers[1].state_dict())
         assert len(kept) == 3
+
+
+# ---- values of what is away ------------------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, start: dict[str, torch.Tensor] | None = None) -> float:
+    """A step, with a loss that pulls towards values, if there are any (L2-SP)."""
+    loss = model(torch.ones(2, 64)).square().mean()
+    for name, value in (start or {}).items():
+        loss = loss + ((model.get_parameter(name) - value) * value).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@contextmanager
+def trained(kind: str, directory: Path) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Engine]]:
+    model = net()
+    floor, whole = needs(net(), directory, kind, optimizer=adamw)
+    with on_pages(model, kind, (floor + whole) // 2, directory) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+        for _ in range(3):
+            step(model, optimizer)
+        yield model, optimizer, engine
+
+
+@pytest.fixture
+def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = adamw(model)
+    for _ in range(3):
+        step(model, optimizer)
+    return model, optimizer
+
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_values_stay_what_they_were_and_are_used_in_a_loss(kind: str, plain: Trained, tmp_path: Path) -> None:
+    theirs = {name: value.clone() for name, value in plain[0].state_dict().items()}
+    with trained(kind, tmp_path) as (model, optimizer, engine):
+        ours = model.state_dict()
+        made = [nn.Parameter(value) for value in ours.values()]
+        for _ in range(3):
+            assert step(model, optimizer, ours) == step(*plain, theirs)
+        assert same(model.state_dict(), plain[0].state_dict())
+        assert same(ours, theirs)
+        assert all(torch.equal(a, b) for a, b in zip(made, theirs.values(), strict=True))
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_what_is_kept_for_values_is_free_after_them(kind: str, tmp_path: Path) -> None:
+    with trained(kind, tmp_path) as (model, optimizer, engine):
+        step(model, optimizer)
+        home = engine.memory.disk or engine.pool.home
+        assert home is not None
+        before = home.budget.used_bytes
+        for _ in range(3):
+            kept = model.state_dict()
+            step(model, optimizer)
+            step(model, optimizer)
+            assert kept
+            del kept
+        step(model, optimizer)
+        # The last ones are freed by the next that are kept.
+        kept = model.state_dict()
+        step(model, optimizer)
+        assert kept
+        weights = sum(slot.value.slot_bytes for slot in engine.slots)
+        assert home.budget.used_bytes <= before + 2 * weights
+        engine.check_integrity()
+
+
+def written(values: dict[str, torch.Tensor], model: nn.Module) -> None:
+    with torch.no_grad():
+        values["4.weight"].mul_(2.0)
+        values["5.bias"].fill_(3.0)
+
+
+def written_and_dropped(values: dict[str, torch.Tensor], model: nn.Module) -> None:
+    values.clear()
+    model.state_dict()["4.weight"].copy_(torch.ones(64, 64))
+
+
+def written_by_a_parameter(values: dict[str, torch.Tensor], model: nn.Module) -> None:
+    made = nn.Parameter(values["4.weight"])
+    made.sum().backward()
+    torch.optim.SGD([made], lr=0.5).step()
+
+
+def written_and_loaded(values: dict[str, torch.Tensor], model: nn.Module) -> None:
+    values["4.weight"].zero_()
+    model.load_state_dict(values)
+
+
+def written_after_a_forward(values: dict[str, torch.Tensor], model: nn.Module) -> None:
+    model(torch.ones(2, 64))
+    values["4.weight"].zero_()
+    values["4.weight"][0] = 1.0
+
+
+def written_as_part_of_a_graph(values: dict[str, torch.Tensor], model: nn.Module) -> None:
+    values["4.weight"].requires_grad_()
+    with torch.no_grad():
+        values["4.weight"].mul_(0.5)
+
+
+WRITES = [
+    written,
+    written_and_dropped,
+    written_by_a_parameter,
+    written_and_loaded,
+    written_after_a_forward,
+    written_as_part_of_a_graph,
+]
+
+
+@pytest.mark.parametrize(
+    ("write", "kind"), [*((write, "host+disk") for write in WRITES), *((written, kind) for kind in MEMORIES[::2])]
+)
+def test_what_is_written_to_values_is_taken_over(
+    write: Callable[[dict[str, torch.Tensor], nn.Module], None], kind: str, plain: Trained, tmp_path: Path
+) -> None:
+    with trained(kind, tmp_path) as (model, optimizer, _):
+        kept = [each.state_dict() for each in (model, plain[0])]
+        for values, each in zip(kept, (model, plain[0]), strict=True):
+            write(values, each)
+        assert step(model, optimizer) == step(*plain)
+        assert same(model.state_dict(), plain[0].state_dict())
+
+
+def test_what_is_written_is_seen_by_the_next_use(plain: Trained, tmp_path: Path) -> None:
+    uses: list[Callable[[nn.Module], torch.Tensor]] = [
+        lambda m: m[4].weight.detach().clone(),
+        lambda m: m.state_dict()["4.weight"].clone(),
+        lambda m: copy.deepcopy(m[4].weight).detach(),
+        lambda m: m(torch.ones(1, 64)),
+        lambda m: m[4](torch.ones(1, 64)),
+    ]
+    with trained("host+disk", tmp_path) as (model, _, _):
+        for use in uses:
+            for each in (model, plain[0]):
+                each.state_dict()["4.weight"].mul_(1.5)
+            assert torch.equal(use(model), use(plain[0]))
+
+
+def test_a_write_after_the_parameter_has_changed_is_an_error(tmp_path: Path) -> None:
+    with trained("host+disk", tmp_path) as (model, optimizer, _):
+        kept = model.state_dict()
+        step(model, optimizer)
+        now = {name: value.clone() for name, value in model.state_dict().items()}
+        kept["4.weight"].mul_(2.0)
+        with pytest.raises(PagedModelError) as raised:
+            model(torch.ones(2, 64))
+        assert str(raised.value) == (
+            "what was written to a value of state_dict() cannot be taken over (1 time(s)): it is a copy of 4.weight, "
+            "which has changed since then, or it was dropped before the model was used again. Call `state_dict()` anew "
+            "before writing, or write to the parameter (`param.data.copy_(...)`)."
+        )
+        assert same(model.state_dict(), now)
+
+
+def test_a_write_that_nobody_kept_is_an_error(tmp_path: Path) -> None:
+    with trained("host+disk", tmp_path) as (model, _, _):
+        kept = model.state_dict()
+        model(torch.ones(2, 64))
+        kept["4.weight"].mul_(2.0)
+        del kept
+        with pytest.raises(PagedModelError, match=r"cannot be taken over \(1 time\(s\)\): it is a copy of 4.weight"):
+            model[4].weight.sum()
+
+
+def test_a_write_where_hooks_have_come_off_is_an_error(tmp_path: Path) -> None:
+    """Where everything fits on a card, what was given before the first step is a copy all the same."""
+    model = net()
+    _, whole = needs(net(), tmp_path, "mock+host", optimizer=adamw)
+    with on_pages(model, "mock+host", 2 * whole, tmp_path) as engine:
+        optimizer = engine.bind_optimizer(adamw(model))
+        kept = model.state_dict()
+        step(model, optimizer)
+        assert engine.training.plain.active
+        kept["4.weight"].mul_(2.0)
+        with pytest.raises(PagedModelError, match="cannot be taken over"):
+            model(torch.ones(2, 64))
+        model.state_dict()["4.weight"].fill_(2.0)
+        step(model, optimizer)
+        assert (model[4].weight > 1.9).all()
+
+
+def test_values_are_saved_and_copied(plain: Trained, tmp_path: Path) -> None:
+    theirs = plain[0].state_dict()
+    with trained("host+disk", tmp_path) as (model, _, _):
+        values = model.state_dict()
+        assert same(copy.deepcopy(values), theirs)
+        safetensors.torch.save_file(values, tmp_path / "values.safetensors")
+        assert same(safetensors.torch.load_file(tmp_path / "values.safetensors"), dict(theirs))
+        file = io.BytesIO()
+        torch.save(values, file)
+        file.seek(0)
+        assert same(torch.load(file), theirs)
+        with torch.inference_mode():
+            assert not any(value.is_inference() for value in model.state_dict().values())
+        other = net(1)
+        other.load_state_dict(values, assign=True)
+        assert same(other.state_dict(), theirs)

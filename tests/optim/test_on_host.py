@@ -103,6 +103,20 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def test_values_of_a_state_dict_stay_what_they_were(taken: list[str], tmp_path: Path) -> None:
+    for kind in KINDS:
+        with on_host(tmp_path, kind) as (model, engine, optimizer):
+            train(model, optimizer, range(2), None, 1)
+            values = model.state_dict()
+            copies = {name: value.clone() for name, value in values.items()}
+            taken.clear()
+            train(model, optimizer, range(2, 4), None, 1)
+            assert taken
+            assert all(torch.equal(values[name], copies[name]) for name in copies)
+            assert not any(torch.equal(value, copies[name]) for name, value in model.state_dict().items())
+            engine.check_integrity()
+
+
 def assert_same_training(model: nn.Module, optimizer: Any, plain: nn.Module, expected: torch.optim.Optimizer) -> None:
     values = model.state_dict()
     for name, value in plain.state_dict().items():
