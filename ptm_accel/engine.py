@@ -390,6 +390,7 @@ class Engine:
     def close(self) -> None:
         """Gives all memory back. The model's parameters have no values afterwards, unless it was detached."""
         self.training.plain.close()
+        self.residency.forwards.abort()
         _engines.pop(self.model, None)
         for slot in self.slots:
             slot.lose()

@@ -55,15 +55,15 @@ def on_card(model: LlamaForCausalLM, nbytes: int) -> Iterator[tuple[Engine, Card
     card = Card(nbytes, SCALE)
     capacities = Capacities(page_bytes=65536, host_bytes=1 << 30, device_bytes=nbytes)
     memory = build_memory(capacities, CardTier(card, SCALE, delay=jitter(0)))
+    engine = Engine.attach(model, PTMConfig(page_size=65536), memory=memory)
     try:
-        engine = Engine.attach(model, PTMConfig(page_size=65536), memory=memory)
         with OnCard(card, WORKSPACE):
             yield engine, card
         if not memory.closed:
             engine.check_integrity()
-            engine.close()
     finally:
-        memory.close()
+        if not memory.closed:
+            engine.close()
 
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, lengths: Sequence[int]) -> list[float]:

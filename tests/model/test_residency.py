@@ -261,6 +261,26 @@ def test_forwards_cut_off_without_their_hooks_are_ended_by_abort(tmp_path: Path)
         assert same(step_of(paged), step_of(plain))
 
 
+def test_closing_after_ctrl_c_in_a_forward_hides_nothing(tmp_path: Path) -> None:
+    _, paged = twins(lambda: nn.Sequential(linear(), linear()))
+
+    def press(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        try:
+            step_of(paged)
+        finally:
+            assert engine.pool.pinned()
+            engine.close()
+
+    with at_floor(paged, tmp_path) as engine:
+        paged[1].register_forward_pre_hook(press)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert engine.pool.closed
+
+
 def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
