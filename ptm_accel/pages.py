@@ -187,7 +187,8 @@ class Pages:
             total = self.pool.budget.capacity_bytes
             # What was at work on the card before, and is gone, is no part of what is beside these pages.
             card.trim()
-            self.pool.room.tide = Tide(self.pool.budget, total, self.needs.least_beside_activations(), card)
+            least = self.needs.least_beside_activations()
+            self.pool.room.tide = Tide(self.pool.budget, total, least, card, self.pool.room.pinned_bytes)
             self.pool.room.shrink()
 
     def decide_to_plan(self) -> None:

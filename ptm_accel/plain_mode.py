@@ -21,6 +21,7 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
+from ptm_accel.memory.tide import Shapes, Tide
 from ptm_accel.model.addresses import Members
 from ptm_accel.model.assignments import take_in
 from ptm_accel.model.away import bare, is_transformed
@@ -125,13 +126,13 @@ class PlainMode:
         self.active = True
         pool.owed = self._stay
 
-    def end(self, *, refuses: bool = True) -> None:
+    def end(self, *, refuses: bool = True, stays: bool = True) -> None:
         """Puts the hooks on again: parameters, gradients and state are what they have become.
-
-        A backward of what was computed meanwhile may come, so values stay until the next forward or step.
 
         Args:
             refuses: otherwise a parameter that has been given data that it cannot have is as it was before.
+            stays: whether all values stay until the next forward or step, since a backward of what was computed
+                meanwhile may come; otherwise those alone that a graph refers to, and the others can leave at once.
 
         Raises:
             PagedModelError: a parameter has been given data of another dtype, or on another device.
@@ -155,9 +156,9 @@ class PlainMode:
             take_in(pages.slots, alone=True)
         finally:
             pages.residency.forwards.apart = [slot for slot in pages.slots if slot.apart]
-            self._put_on()
+            self._put_on(stays=stays)
 
-    def _put_on(self) -> None:
+    def _put_on(self, *, stays: bool) -> None:
         """Puts the hooks on, with the values of all parameters on their pages."""
         pages = self._pages
         assert self._optimizer is not None and self._gradients is not None
@@ -165,18 +166,21 @@ class PlainMode:
             slot.rejoin()
             slot.generation += 1
             self.graphs.meet(slot, self._pool)
-            self.graphs.values.append(self._pool.pin(slot.value))
         self._optimizer.end_plain()
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
-        pages.residency.forwards.between = weakly(self._let_values_go, None)
+        # Gradients need room, which may have to be made: nothing but what a graph needs is pinned before that.
         self._gradients.take_again(pages.slots)
+        if stays:
+            for slot in pages.slots:
+                self.graphs.values.append(self._pool.pin(slot.value))
+            pages.residency.forwards.between = weakly(self._let_values_go, None)
         self._optimizer, self._gradients, self._seen = None, None, []
 
     def make_way(self) -> None:
         """Ends it where no backward is to come, or somebody else needs the room: values may leave from now on."""
-        self.end()
         self._let_values_go()
+        self.end(stays=False)
 
     def close(self) -> None:
         """Ends it for good, whatever parameters have been given."""
@@ -198,13 +202,10 @@ class PlainMode:
                 if not self.active:
                     self._pages.residency.forwards.enter_root(module, args, kwargs)
                     return
-            grad = torch.is_grad_enabled()
-            if self._pool.room.tide is not None:
-                self._pool.room.begin_pass(shapes_of(args, kwargs), evaluates=not grad)
-                if not self._pages.needs.all_fits:
-                    self._too_large += grad
-                    self._end_before(module, args, kwargs)
-                    return
+            tide = self._pool.room.tide
+            if tide is not None and self._leaves_too_little(tide, shapes_of(args, kwargs)):
+                self._end_before(module, args, kwargs)
+                return
             for param, place, has_room in self._seen:
                 if param.data_ptr() != place or param.requires_grad > has_room:
                     # It has been given other data, which is to be on pages, or gets a gradient from now on. One that
@@ -213,6 +214,18 @@ class PlainMode:
                     return
 
         return RootHook(enter)
+
+    def _leaves_too_little(self, tide: Tide, shapes: Shapes) -> bool:
+        """Whether a forward, which begins, leaves pages less than all of them take."""
+        evaluates = not torch.is_grad_enabled()
+        if tide.least_bytes < self._pool.whole_bytes and not tide.knows(shapes, evaluates=evaluates):
+            # Pages get the least for it, once nothing is pinned but what a graph needs.
+            return True
+        self._pool.room.begin_pass(shapes, evaluates=evaluates)
+        if self.active and self._pages.needs.all_fits:
+            return False
+        self._too_large += not evaluates
+        return True
 
     def _end_before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Ends it at the beginning of a forward, which is then as any other."""

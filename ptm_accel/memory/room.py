@@ -315,6 +315,10 @@ class Room:
         """Charged bytes of released memory that is still in use."""
         return sum(each.reservation.nbytes for each in self._released)
 
+    def pinned_bytes(self) -> int:
+        """Charged bytes of pinned tensors, which cannot leave now."""
+        return sum(tensor.slot_bytes for tensor in self._pool.pinned())
+
     def _make_room(self, nbytes: int, name: str) -> None:
         self.collect()
         while nbytes > self.budget.free_bytes:

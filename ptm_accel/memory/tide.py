@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.budget import Budget
@@ -38,17 +38,26 @@ class Tide:
         total_bytes: what pages and all other memory may take together (`device_memory`).
         least_bytes: the least that pages can work with.
         card: the card's memory.
+        pinned_bytes: what cannot leave now; pages work with the least beside that.
 
     Attributes:
         warming: whether pages have the least, since no whole step of this size has been seen.
     """
 
-    def __init__(self, budget: Budget, total_bytes: int, least_bytes: int, card: CardMemory) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        total_bytes: int,
+        least_bytes: int,
+        card: CardMemory,
+        pinned_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.total_bytes = total_bytes
         self.warming = True
         self._budget = budget
         self._wanted_bytes = least_bytes
         self._card = card
+        self._pinned_bytes = pinned_bytes
         # By phase: whether a pass evaluates.
         self._marks = {False: 0, True: 0}
         self._largest = {False: [-1.0] * 3, True: [-1.0] * 3}
@@ -95,6 +104,12 @@ class Tide:
             self.warming = True
             self._turn(evaluates=not self._in_step)
             self._give_least()
+
+    def knows(self, shapes: Shapes, *, evaluates: bool) -> bool:
+        """Whether a batch is no larger than those before it, so that what it takes has been seen."""
+        size, factor = _size_of(shapes), MARGIN if evaluates else 1.0
+        trained = self._is_known(size, factor, evaluates=False)
+        return trained or (evaluates and self._is_known(size, factor, evaluates=True))
 
     def _is_known(self, size: Sequence[float], factor: float, *, evaluates: bool) -> bool:
         """Whether a batch is no larger than those before it; text that is generated grows by a token each time."""
@@ -159,8 +174,10 @@ class Tide:
         self._card.confine(max(left, 0))
 
     def _give_least(self) -> None:
-        self._budget.capacity_bytes = self.least_bytes
-        self._card.confine(self.least_bytes)
+        # A graph from plain mode may have pinned more than the least.
+        given = min(self.total_bytes, self.least_bytes + self._pinned_bytes())
+        self._budget.capacity_bytes = given
+        self._card.confine(given)
 
 
 def _size_of(shapes: Shapes) -> Sequence[float]:

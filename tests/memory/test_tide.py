@@ -72,6 +72,22 @@ def test_a_rising_tide_lowers_the_capacity_at_once_and_what_it_came_to_stays_fre
         assert budget.capacity_bytes == card.allowed == 1000 * MIB - kept_free(600 * MIB)
 
 
+def test_pages_get_the_least_beside_what_cannot_leave() -> None:
+    budget, card, pinned = Budget(Tier.DEVICE, 1000 * MIB), Reserved(), [0]
+    tide = Tide(budget, 1000 * MIB, 100 * MIB, card, lambda: pinned[0])  # type: ignore[arg-type]
+    shapes: Shapes = ((4, 128),)
+    assert not tide.knows(shapes, evaluates=False)
+    pinned[0] = 300 * MIB
+    tide.begin_pass(shapes, evaluates=False)
+    assert budget.capacity_bytes == card.allowed == 400 * MIB
+    assert tide.knows(shapes, evaluates=False)
+    assert tide.knows(shapes, evaluates=True)
+    pinned[0] = 950 * MIB
+    tide.begin_pass(((4, 256),), evaluates=True)
+    assert budget.capacity_bytes == card.allowed == 1000 * MIB
+    assert not tide.knows(((4, 256),), evaluates=False)
+
+
 def test_asking_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, asked = [10.0], [0]
     monkeypatch.setattr(tide_module.time, "perf_counter", lambda: clock[0])
