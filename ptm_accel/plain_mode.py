@@ -107,6 +107,7 @@ class PlainMode:
         made = optimizer.states.unmade_bytes() * optimizer.appetite.state_tensors
         try:
             gradients.leave_alone()
+            pool.room.lend(arriving + made)
             self._stay.hold(arriving, Tag.GRAD, "gradients in p.grad")
             self._stay.hold(made, Tag.STATE, "optimizer state to come")
             self._stay.pin([*pages.slots.blocks(), *optimizer.states.kept()])
@@ -334,6 +335,7 @@ class _Stay:
         for each in self._held:
             each.release()
         self._held, self._tensors = [], []
+        self._pool.room.lend(0)
 
     def before_use(self, tensor: PagedTensor) -> None:
         """Puts the hooks on again."""

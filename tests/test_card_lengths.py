@@ -123,10 +123,10 @@ def on_card(model: nn.Module, nbytes: int) -> Iterator[Engine]:
         engine.close()
 
 
-@pytest.mark.parametrize("share", [3])
+@pytest.mark.parametrize("share", [1.05, 1.5, 2, 3])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(6)
 def test_lengths_that_rise_and_fall(loop: Loop, checkpointed: bool, share: float) -> None:
     expected, plain = Log(), llama(checkpointed)
     loop(plain, adamw(plain), expected)

@@ -276,6 +276,14 @@ class Room:
         if self.tide is not None:
             self._adjust(partial(self.tide.begin_pass, shapes, evaluates=evaluates))
 
+    def lend(self, nbytes: int) -> None:
+        """So much of what is charged is torch's to allocate from now on; 0 ends that."""
+        if self.tide is not None:
+            with self._lock:
+                self.tide.lend(nbytes)
+                if nbytes:
+                    self._drain()
+
     def _adjust(self, look: Callable[[], None]) -> None:
         """Evicts what is too much where a look at other memory lowers the capacity."""
         with self._lock:

@@ -64,7 +64,7 @@ class Tide:
         self._evaluates = False
         # Whether the end of an optimizer step ends the warm-up; otherwise the next pass does.
         self._in_step = False
-        self._loose_bytes = 0
+        self._loose_bytes = self._lent_bytes = self._left_bytes = 0
         self._look_at_s = 0.0
         self._give_least()
 
@@ -148,11 +148,17 @@ class Tide:
         self._note()
         self._set_capacity()
 
+    def lend(self, nbytes: int) -> None:
+        """So much of what is charged is torch's to allocate, whenever it likes: slabs leave that free."""
+        self._lent_bytes = nbytes
+        self._confine(self._left_bytes)
+
     def _note(self) -> bool:
         """Whether the high-water mark has risen."""
         # What is charged and lies in no block of ours.
-        self._loose_bytes = max(self._loose_bytes, self._budget.used_bytes - self._card.live_bytes)
-        beside = self._card.beside_bytes()
+        loose = self._budget.used_bytes - self._card.live_bytes - self._lent_bytes
+        self._loose_bytes = max(self._loose_bytes, loose)
+        beside = self._card.beside_bytes() - self._lent_bytes
         if beside <= self.high_water_bytes * _RISE:
             return False
         self._marks[self._evaluates] = beside
@@ -171,13 +177,17 @@ class Tide:
                 "device_memory higher, turn activation checkpointing on, or use a smaller batch."
             )
         self._budget.capacity_bytes = pages
-        self._card.confine(max(left, 0))
+        self._confine(left)
 
     def _give_least(self) -> None:
         # A graph from plain mode may have pinned more than the least.
         given = min(self.total_bytes, self.least_bytes + self._pinned_bytes())
         self._budget.capacity_bytes = given
-        self._card.confine(given)
+        self._confine(given)
+
+    def _confine(self, left_bytes: int) -> None:
+        self._left_bytes = left_bytes
+        self._card.confine(max(left_bytes - self._lent_bytes, 0))
 
 
 def _size_of(shapes: Shapes) -> Sequence[float]:

@@ -72,6 +72,25 @@ def test_a_rising_tide_lowers_the_capacity_at_once_and_what_it_came_to_stays_fre
         assert budget.capacity_bytes == card.allowed == 1000 * MIB - kept_free(600 * MIB)
 
 
+def test_what_torch_allocates_of_what_is_charged_is_left_free_and_is_no_part_of_the_mark() -> None:
+    tide, budget, card = make()
+    card.beside = 400 * MIB
+    tide.end_step()
+    left = 1000 * MIB - kept_free(400 * MIB)
+    tide.lend(50 * MIB)
+    with budget.reserve(50 * MIB, Tag.GRAD, "gradients"):
+        assert (budget.capacity_bytes, card.allowed) == (left, left - 50 * MIB)
+        card.beside = 450 * MIB
+        tide.end_step()
+        assert (budget.capacity_bytes, card.allowed) == (left, left - 50 * MIB)
+        card.beside = 550 * MIB
+        tide.end_step()
+        left = 1000 * MIB - kept_free(500 * MIB)
+        assert (budget.capacity_bytes, card.allowed) == (left, left - 50 * MIB)
+    tide.lend(0)
+    assert (budget.capacity_bytes, card.allowed) == (left, left)
+
+
 def test_pages_get_the_least_beside_what_cannot_leave() -> None:
     budget, card, pinned = Budget(Tier.DEVICE, 1000 * MIB), Reserved(), [0]
     tide = Tide(budget, 1000 * MIB, 100 * MIB, card, lambda: pinned[0])  # type: ignore[arg-type]
