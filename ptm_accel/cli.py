@@ -23,6 +23,7 @@ from rich.table import Table
 
 from ptm_accel import __version__, autoload, machine
 from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, PTMConfig
+from ptm_accel.config_files import read_yaml
 from ptm_accel.environment import SWITCH, TEXT_DIALS
 from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.units import format_bytes
@@ -339,10 +340,7 @@ def write_section(file: Path, dials: dict[str, Any]) -> None:
     """
     content: Any = dict(_PLAIN_SETUP)
     if file.exists():
-        try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{file}: cannot be read as YAML: {error}; correct it, or name another file.") from error
+        content = read_yaml(file)
         if not isinstance(content, dict):
             raise ConfigError(f"{file}: holds no mapping, so it is no configuration of accelerate; name another file.")
     content[YAML_SECTION] = dials

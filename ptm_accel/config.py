@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from ptm_accel import machine
 from ptm_accel.config_checks import AUTO as AUTO
@@ -24,14 +23,17 @@ from ptm_accel.config_checks import (
     check_keys,
     check_size,
     expand,
+    is_path,
+    nearly,
     slices_of,
     switch_of,
 )
+from ptm_accel.config_files import read_yaml
 from ptm_accel.config_parts import MOMENTS as MOMENTS
 from ptm_accel.config_parts import DiskConfig as DiskConfig
 from ptm_accel.config_parts import PipelineConfig as PipelineConfig
 from ptm_accel.config_parts import PseudoToRealConfig as PseudoToRealConfig
-from ptm_accel.errors import BudgetError, ConfigError
+from ptm_accel.errors import BudgetError, ConfigError, shown
 from ptm_accel.units import format_bytes, parse_bytes
 
 DEFAULT_PAGE_SIZE = "4MiB"
@@ -134,7 +136,10 @@ class PTMConfig:
         if value is None:
             return cls()
         if isinstance(value, str | os.PathLike):
-            return cls._from_file(Path(expand(os.fspath(value))))
+            text = expand(os.fspath(value))
+            if not is_path(text):
+                raise ConfigError(f"configuration: {shown(text)} is no path of a file; give that of a YAML file.")
+            return cls._from_file(Path(text))
         return cls._from_mapping(value)
 
     def unlike(self, other: PTMConfig) -> tuple[str, str]:
@@ -145,19 +150,28 @@ class PTMConfig:
 
     @classmethod
     def _from_file(cls, file: Path) -> PTMConfig:
+        content = read_yaml(file)
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ConfigError(f"{file}: no such file; give the path of a YAML file with ptm_accel's dials.") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: cannot be read: {error}; give the path of a YAML file.") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{file}: not valid YAML: {error}; correct that line.") from error
-        try:
+            cls._refuse_foreign(content)
             # A file with everything commented out asks for the defaults.
             return cls._from_mapping({} if content is None else content)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
+
+    @classmethod
+    def _refuse_foreign(cls, content: object) -> None:
+        """Refuses what a file holds that is of something else, without showing any of it."""
+        known = [*(field.name for field in fields(cls)), YAML_SECTION]
+        if content is not None and not isinstance(content, Mapping):
+            raise ConfigError(
+                f"configuration: expected a mapping of dials, got {type(content).__name__}; write lines such as "
+                "'host_memory: 16GiB'."
+            )
+        if content and not any(key in known or nearly(key, known) for key in content):
+            raise ConfigError(
+                f"configuration: none of its {len(content)} keys is one of a configuration; the keys are: "
+                f"{', '.join(known)}."
+            )
 
     @classmethod
     def _from_mapping(cls, value: object) -> PTMConfig:
@@ -172,7 +186,7 @@ class PTMConfig:
             value = {} if section is None else section
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"configuration: expected a mapping of dials, got {type(value).__name__} {value!r}; "
+                f"configuration: expected a mapping of dials, got {type(value).__name__} {shown(value)}; "
                 f"write lines such as 'host_memory: 16GiB'."
             )
         check_keys(value, known, "configuration")
@@ -265,6 +279,15 @@ def resolve(
     )
 
 
+def check_kind(config: object) -> None:
+    """Says that something is no configuration yet, if so."""
+    if config is not None and not isinstance(config, PTMConfig):
+        raise ConfigError(
+            f"configuration: expected a PTMConfig, got {type(config).__name__} {shown(config)}; pass "
+            "PTMConfig.load(...) of it."
+        )
+
+
 def check_disk_path(path: Path) -> None:
     """Checks that a scratch file can be made in a folder, by making one.
 
@@ -354,7 +377,7 @@ def _check_page_size(value: str | int) -> int:
         raise ConfigError(f"page_size: {error}") from error
     if page_bytes < PAGE_MULTIPLE_BYTES or page_bytes & (page_bytes - 1):
         raise ConfigError(
-            f"page_size: {value!r} is {page_bytes} B, which is not a power of two and a multiple of "
+            f"page_size: {shown(value)} is {page_bytes} B, which is not a power of two and a multiple of "
             f"{PAGE_MULTIPLE_BYTES} B; use a size such as {DEFAULT_PAGE_SIZE!r}."
         )
     return page_bytes

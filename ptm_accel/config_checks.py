@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ptm_accel.errors import ConfigError
-from ptm_accel.units import format_bytes, parse_bytes
+from ptm_accel.errors import ConfigError, shown
+from ptm_accel.units import MOST_BYTES, format_bytes, parse_bytes
 
 AUTO = "auto"
 
-
-_ANY_TOTAL_BYTES = 1 << 62
+_MOST_DIGITS = 18
+_ANY_TOTAL_BYTES = MOST_BYTES
 """Stands for a total that is only known on the machine, and so large that no share but 0% of it is too small."""
 
 
@@ -41,29 +41,37 @@ def check_holds_a_page(dial: str, nbytes: int, page_bytes: int, asked: str | int
 
 def delink_of(value: object) -> str | int | float:
     """When blocks are delinked: `"auto"`, a positive integer, or a fraction between 0 and 1."""
-    given = value
-    if isinstance(value, str) and value != AUTO:
-        with suppress(ValueError):
-            given = int(value) if value.isdecimal() else float(value)
-    if given == AUTO:
+    if value == AUTO:
         return AUTO
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
+    steps = count_of(value)
+    if steps:
+        return steps
+    given = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            given = float(value)
     if isinstance(given, float) and 0.0 < given < 1.0:
         return given
     raise ConfigError(
-        f"pseudo_to_real.delink: got {value!r}; write auto, a number of steps such as 1000, or a fraction of the "
+        f"pseudo_to_real.delink: got {shown(value)}; write auto, a number of steps such as 1000, or a fraction of the "
         "training between 0 and 1, such as 0.3."
     )
 
 
+def count_of(value: object) -> int:
+    """A positive whole number, also as text; 0 for what is none, or too long to be one of steps or the like."""
+    if isinstance(value, str) and re.fullmatch(rf"[0-9]{{1,{_MOST_DIGITS}}}", value):
+        return int(value)
+    number = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    return number if 0 < number < 10**_MOST_DIGITS else 0
+
+
 def slices_of(value: object) -> str | int:
     """The number of slices of a sequence, or `"auto"`."""
-    given = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if given == AUTO or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
-        assert isinstance(given, str | int)
-        return given
-    raise ConfigError(f"token_slices: got {value!r}; write auto, or how many slices each sequence is cut into.")
+    slices = AUTO if value == AUTO else count_of(value)
+    if slices:
+        return slices
+    raise ConfigError(f"token_slices: got {shown(value)}; write auto, or how many slices each sequence is cut into.")
 
 
 def switch_of(dial: str, value: object) -> bool:
@@ -78,7 +86,7 @@ def check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
     """Says that a dial has a value that there is not, if so."""
     if value not in choices:
         written = " or ".join(f"{dial}: {name}" for name in choices)
-        raise ConfigError(f"{dial}: got {value!r}, which it cannot be; write {written}.")
+        raise ConfigError(f"{dial}: got {shown(value)}, which it cannot be; write {written}.")
 
 
 _MEANT = {
@@ -93,27 +101,41 @@ _MEANT = {
 """What others call it, and the dial that it is here."""
 
 
+def nearly(key: object, known: list[str]) -> list[str]:
+    """The keys that one may be meant for."""
+    text = key[:100] if isinstance(key, str) else shown(key)
+    words = re.split("[^a-z]+", text.lower())
+    meant = [dial for word, dial in _MEANT.items() if word in words and dial in known]
+    return meant or difflib.get_close_matches(text, known, n=1)
+
+
 def check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
     """Says that a mapping has a key that there is not, and which one may be meant."""
     for key in value:
         if key not in known:
-            words = re.split("[^a-z]+", str(key).lower())
-            meant = [dial for word, dial in _MEANT.items() if word in words and dial in known]
-            close = meant or difflib.get_close_matches(str(key), known, n=1)
+            close = nearly(key, known)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}The keys are: {', '.join(known)}.")
+            raise ConfigError(f"{where}: unknown key {shown(key)}; {hint}The keys are: {', '.join(known)}.")
 
 
 def path_texts(paths: object) -> tuple[str, ...]:
     """The paths as texts; accepts one path too, since configurations come from files and callers without types."""
     given = paths if isinstance(paths, list | tuple) else [paths]
     texts = [os.fspath(path) if isinstance(path, str | os.PathLike) else "" for path in given]
-    if not texts or not all(text.strip() for text in texts):
+    if not texts or not all(text.strip() and is_path(text) for text in texts):
         raise ConfigError(
-            f"disk: got {paths!r}, which names no folder; write disk: /mnt/ssd, several as disk: [/mnt/a, /mnt/b], or "
-            "leave it out to train without."
+            f"disk: got {shown(paths)}, which names no folder; write disk: /mnt/ssd, several as disk: [/mnt/a, "
+            "/mnt/b], or leave it out to train without."
         )
     return tuple(texts)
+
+
+def is_path(text: str) -> bool:
+    """Whether the system can be asked for a file of that name at all."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def expand(text: str) -> str:

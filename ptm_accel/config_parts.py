@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ptm_accel.config_checks import AUTO, check_choice, check_keys, check_size, delink_of, path_texts
-from ptm_accel.errors import ConfigError
+from ptm_accel.config_checks import AUTO, check_choice, check_keys, check_size, count_of, delink_of, path_texts
+from ptm_accel.errors import ConfigError, shown
 
 MOMENTS = ("copy", "scale", "reset")
 
@@ -43,7 +43,7 @@ class DiskConfig:
         if isinstance(value, Mapping):
             check_keys(value, [field.name for field in fields(cls)], "disk")
             if value.get("paths") is None:
-                raise ConfigError(f"disk: {dict(value)!r} has no paths; set disk.paths to at least one folder.")
+                raise ConfigError(f"disk: {shown(dict(value))} has no paths; set disk.paths to at least one folder.")
             return cls(**value)
         return cls(paths=path_texts(value))
 
@@ -107,9 +107,11 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         """Checks it, and takes a number that is given as text."""
-        stages = int(self.stages) if isinstance(self.stages, str) and self.stages.isdecimal() else self.stages
-        if not isinstance(stages, int) or isinstance(stages, bool) or stages < 2:
-            raise ConfigError(f"pipeline.stages: got {self.stages!r}; write how many stages there are, at least 2.")
+        stages = count_of(self.stages)
+        if stages < 2:
+            raise ConfigError(
+                f"pipeline.stages: got {shown(self.stages)}; write how many stages there are, at least 2."
+            )
         object.__setattr__(self, "stages", stages)
 
     @classmethod

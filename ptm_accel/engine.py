@@ -16,7 +16,7 @@ import torch._subclasses.schema_check_mode
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.config import PTMConfig, ResolvedConfig, check_kind
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.device import CudaTier
@@ -118,6 +118,7 @@ class Engine:
             UnsupportedError: a parameter or module that cannot be paged, by name.
             BudgetError: less than the least budget the model can train under with any optimizer, beside other models.
         """
+        check_kind(config)
         existing = engine_of(model) or engine_holding(model.parameters())
         if existing is not None:
             _refuse_other(existing, config, device)

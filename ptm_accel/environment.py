@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 
 from ptm_accel.autoload import SWITCH as SWITCH
 from ptm_accel.config import DiskConfig, PipelineConfig, PseudoToRealConfig, PTMConfig
-from ptm_accel.errors import ConfigError
+from ptm_accel.errors import ConfigError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,27 @@ def from_environment(environ: Mapping[str, str]) -> PTMConfig | None:
     return overridden(base, texts)
 
 
+def launched_with(name: str, default: int) -> int:
+    """A number that the launcher has set for its processes.
+
+    Args:
+        name: of the variable, such as `LOCAL_RANK`.
+        default: where it is not set.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) is None:
+        raise ConfigError(
+            f"{name}={shown(text)} in the environment is no whole number; launch with torchrun or accelerate launch, "
+            f"which set it, or unset {name}."
+        )
+    return int(text)
+
+
 def to_environment(config: PTMConfig) -> dict[str, str]:
     """The variables from which `from_environment` makes `config` again.
 
@@ -115,6 +137,8 @@ def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None)
     Raises:
         ConfigError: dials that cannot be used; both give some, and not the same.
     """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        launched_with(name, 0)
     asked = from_environment(os.environ)
     if asked is None:
         _tell_of_unread(os.environ)

@@ -6,6 +6,20 @@ Each class is also the standard exception that callers already catch (`ValueErro
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """A value that a person gave, as messages show it: cut short, however long or deep it is."""
+    # Python refuses to write very long numbers out.
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return _SHORT.repr(value)
+
 
 class PTMError(Exception):
     """Base class of all errors raised by ptm_accel."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
+from ptm_accel.environment import launched_with
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.rates import disk_rates
 from ptm_accel.memory.device import CudaTier
@@ -30,7 +30,7 @@ def _speeds(paths: Sequence[Path]) -> list[float] | None:
 
 def local_processes() -> int:
     """How many processes train on this machine, from the launcher's environment."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return max(launched_with("LOCAL_WORLD_SIZE", 1), 1)
 
 
 def default_device() -> torch.device:
@@ -41,7 +41,7 @@ def default_device() -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    current, number = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
+    current, number = torch.cuda.current_device(), launched_with("LOCAL_RANK", 0)
     return torch.device("cuda", number if current == 0 and number < torch.cuda.device_count() else current)
 
 

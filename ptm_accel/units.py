@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from ptm_accel.errors import ConfigError
+from ptm_accel.errors import ConfigError, shown
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -27,7 +27,11 @@ _UNITS = {
     "gib": GIB,
     "tib": TIB,
 }
-_QUANTITY = re.compile(rf"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>%|{'|'.join(_UNITS)})", re.IGNORECASE | re.ASCII)
+MOST_BYTES = 1 << 62
+"""More than any machine has; so much may be asked for, and no more."""
+_QUANTITY = re.compile(
+    rf"(?P<number>[0-9]{{1,40}}(?:\.[0-9]{{1,40}})?)\s*(?P<unit>%|{'|'.join(_UNITS)})", re.IGNORECASE | re.ASCII
+)
 
 
 def format_bytes(n: int) -> str:
@@ -62,15 +66,22 @@ def parse_bytes(text: str | int, *, total_bytes: int | None = None) -> int:
         ConfigError: the text does not parse, is negative, is a share above 100%, or is a share of nothing known.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
+        return _no_more(text, text)
     match = _QUANTITY.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise ConfigError(f"{text!r} is not a byte count; use {ACCEPTED_FORMS}.")
+        raise ConfigError(f"{shown(text)} is not a byte count; use {ACCEPTED_FORMS}.")
     number = Fraction(match["number"])
     if match["unit"] != "%":
-        return int(number * _UNITS[match["unit"].lower()])
+        return _no_more(int(number * _UNITS[match["unit"].lower()]), text)
     if number > 100:
         raise ConfigError(f'{text!r} is more than the whole; use at most "100%".')
     if total_bytes is None:
         raise ConfigError(f'{text!r} is a share, and here there is no total to take it of; use a size such as "10GB".')
     return int(number * total_bytes / 100)
+
+
+def _no_more(nbytes: int, text: str | int) -> int:
+    """`nbytes`, unless no machine has as many."""
+    if nbytes > MOST_BYTES:
+        raise ConfigError(f"{shown(text)} is more than {MOST_BYTES} bytes, which no machine has; use {ACCEPTED_FORMS}.")
+    return nbytes

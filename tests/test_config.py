@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
+import traceback
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,13 +183,89 @@ class TestLoad:
         with pytest.raises(ConfigError, match=f"(?s)^{file}: not valid YAML: .*line 2.*correct that line."):
             PTMConfig.load(file)
 
-    @pytest.mark.parametrize(("text", "kind"), [("- a\n", "list ['a']"), ("ptm_config: 3\n", "int 3")])
+    @pytest.mark.parametrize(("text", "kind"), [("- a\n", "list"), ("ptm_config: 3\n", "int 3")])
     def test_a_file_that_is_not_a_mapping(self, tmp_path: Path, text: str, kind: str) -> None:
         file = tmp_path / "ptm.yaml"
         file.write_text(text)
         message = f"{file}: configuration: expected a mapping of dials, got {kind}; write lines such as"
         with pytest.raises(ConfigError, match="^" + re.escape(message)):
             PTMConfig.load(file)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("[" * 3000 + "]" * 3000, "is nested too deeply; write options in one or two levels."),
+            ("host_memory: " + "9" * 5000, "not valid YAML: a value cannot be what it looks like (ValueError); put"),
+            ("host_memory: 2001-99-99", "not valid YAML: a value cannot be what it looks like (ValueError); put"),
+            ("host_memory: !!int ''", "not valid YAML: a value cannot be what it looks like (IndexError); put"),
+            ("host_memory: &a [*a]", "host_memory: [[[...]]] is not a byte count; use"),
+            (
+                "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{b}, *{b}]\n" for b, c in pairwise("abcdefghijklmnop")),
+                "none of",
+            ),
+            ("update: \x01", "not valid YAML: it has characters that YAML does not allow; correct that line."),
+            ("#" * (1 << 20) + "\n", "is longer than 1048576 bytes; give the path of a YAML file of options."),
+        ],
+    )
+    def test_a_file_that_is_meant_badly(self, tmp_path: Path, text: str, message: str) -> None:
+        file = tmp_path / "ptm.yaml"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"^{file}: .*" + re.escape(message)) as caught:
+            PTMConfig.load(file)
+        assert len(str(caught.value)) < 500
+
+    def test_a_device_is_not_read_to_its_end(self) -> None:
+        with pytest.raises(ConfigError, match="^/dev/zero: is longer than 1048576 bytes; give the path of a YAML file"):
+            PTMConfig.load("/dev/zero")
+
+    @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
+    def test_a_name_that_no_file_can_have(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="^configuration: .* is no path of a file; give that of a YAML file."):
+            PTMConfig.load(text)
+        with pytest.raises(ConfigError, match="^disk: got .*, which names no folder; write disk: /mnt/ssd"):
+            PTMConfig(disk=text)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("hunter2 and\nhunter2", "expected a mapping of dials, got str; write"),
+            ("- hunter2\n", "expected a mapping of dials, got list; write"),
+            ("hunter2: hunter2\n", "none of its 1 keys is one of a configuration; the keys are: device_memory"),
+            ("root: x\n- hunter2: hunter2\n", "not valid YAML: expected <block end>, but found '-' (line 2, column 1)"),
+            ("a: *hunter2\n", "not valid YAML: found undefined alias ... (line 1, column 4); correct that line."),
+            ("a: !hunter2 b\n", "not valid YAML: could not determine a constructor for the tag ... (line 1, column 4)"),
+            ("a: 'hunter2\n", "not valid YAML: found unexpected end of stream (line 2, column 1); correct that line."),
+        ],
+    )
+    def test_nothing_of_a_file_that_is_no_configuration_is_shown(self, tmp_path: Path, text: str, message: str) -> None:
+        file = tmp_path / "key"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+            PTMConfig.load(file)
+        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+    @pytest.mark.parametrize(
+        ("dial", "value"),
+        [
+            *(
+                (dial, value)
+                for dial in ("host_memory", "page_size")
+                for value in ("9" * 5000, 10**4000, "9" * 30 + "GB")
+            ),
+            *(
+                (dial, value)
+                for dial in ("token_slices", "pipeline", "pseudo_to_real")
+                for value in ("9" * 5000, 10**400)
+            ),
+            ("disk", {"paths": "/tmp", "limit": "9" * 5000}),
+            ("update", "x" * 5000),
+            ("host_memory", "1e400GB"),
+        ],
+    )
+    def test_values_that_are_long_are_refused_in_short(self, dial: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=rf"^{dial}[.a-z]*: .*[;:] (use|write) ") as caught:
+            PTMConfig(**{dial: value})
+        assert len(str(caught.value)) < 300
 
     def test_what_is_no_mapping_either(self) -> None:
         with pytest.raises(ConfigError, match="expected a mapping of dials, got int 3; write lines such as"):

@@ -140,3 +140,11 @@ def test_dials_that_are_read_are_not_told_of(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv("PTM_HOST_MEMORY", "1GB")
     assert agreed(None) == PTMConfig(host_memory="1GB")
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("text", ["x", "", "1.5", "9" * 5000])
+def test_a_number_of_the_launcher_that_is_none(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"^{name}='.*' in the environment is no whole number; launch with torchrun"):
+        agreed({"host_memory": "1GiB"})

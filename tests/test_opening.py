@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ptm_accel import opening
 from ptm_accel.config import PTMConfig
-from ptm_accel.engine import Engine
+from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
@@ -132,3 +133,24 @@ def test_before_activations_are_known_pages_keep_what_has_no_other_place(tmp_pat
         assert engine.pages.needs.least_beside_activations() == floor.whole_bytes - (64 << 10)
     with on_pages(net(), "mock+host", AMPLE, tmp_path, host_bytes=AMPLE) as engine:
         assert engine.pages.needs.least_beside_activations() == floor.total_bytes * 5 // 4
+
+
+@pytest.mark.parametrize("config", [{"host_memory": "1GiB"}, "dials.yaml"])
+def test_an_engine_takes_a_configuration(config: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    message = "^configuration: expected a PTMConfig, got (dict|str) .*; pass PTMConfig.load"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            Engine.attach(model, config)
+        if engine_of(model) is None:
+            # The same of a model that is on pages.
+            Engine.attach(model)
+    engine = engine_of(model)
+    assert engine is not None
+    engine.close()
+
+
+def test_how_many_processes_a_machine_has_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "x")
+    with pytest.raises(ConfigError, match="^LOCAL_WORLD_SIZE='x' in the environment is no whole number; launch with"):
+        Engine.attach(torch.nn.Linear(2, 2))
