@@ -159,7 +159,9 @@ def write_plain_state(directory: Path, file: Path, *, replace_newer: bool = Fals
         # Nobody can have put a link there.
         part = file.with_name(f".{file.name}.{secrets.token_hex(8)}.incomplete")
         try:
-            torch.save(saved.state_dict(), part)
+            with part.open("xb") as opened:
+                # Given the file and not its name, which torch would write into it.
+                torch.save(saved.state_dict(), opened)
             os.utime(part, ns=(saved_ns, saved_ns))
             part.replace(file)
         except (OSError, RuntimeError) as error:

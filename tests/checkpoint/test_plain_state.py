@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -314,6 +314,21 @@ def test_masters_have_no_place_in_a_plain_run(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_an_export_follows_no_link(tmp_path: Path) -> None:
+    model = net()
+    engine, ours = paged(model, tmp_path, OPTIMIZERS["adamw"])
+    train(model, ours, range(1))
+    save_optimizer_state(ours, tmp_path)
+    engine.close()
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    for name in ("optimizer.pt", ".optimizer.pt.incomplete"):
+        (tmp_path / name).symlink_to(victim)
+    write_plain_state(tmp_path, tmp_path / "optimizer.pt", replace_newer=True)
+    assert victim.read_bytes() == b"mine"
+    assert not (tmp_path / "optimizer.pt").is_symlink()
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     engine, ours = paged(model, tmp_path, OPTIMIZERS["adamw"])
@@ -321,8 +336,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     save_optimizer_state(ours, tmp_path)
     engine.close()
 
-    def full(value: object, file: Path) -> None:
-        file.write_bytes(b"part")
+    def full(value: object, file: BinaryIO) -> None:
+        file.write(b"part")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)

@@ -556,7 +556,7 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_training(
     tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (2, 4):
-        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "run" / f"checkpoint-{step}" / "stage-1-of-2").mkdir(parents=True)
     trainer = _build(tiny, Trainer, tmp_path / "run", tiny.budget("roomy", tmp_path), save_total_limit=1)
 
     def busy(path: Path) -> None:
