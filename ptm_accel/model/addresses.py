@@ -162,6 +162,7 @@ class Members:
         """A parameter is not to get its values any more."""
         if self._withheld is not None:
             self._withheld.pop(slot, None)
+
     def add(self, slot: ParamSlot, tensor: torch.Tensor | None) -> None:
         """A parameter has its part of the block.
 
