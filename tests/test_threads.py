@@ -108,6 +108,48 @@ def test_training_keeps_its_numbers(use: str, memory: int, tmp_path: Path) -> No
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("memory", [160_000, 260_000], ids=["least", "half"])
+def test_nothing_is_used_in_the_middle_of_a_forward(memory: int, tmp_path: Path) -> None:
+    model = net()
+    engine = ptm_accel.Engine.attach(model, ptm_accel.PTMConfig(host_memory=memory, page_size=4096, disk=str(tmp_path)))
+    optimizer = engine.bind_optimizer(adamw(model))
+    train(model, optimizer, 2)
+    model(torch.ones(2, 64)).sum().backward()
+    param = model[5].weight
+    gradient = param.grad
+    assert gradient is not None
+    uses: dict[str, Callable[[], object]] = {name: lambda use=use: use(model) for name, use in USES.items()} | {
+        "data": lambda: param.data,
+        "assign data": lambda: setattr(param, "data", torch.ones(64, 64)),
+        "assign grad": lambda: setattr(param, "grad", None),
+        "use a gradient": lambda: gradient.mul_(2),
+        "norm of a gradient": lambda: torch.linalg.vector_norm(gradient),
+        "data of a gradient": lambda: setattr(gradient, "data", torch.ones(64, 64)),
+        "a layer": lambda: model[5](torch.ones(2, 64)),
+        "zero_grad": optimizer.zero_grad,
+        "step": optimizer.step,
+        "clip": lambda: engine.clip_grad_norm_(1.0),
+        "optimizer": optimizer.state_dict,
+        "load": lambda: optimizer.load_state_dict(known),
+        "save": lambda: engine.saving().__enter__(),
+    }
+    known, refused = optimizer.state_dict(), []
+
+    def meanwhile(module: nn.Module, args: Any) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            for name, use in uses.items():
+                with pytest.raises(PagedModelError, match="met a forward"):
+                    threads.submit(use).result(60)
+                refused.append(name)
+
+    hook = model[2].register_forward_pre_hook(meanwhile)
+    model(torch.ones(2, 64))
+    hook.remove()
+    assert refused == list(uses)
+    train(model, optimizer, 3, 2)
+    engine.check_integrity()
+
+
 def test_a_save_is_of_one_step(tmp_path: Path) -> None:
     """Weights and optimizer state that another thread saves while the model trains belong together."""
 

@@ -94,10 +94,11 @@ class Accesses:
 
     def assign(self, slot: ParamSlot, data: torch.Tensor) -> None:
         """Makes `data` the values, as `p.data = data` does."""
-        before = slot.apart
-        assign(slot, data, alone=True)
-        if slot.apart and not before:
-            self._forwards.apart.append(slot)
+        with self._pool.calls.during(Call.ACCESS, self._pool):
+            before = slot.apart
+            assign(slot, data, alone=True)
+            if slot.apart and not before:
+                self._forwards.apart.append(slot)
 
     def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
         """What `p.grad` of a parameter is."""

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import PagedModelError
+from ptm_accel.memory.calls import Call
 from ptm_accel.model.away_functions import CONVERSIONS, LAYOUT, METADATA, WRITES, converts, one_tensor_at_a_time
 
 if TYPE_CHECKING:
@@ -300,7 +301,9 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     if type(data) in (AwayParameter, AwayGradient):
         data = data.clone()
     if type(target) is AwayGradient:
-        _gradient_source(target).replace(data)
+        source = _gradient_source(target)
+        with source.slot.pool.calls.during(Call.ACCESS, source.slot.pool):
+            source.replace(data)
     elif type(target) is AwayParameter:
         slot = slot_of(target)
         slot.accesses.assign(slot, data)
@@ -351,7 +354,9 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     plain = len(args) <= 2 and kwargs.keys() <= {"ord"}
     if not plain or type(args[0]) is not AwayGradient:
         return _with_values(func, args, kwargs)
-    return _gradient_source(args[0]).norm(float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+    source = _gradient_source(args[0])
+    with source.slot.pool.calls.during(Call.ACCESS, source.slot.pool):
+        return source.norm(float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> Any:

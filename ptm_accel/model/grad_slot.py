@@ -14,6 +14,7 @@ import torch
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.calls import Call
 from ptm_accel.memory.paged import Part, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
@@ -235,7 +236,7 @@ class GradSlot:
         """The sum, in the parameter's dtype; in-place changes to it are kept."""
         assert self.value is not None
         narrow = self.slot.value.dtype
-        with self._pool.pin(self.value, write=True) as total:
+        with self._pool.calls.during(Call.ACCESS, self._pool), self._pool.pin(self.value, write=True) as total:
             shown = total.detach() if total.dtype == narrow else total.to(narrow)
             version = shown._version
             yield shown
