@@ -246,3 +246,32 @@ def test_copies_have_been_going_on_beside_all_that() -> None:
         tier.delay = lambda copy: seen.append(copy.direction)
         train(model, engine.bind_optimizer(adamw(model)), [256] * 3)
     assert set(seen) == set(CopyDirection)
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("share", [0.7, 2.0], ids=["too small", "all fits"])
+def test_an_average_of_the_weights_goes_in_and_out(share: float) -> None:
+    """The values that are kept meanwhile stay on the card; nothing is copied over memory that is still viewed."""
+
+    def run(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> list[float]:
+        seen = train(model, optimizer, [128] * 3)
+        kept = {}
+        for name, p in model.named_parameters():
+            kept[name], p.data = p.data, p.data * 0.5
+        with torch.no_grad():
+            seen.append(model.eval()(input_ids=tokens(9, 128)).logits.float().sum().item())
+        model.train()
+        for name, p in model.named_parameters():
+            p.data = kept.pop(name)
+        return seen + train(model, optimizer, [128])
+
+    plain = llama(3)
+    expected = run(plain, adamw(plain))
+    states = 4 * sum(p.nbytes for p in plain.parameters())
+    model = llama(3)
+    with on_card(model, int(states * share)) as (engine, card):
+        assert run(model, engine.bind_optimizer(adamw(model))) == expected
+        with _disable_current_modes():
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+        assert not card.flushes, "nothing was asked for that there was no room for"
+    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
