@@ -202,7 +202,9 @@ def test_flags_go_before_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     script.touch()
     for name, value in {"ACCELERATE_USE_PTM": "1", "PTM_HOST_MEMORY": "1GB", "PTM_UPDATE": "blocking"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PTM_PAGE_SIZE", "")
+    for name in ("PTM_PAGE_SIZE", "PTM_CHECKPOINT_HASHES"):
+        # It is told with its default, and taken away again after this test.
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(__main__, "_run", lambda *given: None)
     __main__.main(["--ptm_host_memory", "2GB", str(script)])
     assert from_environment(os.environ) == PTMConfig(host_memory="2GB", update="blocking")
