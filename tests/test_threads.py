@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import ptm_accel
 from ptm_accel.errors import PagedModelError
+from ptm_accel.model import forwards
 from tests.plain_loop import adamw
 
 STEPS = 6
@@ -147,6 +148,27 @@ def test_nothing_is_used_in_the_middle_of_a_forward(memory: int, tmp_path: Path)
     hook.remove()
     assert refused == list(uses)
     train(model, optimizer, 3, 2)
+    engine.check_integrity()
+
+
+def test_a_forward_whose_end_fails_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    engine = ptm_accel.Engine.attach(
+        model, ptm_accel.PTMConfig(host_memory=160_000, page_size=4096, disk=str(tmp_path))
+    )
+    let_go = forwards._let_go
+
+    def refused(frame: Any) -> None:
+        let_go(frame)
+        if frame.module is model:
+            raise KeyError("what a parameter was given is refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forwards, "_let_go", refused)
+        with pytest.raises(KeyError):
+            model(torch.ones(2, 64))
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(model.state_dict).result(60)
     engine.check_integrity()
 
 

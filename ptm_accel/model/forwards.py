@@ -413,15 +413,16 @@ class Forwards:
         if frame.saved is not None:
             frame.saved.__exit__(None, None, None)
         self.casts.leave()
-        _let_go(frame)
-        if not running.frames:
-            try:
+        try:
+            _let_go(frame)
+            if not running.frames:
                 self.casts.end()
                 if self.ended is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                     self.ended()
                 if frame.module is self.root:
                     self.run_ahead.forward_ended()
-            finally:
+        finally:
+            if not running.frames:
                 self._pool.calls.end()
 
     def _meet_autocast(self, frame: _Frame) -> None:
