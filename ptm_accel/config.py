@@ -203,6 +203,7 @@ class ResolvedConfig:
         device_bytes: the budget of the device tier; None without a device.
         disk_paths: the folders for scratch files, checked; empty without a disk tier.
         disk_limit_bytes: the budget of the disk tier over all paths; None without a disk tier.
+        disk_verify: whether what is read there is compared with the CRC of what was written.
         update: how updates are done.
         master_weights: `"fp32"` or None.
         origins: for each dial, where its value came from: `"given"`, `"default"`, `"derived from ..."`, or why it
@@ -214,6 +215,7 @@ class ResolvedConfig:
     device_bytes: int | None
     disk_paths: tuple[Path, ...]
     disk_limit_bytes: int | None
+    disk_verify: bool
     update: str
     master_weights: str | None
     origins: dict[str, str]
@@ -221,10 +223,11 @@ class ResolvedConfig:
     def lines(self) -> list[str]:
         """One line a dial, with its value and origin, for the log."""
         disk = ", ".join(str(path) for path in self.disk_paths)
+        verified = ", verified" if self.disk_verify else ""
         values = {
             "device_memory": _show(self.device_bytes),
             "host_memory": _show(self.host_bytes),
-            "disk": f"{_show(self.disk_limit_bytes)} on {disk}" if self.disk_paths else "none",
+            "disk": f"{_show(self.disk_limit_bytes)} on {disk}{verified}" if self.disk_paths else "none",
             "update": self.update,
             "page_size": _show(self.page_bytes),
             "master_weights": self.master_weights or "none",
@@ -266,6 +269,7 @@ def resolve(
         device_bytes=device_bytes,
         disk_paths=disk_paths,
         disk_limit_bytes=disk_limit_bytes,
+        disk_verify=config.disk is not None and bool(DiskConfig.load(config.disk).verify),
         update=config.update,
         master_weights=config.master_weights,
         origins={

@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ptm_accel.config_checks import AUTO, check_choice, check_keys, check_size, count_of, delink_of, path_texts
+from ptm_accel.config_checks import (
+    AUTO,
+    check_choice,
+    check_keys,
+    check_size,
+    count_of,
+    delink_of,
+    path_texts,
+    switch_of,
+)
 from ptm_accel.errors import ConfigError, shown
 
 MOMENTS = ("copy", "scale", "reset")
@@ -20,20 +29,24 @@ class DiskConfig:
     Attributes:
         paths: folders for the scratch files; `~` and environment variables are expanded.
         limit: bytes over all paths together, e.g. `"500GB"`, or a share of their free space; None derives it.
+        verify: whether each page that is read is compared with the CRC-32 of what was written, and a difference ends
+            the run with an error.
     """
 
     paths: tuple[str, ...]
     limit: str | int | None = None
+    verify: bool | str = False
 
     def __post_init__(self) -> None:
-        """Checks the paths' form (not yet whether they exist) and the limit."""
+        """Checks the paths' form (not yet whether they exist), the limit and the switch."""
         object.__setattr__(self, "paths", path_texts(self.paths))
         if self.limit is not None and check_size("disk.limit", self.limit) == 0:
             raise ConfigError("disk.limit: 0 B leaves no room for pages; raise it, or leave disk out.")
+        object.__setattr__(self, "verify", switch_of("disk.verify", self.verify))
 
     @classmethod
     def load(cls, value: DiskConfig | str | os.PathLike[str] | Sequence[str] | Mapping[str, Any]) -> DiskConfig:
-        """Makes a `DiskConfig` from one path, a list of paths, or a mapping with `paths` and `limit`.
+        """Makes a `DiskConfig` from one path, a list of paths, or a mapping with `paths`, `limit` and `verify`.
 
         Raises:
             ConfigError: any other type, an unknown key, a limit without paths, or values that cannot be used.

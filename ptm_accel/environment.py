@@ -32,6 +32,7 @@ TEXT_DIALS = {
     "host_memory": "what each process may use in host memory, such as 64GB or 50%%",
     "disk": "folder on an SSD for what does not fit; several are separated by commas",
     "disk_limit": "what may be used on disk, such as 500GB",
+    "disk_verify": "true compares what is read from the disk with the CRC of what was written",
     "update": "exact or blocking",
     "page_size": "unit of booking and transfer, such as 4MiB",
     "pseudo_to_real": "when blocks that share their weights are delinked: auto, a step, or a fraction of the training",
@@ -44,7 +45,7 @@ TEXT_DIALS = {
 """Each dial that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
 
 
-_IN_PARTS = ("disk", "disk_limit", "pseudo_to_real", "moments", "pipeline_stages")
+_IN_PARTS = ("disk", "disk_limit", "disk_verify", "pseudo_to_real", "moments", "pipeline_stages")
 """Dials that have parts, each of which is a text of its own."""
 
 
@@ -122,7 +123,7 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
                 f"disk: {commas[0]!r} has a comma, which only separates folders in flags and variables; write several "
                 "as a list, `disk: [/mnt/a, /mnt/b]`, or use another folder."
             )
-        found |= {"disk": ",".join(disk.paths), "disk_limit": disk.limit}
+        found |= {"disk": ",".join(disk.paths), "disk_limit": disk.limit, "disk_verify": disk.verify}
     if config.pseudo_to_real is not None:
         recipe = PseudoToRealConfig.load(config.pseudo_to_real)
         found |= {"pseudo_to_real": recipe.delink, "moments": recipe.moments}
@@ -175,17 +176,19 @@ def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
     """`config` with the dials that are given as text, by the names of `TEXT_DIALS`, in place of its own.
 
     Raises:
-        ConfigError: dials that cannot be used; a limit without a disk, moments without Pseudo-to-Real.
+        ConfigError: dials that cannot be used; a limit or check without a disk, moments without Pseudo-to-Real.
     """
     changes: dict[str, Any] = {name: text for name, text in texts.items() if name not in _IN_PARTS}
     disk = DiskConfig.load(config.disk) if config.disk is not None else None
     if "disk" in texts:
         paths = tuple(part.strip() for part in texts["disk"].split(",") if part.strip())
-        disk = DiskConfig(paths=paths, limit=disk.limit if disk is not None else None)
-    if "disk_limit" in texts:
-        if disk is None:
-            raise ConfigError(f"disk_limit: {texts['disk_limit']!r} is a limit without a disk; set disk as well.")
-        disk = replace(disk, limit=texts["disk_limit"])
+        disk = replace(disk, paths=paths) if disk is not None else DiskConfig(paths=paths)
+    for part, what in (("limit", "a limit"), ("verify", "a check")):
+        if (text := texts.get(f"disk_{part}")) is not None:
+            if disk is None:
+                raise ConfigError(f"disk_{part}: {text!r} is {what} without a disk; set disk as well.")
+            changed: dict[str, Any] = {part: text}
+            disk = replace(disk, **changed)
     recipe = None if config.pseudo_to_real is None else PseudoToRealConfig.load(config.pseudo_to_real)
     if "pseudo_to_real" in texts:
         recipe = replace(recipe or PseudoToRealConfig(), delink=texts["pseudo_to_real"])

@@ -113,6 +113,7 @@ def open_memory(
         disk_bytes=resolved.disk_limit_bytes,
         disk_paths=resolved.disk_paths,
         disk_weights=_speeds(resolved.disk_paths),
+        disk_verifies=resolved.disk_verify,
     )
     memory = build_memory(capacities, device)
     _opened[device] = _Opened(device, config, resolved, memory.users)

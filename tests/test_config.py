@@ -48,7 +48,7 @@ class TestDials:
             "pipeline": None,
             "checkpoint_hashes": True,
         }
-        assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit"]
+        assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit", "verify"]
 
     def test_a_configuration_cannot_be_changed(self) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -116,12 +116,16 @@ class TestDials:
         ({"checkpoint_hashes": "maybe"}, "checkpoint_hashes: got 'maybe'; write true or false."),
         ({"checkpoint_hashes": None}, "checkpoint_hashes: got None; write true or false."),
         ({"disk": {"limit": "5GB"}}, "disk: {'limit': '5GB'} has no paths; set disk.paths to at least one folder."),
-        ({"disk": {"path": "/a"}}, "disk: unknown key 'path'; did you mean 'paths'? The keys are: paths, limit."),
+        (
+            {"disk": {"path": "/a"}},
+            "disk: unknown key 'path'; did you mean 'paths'? The keys are: paths, limit, verify.",
+        ),
         ({"disk": 7}, "disk: got 7, which names no folder; write disk: /mnt/ssd, several as disk: [/mnt/a"),
         ({"disk": []}, "disk: got [], which names no folder; write disk: /mnt/ssd, several"),
         ({"disk": " "}, "disk: got ' ', which names no folder; write"),
         ({"disk": [1]}, "disk: got [1], which names no folder; write"),
         ({"disk": {"paths": "/a", "limit": 0}}, "disk.limit: 0 B leaves no room for pages; raise it, or leave disk"),
+        ({"disk": {"paths": "/a", "verify": "x"}}, "disk.verify: got 'x'; write true or false."),
         ({"disk": {"paths": "/a", "limit": "x"}}, "disk.limit: 'x' is not a byte count; use"),
     ],
 )
@@ -305,6 +309,7 @@ class TestResolve:
             device_bytes=None,
             disk_paths=(),
             disk_limit_bytes=None,
+            disk_verify=False,
             update="exact",
             master_weights=None,
             origins={
@@ -336,13 +341,15 @@ class TestResolve:
         config = PTMConfig(
             device_memory="2GiB",
             host_memory="1GiB",
-            disk=DiskConfig(paths=(str(tmp_path),), limit="1MiB"),
+            disk=DiskConfig(paths=(str(tmp_path),), limit="1MiB", verify=True),
             page_size="64KiB",
             master_weights="fp32",
         )
         resolved = resolve(config, device_total_bytes=10 * GIB)
         assert (resolved.device_bytes, resolved.host_bytes) == (2 * GIB, GIB)
         assert (resolved.disk_paths, resolved.disk_limit_bytes) == ((tmp_path,), MIB)
+        assert resolved.disk_verify
+        assert f"disk: 1.00 MiB on {tmp_path}, verified (given)" in resolved.lines()
         assert (resolved.page_bytes, resolved.master_weights) == (64 * KIB, "fp32")
         assert {dial: origin for dial, origin in resolved.origins.items() if origin != "given"} == {"update": "default"}
 

@@ -50,6 +50,7 @@ def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> Non
         disk, there = DiskConfig.load(config.disk), DiskConfig.load(read.disk or [])
         assert there.paths == disk.paths
         assert there.limit == (None if disk.limit is None else str(disk.limit))
+        assert there.verify is disk.verify
 
 
 def test_stages_are_told() -> None:
@@ -84,9 +85,12 @@ def test_variables_go_before_the_file(tmp_path: Path) -> None:
 
 
 def test_a_disk_given_as_text_keeps_the_limit_and_a_limit_the_disk() -> None:
-    base = PTMConfig(disk=DiskConfig(paths=("/a",), limit="1GB"))
-    assert overridden(base, {"disk": "/b, /c"}).disk == DiskConfig(paths=("/b", "/c"), limit="1GB")
-    assert overridden(base, {"disk_limit": "2GB"}).disk == DiskConfig(paths=("/a",), limit="2GB")
+    base = PTMConfig(disk=DiskConfig(paths=("/a",), limit="1GB", verify=True))
+    assert overridden(base, {"disk": "/b, /c"}).disk == DiskConfig(paths=("/b", "/c"), limit="1GB", verify=True)
+    assert overridden(base, {"disk_limit": "2GB"}).disk == DiskConfig(paths=("/a",), limit="2GB", verify=True)
+    assert overridden(base, {"disk_verify": "false"}).disk == DiskConfig(paths=("/a",), limit="1GB")
+    with pytest.raises(ConfigError, match="disk_verify: 'true' is a check without a disk; set disk as well"):
+        overridden(PTMConfig(), {"disk_verify": "true"})
     with pytest.raises(ConfigError, match="disk_limit: '2GB' is a limit without a disk; set disk as well"):
         overridden(PTMConfig(), {"disk_limit": "2GB"})
 

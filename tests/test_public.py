@@ -75,10 +75,12 @@ def test_the_dials() -> None:
         "checkpoint_hashes",
     ]
     assert [field.name for field in dataclasses.fields(config.PTMConfig)] == names
-    assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit"]
+    assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit", "verify"]
     assert [field.name for field in dataclasses.fields(config.PseudoToRealConfig)] == ["delink", "moments"]
     assert [field.name for field in dataclasses.fields(config.PipelineConfig)] == ["stages"]
-    assert set(environment.TEXT_DIALS) == {*names, "disk_limit", "moments", "pipeline_stages"} - {"pipeline"}
+    assert set(environment.TEXT_DIALS) == {*names, "disk_limit", "disk_verify", "moments", "pipeline_stages"} - {
+        "pipeline"
+    }
 
 
 def test_the_command_line() -> None:

@@ -13,12 +13,13 @@ import torch
 from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.copies import settle
-from ptm_accel.memory.diskio import DiskSlot, DiskTransfer, Lanes
+from ptm_accel.memory.diskio import DiskSlot, DiskTransfer, Lanes, needs_bounce
 from ptm_accel.memory.mapping import FilePiece, private_run
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
 from ptm_accel.memory.scratch import Direction, Io, ScratchFile
 from ptm_accel.memory.slots import StripedSlots
 from ptm_accel.memory.transfer import ALIGN_BYTES, Transfer, round_up
+from ptm_accel.memory.verified import verify_mapped
 from ptm_accel.units import format_bytes
 
 GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
@@ -55,6 +56,7 @@ class DiskTier:
         block_bytes: the greatest transfer, and what is dealt to a path at a time; a multiple of `GRAIN_BYTES`.
         weights: the speed of each path; equal by default.
         staging: the host budget that bounce buffers are charged to.
+        verifies: whether what is read is compared with the CRC of what was written.
         io: the system calls, for tests.
 
     Raises:
@@ -71,6 +73,8 @@ class DiskTier:
         weights: Sequence[float] | None = None,
         staging: Budget | None = None,
         io: Io | None = None,
+        *,
+        verifies: bool = False,
     ) -> None:
         weights = [1.0] * len(paths) if weights is None else weights
         assert paths and len(weights) == len(paths) and min(weights) > 0, f"weights {weights} for paths {paths}"
@@ -85,12 +89,13 @@ class DiskTier:
             for path in paths:
                 self._files.append(ScratchFile(path, io))
                 undo.callback(self._files[-1].close)
-            buffers_bytes = bounce_bytes(sum(file.direct for file in self._files), block_bytes, io_threads_per_path)
+            bounced = sum(needs_bounce(file, verifies=verifies) for file in self._files)
+            buffers_bytes = bounce_bytes(bounced, block_bytes, io_threads_per_path)
             if staging is not None and buffers_bytes:
                 _refuse_buffers_beyond(staging, buffers_bytes, block_bytes)
                 self._staging = staging.reserve(buffers_bytes, Tag.STAGING, "the bounce buffers of the disk tier")
                 undo.callback(self._staging.release)
-            self._lanes = Lanes(self._files, io_threads_per_path, block_bytes)
+            self._lanes = Lanes(self._files, io_threads_per_path, block_bytes, verifies=verifies)
             undo.pop_all()
         self._slots = StripedSlots(weights, block_bytes, self._limit_bytes, self._grow)
         # Garbage collection and the end of the process end the threads, too.
@@ -208,6 +213,8 @@ class DiskTier:
         with self._lanes.lock:
             self._lanes.require_open(f"snapshot of {handle.name}")
             self._check(handle, 0, handle.nbytes)
+            if self._lanes.verifies:
+                self._verify(handle)
             return [FilePiece(self._files[path].fd, offset, nbytes) for path, offset, nbytes in handle.segments]
 
     def close(self) -> None:
@@ -250,6 +257,21 @@ class DiskTier:
         assert handle in self._live, f"slot of {handle.name} was freed, or is of another tier"
         inside = 0 <= offset <= offset + nbytes <= handle.nbytes
         assert inside, f"[{offset}, {offset + nbytes}) of {handle.name}, which has {handle.nbytes} bytes"
+
+    def _verify(self, handle: DiskSlot) -> None:
+        """Compares all of a slot with its CRCs: nobody does when a mapping of it is read."""
+        for unit, _ in handle.units(0, handle.nbytes, self._lanes.block_bytes):
+            file = self._files[unit.path]
+            try:
+                verify_mapped(file, unit, handle.sums)
+            except OSError as error:
+                raise DiskError(
+                    error.errno,
+                    f"snapshot of {handle.name} failed: {format_bytes(unit.nbytes)} at offset {unit.offset} of the "
+                    f"scratch file in {file.folder}: {error.strerror} (errno {error.errno}); set disk.paths to a "
+                    "folder on a sound disk, and start again from the last checkpoint.",
+                    str(file.folder),
+                ) from error
 
     def _drop(self, slot: DiskSlot) -> None:
         self._live.discard(slot)

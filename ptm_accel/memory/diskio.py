@@ -33,6 +33,7 @@ from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.scratch import Direction, ScratchFile
 from ptm_accel.memory.slots import Segment
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
+from ptm_accel.memory.verified import Sums, move_verified
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,13 @@ class Failure(NamedTuple):
 
 @dataclass(eq=False)
 class DiskSlot:
-    """Room on disk for one run of bytes, in `segments`: the handle of the disk tier."""
+    """Room on disk for one run of bytes, in `segments`: the handle of the disk tier; `sums` with `disk.verify`."""
 
     name: str
     nbytes: int
     segments: list[Segment]
     reservation: Reservation
+    sums: Sums = field(default_factory=dict)
     running: list[DiskTransfer] = field(default_factory=list)
     snapshots: list[weakref.ref[MappedRun]] = field(default_factory=list)
     _starts: list[int] = field(init=False)
@@ -86,15 +88,36 @@ class DiskSlot:
             yield Segment(segment.path, segment.offset + skip, length)
             offset, nbytes, index = offset + length, nbytes - length, index + 1
 
+    def units(self, offset: int, nbytes: int, unit_bytes: int) -> Iterator[tuple[Segment, Segment]]:
+        """The units that a part of the slot touches, each with what is touched of it.
+
+        A segment is cut into units of `unit_bytes` from its start; its last one may be shorter.
+        """
+        index = bisect_right(self._starts, offset) - 1
+        while nbytes:
+            segment = self.segments[index]
+            skip = offset - self._starts[index]
+            begin = skip // unit_bytes * unit_bytes
+            unit = Segment(segment.path, segment.offset + begin, min(unit_bytes, segment.nbytes - begin))
+            length = min(nbytes, begin + unit.nbytes - skip)
+            yield unit, Segment(segment.path, segment.offset + skip, length)
+            offset, nbytes = offset + length, nbytes - length
+            index += offset == self._starts[index + 1]
+
 
 class Piece(NamedTuple):
-    """A run of a transfer that is contiguous in memory and on disk, and is moved by one thread."""
+    """A run of a transfer that is contiguous in memory and on disk, and is moved by one thread.
+
+    Attributes:
+        unit: what it is a part of, where the file is verified.
+    """
 
     transfer: DiskTransfer
     path: int
     address: int
     offset: int
     nbytes: int
+    unit: Segment | None = None
 
 
 class DiskTransfer:
@@ -116,10 +139,19 @@ class DiskTransfer:
         self.failure: Failure | None = None
         self.blockers = 0
         self.followers: list[DiskTransfer] = []
-        self.pieces = list(_pieces(self, offset, buffer.data_ptr(), lanes.block_bytes))
-        self.unfinished = len(self.pieces)
         self.begin = offset // ALIGN_BYTES * ALIGN_BYTES
         self.end = round_up(offset + self.nbytes)
+        if lanes.verifies:
+            self.pieces = list(_units(self, offset, buffer.data_ptr(), lanes.block_bytes))
+            # A part of a unit moves the whole unit.
+            if self.pieces:
+                first, last = self.pieces[0], self.pieces[-1]
+                assert first.unit is not None and last.unit is not None
+                self.begin = offset - (first.offset - first.unit.offset)
+                self.end = offset + self.nbytes + (last.unit.offset + last.unit.nbytes - last.offset - last.nbytes)
+        else:
+            self.pieces = list(_pieces(self, offset, buffer.data_ptr(), lanes.block_bytes))
+        self.unfinished = len(self.pieces)
         self._buffer: torch.Tensor | None = buffer
         self._lanes = lanes
 
@@ -165,6 +197,18 @@ def _pieces(transfer: DiskTransfer, offset: int, address: int, block_bytes: int)
             start = cut
 
 
+def _units(transfer: DiskTransfer, offset: int, address: int, unit_bytes: int) -> Iterator[Piece]:
+    """Cuts a transfer at the ends of units."""
+    for unit, (path, start, nbytes) in transfer.slot.units(offset, transfer.nbytes, unit_bytes):
+        yield Piece(transfer, path, address, start, nbytes, unit)
+        address += nbytes
+
+
+def needs_bounce(file: ScratchFile, *, verifies: bool) -> bool:
+    """Whether transfers of a file need bounce buffers."""
+    return file.direct or verifies
+
+
 class _Lane:
     """A scratch file and the queue of its pieces."""
 
@@ -181,14 +225,18 @@ class Lanes:
         files: the scratch files; closed with this.
         threads_per_file: how many pieces of a file are moved at the same time.
         block_bytes: the greatest piece.
+        verifies: whether what is read is compared with the CRC of what was written.
 
     Attributes:
         lock: guards all state of the lanes, and that of the tier that owns them.
         failure: why the tier has failed; None while it has not.
     """
 
-    def __init__(self, files: Sequence[ScratchFile], threads_per_file: int, block_bytes: int) -> None:
+    def __init__(
+        self, files: Sequence[ScratchFile], threads_per_file: int, block_bytes: int, *, verifies: bool = False
+    ) -> None:
         self.block_bytes = block_bytes
+        self.verifies = verifies
         self.bytes_read = 0
         self.bytes_written = 0
         self.failure: Failure | None = None
@@ -202,7 +250,12 @@ class Lanes:
         self._process = os.getpid()
         # All mapped before the first thread starts, since this can fail.
         work = [
-            (lane, anonymous_run(block_bytes, "a bounce buffer of the disk tier") if lane.file.direct else None)
+            (
+                lane,
+                anonymous_run(block_bytes, "a bounce buffer of the disk tier")
+                if needs_bounce(lane.file, verifies=verifies)
+                else None,
+            )
             for lane in self._lanes
             for _ in range(threads_per_file)
         ]
@@ -314,7 +367,7 @@ class Lanes:
             if self.failure is not None:
                 return self.failure
             try:
-                file.move(piece.transfer.direction, piece.address, piece.offset, piece.nbytes, bounce)
+                self._move_once(file, piece, bounce)
             except BaseException as error:  # the thread must live on: others wait for it
                 failure = _failure_of(file, piece, error)
                 if again:
@@ -324,6 +377,14 @@ class Lanes:
             else:
                 return None
         return failure
+
+    def _move_once(self, file: ScratchFile, piece: Piece, bounce: MappedRun | None) -> None:
+        direction, part = piece.transfer.direction, Segment(piece.path, piece.offset, piece.nbytes)
+        if piece.unit is None:
+            file.move(direction, piece.address, piece.offset, piece.nbytes, bounce)
+            return
+        assert bounce is not None, "a verified file and no bounce buffer"
+        move_verified(file, direction, piece.address, part, piece.unit, piece.transfer.slot.sums, bounce)
 
     def _finish(self, piece: Piece, failure: Failure | None) -> None:
         transfer = piece.transfer

@@ -30,6 +30,7 @@ class Capacities:
         disk_bytes: None without a limit.
         disk_paths: directories for the scratch files; empty for no disk tier.
         disk_weights: the speed of each; None for all alike.
+        disk_verifies: whether what is read there is compared with the CRC of what was written.
     """
 
     page_bytes: int
@@ -38,6 +39,7 @@ class Capacities:
     disk_bytes: int | None = None
     disk_paths: Sequence[Path] = ()
     disk_weights: Sequence[float] | None = None
+    disk_verifies: bool = False
 
 
 class Closes(Protocol):
@@ -150,6 +152,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
             block_bytes=capacities.page_bytes,
             weights=capacities.disk_weights,
             staging=host,
+            verifies=capacities.disk_verifies,
         )
     if isinstance(device, torch.device) and device.type == "cpu":
         arena = HostArena(host)

@@ -112,9 +112,11 @@ def test_arena_blocks_and_the_disk_go_together(make: Make) -> None:
 
 
 @pytest.mark.parametrize("folders", [["/dev/shm"], ["disk"], ["disk", "disk", "/dev/shm"]])
+@pytest.mark.parametrize("verifies", [False, True])
 @pytest.mark.filterwarnings("ignore:ptm_accel. the disk path")
-def test_any_ranges_in_any_order_equal_memory(make: Make, tmp_path: Path, folders: list[str]) -> None:
-    tier = make(*[tmp_path if folder == "disk" else Path(folder) for folder in folders], block_bytes=4 * GRAIN_BYTES)
+def test_any_ranges_in_any_order_equal_memory(make: Make, tmp_path: Path, folders: list[str], verifies: bool) -> None:
+    paths = [tmp_path if folder == "disk" else Path(folder) for folder in folders]
+    tier = make(*paths, block_bytes=4 * GRAIN_BYTES, verifies=verifies)
     size = 23 * GRAIN_BYTES
     tier.new(3 * GRAIN_BYTES, Tag.PARAM, "before")
     slot = tier.new(size, Tag.PARAM, "w")
