@@ -2,7 +2,8 @@
 
     python tests/budget_child.py plain|paged OUTPUT_DIR [HOST_MEMORY]
 
-Prints one line of JSON: resident bytes before the model exists and at the peak, the bytes of the model's states
+Prints one line of JSON: resident bytes before the model exists (and how much of them is mapped from files) and at the
+peak, the bytes of the model's states
 (parameters, gradients, AdamW's moments), the losses, and for a paged run the peak of the host budget.
 """
 
@@ -78,7 +79,7 @@ def main() -> None:
     )
     warm(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
     del warm
-    before = memory("VmRSS")
+    before, mapped = memory("VmRSS"), memory("RssFile")
     torch.manual_seed(0)
     if kind == "plain":
         model = AutoModelForCausalLM.from_config(CONFIG).train()
@@ -91,6 +92,7 @@ def main() -> None:
     trainer.train()
     report = {
         "before_bytes": before,
+        "mapped_bytes": mapped,
         "peak_bytes": memory("VmHWM"),
         "states_bytes": sum(p.numel() for p in model.parameters()) * BYTES_PER_PARAMETER,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
