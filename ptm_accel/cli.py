@@ -219,7 +219,8 @@ def plan(
     resolved = resolve(asked, device_total_bytes=total)
     host = import_module("ptm_accel.integrations.transformers.estimating")
     meta = host.meta_model(model, _dtype_of(dtype), checkpointing=checkpointing)
-    speeds = measured_speeds(device, _dtype_of(dtype), resolved.disk_paths)
+    masters = resolved.master_weights is not None
+    speeds = measured_speeds(device, _dtype_of(dtype), resolved.disk_paths, master_weights=masters)
     if speeds is None:
         raise ConfigError("disk: without a GPU layers leave for a disk; give --disk a folder on an SSD.")
     batch: Any = host.text_batch(meta, batch_size, length)
@@ -231,7 +232,7 @@ def plan(
         tokens=batch_size * length,
         pass_bytes=passing or 0,
         checkpointing=checkpointing,
-        master_weights=resolved.master_weights is not None,
+        master_weights=masters,
         page_size=page_size,
     )
     _show(

@@ -18,10 +18,11 @@ from ptm_accel.config import DEFAULT_PAGE_SIZE
 from ptm_accel.errors import BudgetError
 from ptm_accel.estimate import estimate
 from ptm_accel.hardware.profile import LinkRates, side_by_side
-from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
+from ptm_accel.hardware.rates import device_rates, disk_rates
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.attach import small_bytes
 from ptm_accel.model.grouping import group_sizes, groups_of
+from ptm_accel.optim.update_rate import cpu_update_rate
 from ptm_accel.schedule.choice import Choice, choose_plan
 from ptm_accel.schedule.standing import describe
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
@@ -49,15 +50,18 @@ class Speeds:
     host_params: float | None = None
 
 
-def measured_speeds(device: torch.device, dtype: torch.dtype, disk: Sequence[Path]) -> Speeds | None:
+def measured_speeds(
+    device: torch.device, dtype: torch.dtype, disk: Sequence[Path], *, master_weights: bool = False
+) -> Speeds | None:
     """What this machine does; None where its link, or its updates, cannot be measured.
 
     Args:
         device: where passes are computed.
         dtype: of the model.
         disk: folders; used where there is no device.
+        master_weights: whether narrower parameters get fp32 masters.
     """
-    cpu = cpu_update_rate(dtype)
+    cpu = cpu_update_rate(dtype, masters=master_weights)
     card = device_rates(device)
     flops = _products_s(device, dtype)
     if card is not None:

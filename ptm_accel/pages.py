@@ -10,7 +10,7 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.hardware.profile import in_a_row, side_by_side
-from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
+from ptm_accel.hardware.rates import device_rates, disk_rates
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.calls import Call
@@ -30,6 +30,7 @@ from ptm_accel.model.residency import Residency
 from ptm_accel.model.slots import ParamSlot, SlotTable
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.needs import Needs
+from ptm_accel.optim.update_rate import cpu_update_rate
 from ptm_accel.schedule.watch import LinkUse
 from ptm_accel.sizing import idle_fits_below
 
@@ -222,9 +223,8 @@ class Pages:
         run_ahead.rated_update_s = params_a_byte / rates.update_params_s
         if disk is None:
             # With a disk below, updates on the host would wait for the disk as well.
-            narrow = self.config.master_weights is None
-            dtypes = [value.dtype for value in sorted(trained, key=lambda value: value.nbytes)[-1:] if narrow]
-            rate = cpu_update_rate(*dtypes)
+            dtype = max(trained, key=lambda value: value.nbytes).dtype if trained else torch.float32
+            rate = cpu_update_rate(dtype, masters=self.config.master_weights is not None)
             run_ahead.host_s = None if rate is None else params_a_byte / rate
 
     def leave_card(self) -> None:

@@ -193,7 +193,7 @@ def test_on_a_device_the_link_is_the_bound(monkeypatch: pytest.MonkeyPatch, tmp_
 
     floor, need = needs(Net(), tmp_path, "mock+host")
     monkeypatch.setattr("ptm_accel.pages.device_rates", rates_of)
-    monkeypatch.setattr("ptm_accel.pages.cpu_update_rate", lambda dtype: 1e9)
+    monkeypatch.setattr("ptm_accel.pages.cpu_update_rate", lambda dtype, masters: 1e9)
     model = Net()
     with on_pages(model, "mock+host", floor + (need - floor) // 2, tmp_path) as engine:
         assert asked == [torch.device("cpu")]

@@ -31,7 +31,7 @@ from ptm_accel.units import GIB
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Of the file; raised whenever what it holds, or how that is measured, changes."""
 
 Fingerprint = dict[str, str | int]

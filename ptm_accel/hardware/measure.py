@@ -1,4 +1,4 @@
-"""The measurements: a disk, updates on the CPU, a device. Each takes about a second and leaves nothing behind.
+"""The measurements: a disk, a device. Each takes about a second and leaves nothing behind.
 
 Disk and link are measured through the tiers that move pages, with the same blocks and threads. The memory for it comes
 on top of all budgets, so it is small, and less where little is available. torch's random numbers are not drawn.
@@ -11,9 +11,8 @@ import os
 import shutil
 import statistics
 import time
-import timeit
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import zip_longest
@@ -45,9 +44,6 @@ _SLICE_S = 0.02
 _DISK_S = 0.5
 _LEAST_SLICE, _GREATEST_SLICE, _PILOT = 2, 16, 4
 _ROUNDS = 16
-_UPDATE_BYTES = 256 * MIB
-"""More than caches hold: updates are as fast as memory is."""
-_LEAST_UPDATE_BYTES = 4 * MIB
 _DEVICE_UPDATE_BYTES = 256 * MIB
 _UPDATE_PASSES = 9
 _RATES: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
@@ -152,41 +148,6 @@ def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRat
     return LinkRates(nbytes / read, nbytes / write, 2 * nbytes / both)
 
 
-# ---- updates -------------------------------------------------------------------------------------------------------
-
-
-def measure_cpu_update(dtype: torch.dtype = torch.float32) -> float:
-    """Parameters per second of torch's fused AdamW.
-
-    Args:
-        dtype: of parameters, gradients and moments.
-
-    Raises:
-        BudgetError: the machine gives no memory.
-    """
-    nbytes = max(_LEAST_UPDATE_BYTES, min(_UPDATE_BYTES, available_bytes() // 4 // _BLOCK_BYTES * _BLOCK_BYTES))
-    # Huge pages, as those that training updates.
-    parts = anonymous_run(nbytes, "the measurement of updates").tensor().view(dtype).chunk(4)
-    update = _updater(parts)
-    return parts[0].numel() / statistics.median(timeit.repeat(update, number=1, repeat=_UPDATE_PASSES))
-
-
-def _updater(parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    """One update of a parameter, over its value, gradient and moments; has been called once."""
-    param, grad, average, square = parts
-    for tensor, value in zip(parts, (0.1, 1e-3, 1e-4, 1e-6), strict=True):
-        tensor.fill_(value)
-    step = torch.zeros((), dtype=torch.float32, device=param.device)
-
-    @torch.no_grad()
-    def update() -> None:
-        # The function and not the class: hooks that others have put on all optimizers must not run.
-        adamw([param], [grad], [average], [square], [], [step], fused=True, amsgrad=False, maximize=False, **_RATES)
-
-    update()
-    return update
-
-
 # ---- device --------------------------------------------------------------------------------------------------------
 
 
@@ -237,12 +198,23 @@ def _device_link(tier: CudaTier, run: MappedRun, copies: int) -> LinkRates:
 
 def _device_update_rate(device: torch.device) -> float:
     parts = torch.empty(_DEVICE_UPDATE_BYTES // 4, dtype=torch.float32, device=device).chunk(4)
-    with torch.cuda.device(device):
-        update = _updater(parts)
+    for tensor, value in zip(parts, (0.1, 1e-3, 1e-4, 1e-6), strict=True):
+        tensor.fill_(value)
+    columns = [[part] for part in parts]
+    steps = [torch.zeros((), dtype=torch.float32, device=device)]
+    with torch.cuda.device(device), torch.no_grad():
+        fused_adamw(columns, steps)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(_UPDATE_PASSES):
-            update()
+            fused_adamw(columns, steps)
         end.record()
         end.synchronize()
     return parts[0].numel() * _UPDATE_PASSES / (float(begin.elapsed_time(end)) / 1e3)
+
+
+def fused_adamw(columns: Sequence[list[torch.Tensor]], steps: list[torch.Tensor]) -> None:
+    """One update by torch's fused AdamW; the columns are parameters, gradients and both moments."""
+    params, grads, averages, squares = columns
+    # The function and not the class: hooks that others have put on all optimizers must not run.
+    adamw(params, grads, averages, squares, [], steps, fused=True, amsgrad=False, maximize=False, **_RATES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ptm_accel.hardware.cache import RateCache, Rates, cache_directory, disk_key, machine_fingerprint, warn
-from ptm_accel.hardware.measure import measure_cpu_update, measure_device, measure_disk
+from ptm_accel.hardware.measure import measure_device, measure_disk
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
 
 
@@ -28,17 +28,17 @@ def disk_rates(paths: Sequence[Path]) -> list[LinkRates | None]:
     return [_disk(path) for path in paths]
 
 
-def cpu_update_rate(dtype: torch.dtype = torch.float32) -> float | None:
-    """Parameters per second of torch's fused AdamW, with torch's threads; uses 256 MiB while it is measured.
+def update_rate(what: str, measure: Callable[[], float]) -> float | None:
+    """Parameters per second that the CPU updates.
 
     Args:
-        dtype: of parameters, gradients and moments.
+        what: names the kind of update, in the file and in the log.
+        measure: measures it, if it is not known yet.
 
     Returns:
         None where it cannot be measured, which the log explains. Never an error.
     """
-    what = f"{str(dtype).removeprefix('torch.')} with {torch.get_num_threads()} threads"
-    found = _this_machine().find(f"cpu {what}", f"updates in {what}", 1, lambda: (measure_cpu_update(dtype),))
+    found = _this_machine().find(f"cpu {what}", f"updates in {what}", 1, lambda: (measure(),))
     return found[0] if found else None
 
 

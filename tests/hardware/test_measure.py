@@ -17,7 +17,7 @@ import torch
 
 from ptm_accel.errors import DiskError
 from ptm_accel.hardware import measure
-from ptm_accel.hardware.measure import measure_cpu_update, measure_device, measure_disk
+from ptm_accel.hardware.measure import measure_device, measure_disk
 from ptm_accel.memory.device import check_copy
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.scratch import file_system_of
@@ -131,28 +131,6 @@ def test_a_transfer_that_fails_is_an_error_and_closes_all(tmp_path: Path, monkey
     monkeypatch.setattr(DiskTier, "load", fails)
     with pytest.raises(DiskError, match="read of it failed"):
         measure_disk(tmp_path)
-
-
-def test_updates_have_a_rate_and_draw_no_random_numbers() -> None:
-    state = torch.get_rng_state()
-    for dtype in (torch.float32, torch.bfloat16):
-        assert measure_cpu_update(dtype) > 1e5
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_updates_take_less_memory_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    mapped = measure.anonymous_run
-
-    def spy(nbytes: int, purpose: str) -> measure.MappedRun:
-        sizes.append(nbytes)
-        return mapped(nbytes, purpose)
-
-    monkeypatch.setattr(measure, "anonymous_run", spy)
-    for available in (1 << 40, 50 * MIB, 0):
-        monkeypatch.setattr(measure, "available_bytes", lambda available=available: available)
-        assert measure_cpu_update() > 1e5
-    assert sizes == [256 * MIB, 12 * MIB, 4 * MIB]
 
 
 class CopyingTier:

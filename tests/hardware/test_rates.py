@@ -15,7 +15,9 @@ from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.hardware import measure, rates
 from ptm_accel.hardware.cache import RateCache
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
-from ptm_accel.hardware.rates import cpu_update_rate, device_rates, disk_rates
+from ptm_accel.hardware.rates import device_rates, disk_rates
+from ptm_accel.optim import update_rate
+from ptm_accel.optim.update_rate import cpu_update_rate
 from ptm_accel.units import MIB
 from tests.hardware.machines import CARD, DISK, HERE, LINK
 
@@ -34,8 +36,9 @@ class Machine:
         self.card: DeviceRates | Exception = CARD
         self.update: Exception | None = None
         self._monkeypatch = monkeypatch
-        for name in ("disk_key", "measure_disk", "measure_cpu_update", "measure_device"):
+        for name in ("disk_key", "measure_disk", "measure_device"):
             monkeypatch.setattr(rates, name, getattr(self, name))
+        monkeypatch.setattr(update_rate, "measure_cpu_update", self.measure_cpu_update)
         self.threads = 1
         monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -59,7 +62,7 @@ class Machine:
     def measure_disk(self, path: Path) -> LinkRates | None:
         return self._answer(path.parts[1], self.disks[path.parts[1]])
 
-    def measure_cpu_update(self, dtype: torch.dtype) -> float:
+    def measure_cpu_update(self, dtype: torch.dtype, *, masters: bool) -> float:
         threads = torch.get_num_threads()
         rate: float = self._answer(f"{threads} threads", self.update or 2e9 * threads)
         return rate
@@ -98,6 +101,10 @@ def test_other_processes_find_it_in_the_cache(machine: Machine, tmp_path: Path) 
     assert machine.asked["2 threads"] == 1
     assert cpu_update_rate(torch.bfloat16) == 4e9
     assert machine.asked["2 threads"] == 2, "each dtype is measured"
+    assert cpu_update_rate(torch.bfloat16, masters=True) == 4e9
+    assert machine.asked["2 threads"] == 3, "with masters it is another update"
+    assert cpu_update_rate(torch.float32, masters=True) == 4e9
+    assert machine.asked["2 threads"] == 3, "fp32 parameters are their own masters"
     asked = Counter(machine.asked)
     machine.start(tmp_path)
     assert (disk_rates([ONE]), cpu_update_rate(), device_rates(CUDA)) == ([DISK], 4e9, CARD)
@@ -121,7 +128,7 @@ def test_a_damaged_entry_is_measured_again(machine: Machine, tmp_path: Path) -> 
     cache = RateCache(HERE, tmp_path)
     with cache.alone():
         cache.add("disk one", [1e9])
-        cache.add("cpu 1 threads", [-1.0])
+        cache.add("cpu float32 with 1 threads", [-1.0])
     machine.start(tmp_path)
     assert (disk_rates([ONE]), cpu_update_rate()) == ([DISK], 2e9)
     machine.start(tmp_path)
@@ -216,7 +223,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PTM_ACCEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measure, "_DISK_S", 0.05)
     monkeypatch.setattr(measure, "_AREA_BYTES", 64 * MIB)
-    monkeypatch.setattr(measure, "_UPDATE_BYTES", 4 * MIB)
+    monkeypatch.setattr(update_rate, "_BYTES", 4 * MIB)
     rates._this_machine.cache_clear()
     yield
     rates._this_machine.cache_clear()
