@@ -50,6 +50,10 @@ TOKENS = 2048
 FLOPS = 4.4e14
 LINK_BYTES_S = 53e9
 """Of an H200: docs/benchmarks/card.md."""
+CPU_BYTES_S = 62e9
+"""Of memory, by AdamW in bf16 on the 16 cores beside that H200: 4.4 G parameters/s (docs/benchmarks/card.md)."""
+PARAMETER_BYTES = 14
+"""What AdamW in bf16 reads and writes of memory for each."""
 CALL_US = {"copy": 40.0, "view": 20.0, "order": 4.0, "record": 4.0, "wait": 6.0, "query": 1.5, "reserved": 60.0}
 """What calls of torch and the driver are taken to cost: not measured, but what is usual for their kind."""
 PAGE_BYTES = 4096
@@ -259,8 +263,8 @@ def step(
 
 
 def updates_on_cpu(engine: Engine, bytes_s: float) -> None:
-    """Has updates on the CPU take what AdamW in bf16 takes of the host's memory: 14 B a parameter."""
-    seconds = 14 * SCALE / bytes_s
+    """Has updates on the CPU take what AdamW in bf16 takes at such a rate of the host's memory."""
+    seconds = PARAMETER_BYTES * SCALE / bytes_s
     engine.run_ahead.host_s = seconds / 2
     update = HostUpdates._update
 
@@ -295,7 +299,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-batch")
     parser.add_argument("--accum", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--cpu", type=float, default=150.0, help="GB/s of memory that updates on the CPU have; 0: none")
+    parser.add_argument(
+        "--cpu", type=float, default=CPU_BYTES_S / 1e9, help="GB/s of memory that updates on the CPU have; 0: none"
+    )
     parser.add_argument("--calls", action="store_true", help="the driver's calls cost the thread what is usual")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -303,6 +309,7 @@ def main() -> None:
     print("# A card whose times are reckoned\n")
     print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/card_virtual.py {' '.join(sys.argv[1:])}".rstrip()))
     print(f"* kernels at {FLOPS / 1e12:.0f} TFLOP/s, each direction of the link at {LINK_BYTES_S / 1e9:.0f} GB/s")
+    print(f"* updates on the CPU: {options.cpu / PARAMETER_BYTES:.1f} G parameters/s ({options.cpu:.0f} GB/s)")
     print(f"* the driver's calls, in us: {CALL_US if options.calls else 'nothing'}\n")
     print("| | step, median (range) | the thread's own | forward | backward | kernels | copies in | copies out | cpu |")
     print("|" + " --- |" * 9)
