@@ -3,7 +3,7 @@
     python examples/finetune_clm.py MODEL_OR_PATH --text_file notes.txt --host_memory 8GiB --disk /mnt/ssd
     python examples/finetune_clm.py Qwen/Qwen3-0.6B --dataset roneneldan/TinyStories --lora --bf16
 
-The model is read from safetensors straight onto pages, so it is never whole in memory. Dials that are not given are
+The model is read from safetensors straight onto pages, so it is never whole in memory. Options that are not given are
 derived from the machine. All options of `TrainingArguments` can be given as well; the result goes to --output_dir
 (default: outputs/finetune_clm in the current directory).
 """
@@ -72,16 +72,18 @@ class DataArguments:
 
 @dataclass
 class PagingArguments:
-    """The dials of ptm_accel; each has a default that is derived on the machine."""
+    """The options of ptm_accel; each has a default that is derived on the machine."""
 
-    ptm_config: str | None = field(default=None, metadata={"help": "A YAML file of dials, instead of the flags here."})
+    ptm_config: str | None = field(
+        default=None, metadata={"help": "A YAML file of options, instead of the flags here."}
+    )
     device_memory: str | None = field(default=None, metadata={"help": "Of the GPU's memory, e.g. 10GB or 80%%."})
     host_memory: str | None = field(default=None, metadata={"help": "Of the machine's memory, e.g. 16GiB or 50%%."})
     disk: list[str] | None = field(default=None, metadata={"help": "Folders on SSDs for what does not fit."})
     page_size: str | None = field(default=None, metadata={"help": "The unit of booking and transfer."})
     master_weights: str | None = field(default=None, metadata={"help": "fp32: masters of low-precision parameters."})
 
-    def dials(self) -> PTMConfig:
+    def options(self) -> PTMConfig:
         """What was given, as ptm_accel takes it."""
         names = ("device_memory", "host_memory", "disk", "page_size", "master_weights")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -133,14 +135,14 @@ def make_dataset(rows: Dataset, column: str, tokenizer: PreTrainedTokenizerBase,
 
 def main() -> None:
     model_arguments, data_arguments, paging, training = parse()
-    dials = paging.dials()
+    options = paging.options()
     rows = data_arguments.load()
     set_seed(training.seed)
 
     tokenizer = AutoTokenizer.from_pretrained(model_arguments.model)
     data = make_dataset(rows, data_arguments.text_column, tokenizer, data_arguments.sequence_length)
     model: Any = ptm_accel.from_pretrained(
-        AutoModelForCausalLM, model_arguments.model, dials, dtype=DTYPES[model_arguments.dtype]
+        AutoModelForCausalLM, model_arguments.model, options, dtype=DTYPES[model_arguments.dtype]
     )
     if model_arguments.lora:
         rank = model_arguments.lora_rank
@@ -154,7 +156,7 @@ def main() -> None:
         train_dataset=data,
         data_collator=default_data_collator,
         processing_class=tokenizer,
-        ptm_config=dials,
+        ptm_config=options,
     )
     trainer.train()
     trainer.save_model()

@@ -53,7 +53,7 @@ BYTES_PER_PARAMETER = 16
 
 @dataclass
 class ScriptArguments:
-    """What to train, and the dials of ptm_accel."""
+    """What to train, and the options of ptm_accel."""
 
     plain: bool = field(default=False, metadata={"help": "Train without ptm_accel."})
     small: bool = field(default=False, metadata={"help": "A model of under a million parameters, a few steps: for CI."})
@@ -194,10 +194,10 @@ def make_trainer(script: ScriptArguments, training: TrainingArguments, disk: str
 
     from ptm_accel import PTMConfig, Trainer
 
-    dials = PTMConfig(
+    options = PTMConfig(
         host_memory=script.host_memory, device_memory=script.device_memory, disk=disk, page_size=script.page_size
     )
-    return Trainer(args=training, ptm_config=dials, **parts)
+    return Trainer(args=training, ptm_config=options, **parts)
 
 
 def resident_bytes(key: str) -> int:

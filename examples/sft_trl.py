@@ -35,8 +35,8 @@ def main() -> None:
     options = parser.parse_args()
 
     names = ("host_memory", "disk", "page_size")
-    dials = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    model = ptm_accel.from_pretrained(AutoModelForCausalLM, options.model, dials)
+    ptm_options = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    model = ptm_accel.from_pretrained(AutoModelForCausalLM, options.model, ptm_options)
     paragraphs = [text for text in options.text_file.read_text(encoding="utf-8").split("\n\n") if text.strip()]
     trainer = ptm_trainer(SFTTrainer)(
         model=model,
@@ -53,7 +53,7 @@ def main() -> None:
         train_dataset=Dataset.from_dict({"text": paragraphs}),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear") if options.lora else None,
-        ptm_config=dials,
+        ptm_config=ptm_options,
     )
     trainer.train()
     trainer.save_model()

@@ -1,4 +1,4 @@
-"""`python -m ptm_accel [dials] script.py ...`: a script with pages switched on.
+"""`python -m ptm_accel [options] script.py ...`: a script with pages switched on.
 
 The same as `accelerate launch --use_ptm script.py ...` in one process; and `accelerate launch -m ptm_accel script.py`
 does it where torch's entry points are off (`TORCH_DEVICE_BACKEND_AUTOLOAD=0`), in as many processes as are asked for.
@@ -15,7 +15,7 @@ from ptm_accel import autoload
 from ptm_accel.config import PTMConfig
 from ptm_accel.environment import (
     CONFIG_FILE,
-    TEXT_DIALS,
+    TEXT_OPTIONS,
     from_environment,
     is_flag,
     misplaced_flag,
@@ -29,9 +29,9 @@ from ptm_accel.errors import PTMError
 def main(argv: list[str] | None = None) -> None:
     """Runs a script, or with `-m` a module, as Python would; `argv` is what stands behind `python -m ptm_accel`."""
     parser = argparse.ArgumentParser("python -m ptm_accel", allow_abbrev=False, description=__doc__.split("\n")[0])
-    for dial, text in TEXT_DIALS.items():
-        parser.add_argument(f"--ptm_{dial}", help=text)
-    parser.add_argument(f"--ptm_{CONFIG_FILE}", help="YAML file with the dials")
+    for option, text in TEXT_OPTIONS.items():
+        parser.add_argument(f"--ptm_{option}", help=text)
+    parser.add_argument(f"--ptm_{CONFIG_FILE}", help="YAML file with the options")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER).required = False
@@ -40,16 +40,16 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(unknown_flag(unknown[0]))
     if (misplaced := next(filter(is_flag, given.args), None)) is not None:
         parser.error(misplaced_flag(misplaced, given.script))
-    texts = {name: value for name in TEXT_DIALS if (value := getattr(given, f"ptm_{name}")) is not None}
+    texts = {name: value for name in TEXT_OPTIONS if (value := getattr(given, f"ptm_{name}")) is not None}
     file = getattr(given, f"ptm_{CONFIG_FILE}")
     try:
         asked = from_environment(os.environ) if file is None else None
-        dials = to_environment(overridden(asked or PTMConfig.load(file), texts))
+        options = to_environment(overridden(asked or PTMConfig.load(file), texts))
     except PTMError as error:
         parser.error(str(error))
     if not given.module and not os.path.exists(given.script):
         parser.error(f"there is no script {given.script}; name one, or a module after -m.")
-    os.environ.update(dials)
+    os.environ.update(options)
     _run(given.script, given.args, given.module)
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from ptm_accel import __version__, autoload, machine
 from ptm_accel.config import DEFAULT_PAGE_SIZE, YAML_SECTION, PTMConfig
 from ptm_accel.config_files import read_yaml
-from ptm_accel.environment import SWITCH, TEXT_DIALS
+from ptm_accel.environment import SWITCH, TEXT_OPTIONS
 from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.units import format_bytes
 
@@ -134,7 +134,7 @@ def estimate(
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
     master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
     page_size: Annotated[
-        str, typer.Option("--page_size", "--page-size", help="As the dial; a small model wants less.")
+        str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
     ] = DEFAULT_PAGE_SIZE,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -143,10 +143,10 @@ def estimate(
 
     from ptm_accel.estimate import estimate as work_out
 
-    dials = PTMConfig(master_weights=master_weights, page_size=page_size)
+    options = PTMConfig(master_weights=master_weights, page_size=page_size)
     host = import_module("ptm_accel.integrations.transformers.estimating")
     meta = host.meta_model(model, _dtype_of(dtype), checkpointing=checkpointing)
-    needs = partial(work_out, meta, master_weights=dials.master_weights is not None, page_size=dials.page_size)
+    needs = partial(work_out, meta, master_weights=options.master_weights is not None, page_size=options.page_size)
     batch: Any = host.text_batch(meta, batch_size, length)
     found, unknown = needs(), None
     own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
@@ -187,16 +187,16 @@ def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
-    device_memory: Annotated[str | None, typer.Option("--device_memory", help="As the dial; with a GPU.")] = None,
-    host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the dial; without a GPU.")] = None,
-    disk: Annotated[str | None, typer.Option(help="As the dial; without a GPU.")] = None,
+    device_memory: Annotated[str | None, typer.Option("--device_memory", help="As the option; with a GPU.")] = None,
+    host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the option; without a GPU.")] = None,
+    disk: Annotated[str | None, typer.Option(help="As the option; without a GPU.")] = None,
     batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Rows of a batch.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
     master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
     page_size: Annotated[
-        str, typer.Option("--page_size", "--page-size", help="As the dial; a small model wants less.")
+        str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
     ] = DEFAULT_PAGE_SIZE,
 ) -> None:
     """Tells which layers would stay and which would leave on this machine, and what a step would take."""
@@ -306,35 +306,35 @@ def config(
         Path | None, typer.Option("--config_file", "--config-file", help="accelerate's file; by default its own.")
     ] = None,
 ) -> None:
-    """Asks for the dials, and writes them as `ptm_config:` into accelerate's configuration file."""
-    file, option = config_file, f" --config_file {config_file}"
+    """Asks for the options, and writes them as `ptm_config:` into accelerate's configuration file."""
+    file, flag = config_file, f" --config_file {config_file}"
     if file is None:
-        file, option = Path(import_module("accelerate.commands.config.config_args").default_yaml_config_file), ""
+        file, flag = Path(import_module("accelerate.commands.config.config_args").default_yaml_config_file), ""
     limit = machine.host_limit()
     typer.echo(f"This machine lets a process use {format_bytes(limit.bytes)} ({limit.origin}). Enter keeps a default.")
-    answers = {dial: _asked_for(dial) for dial in _ASKED}
-    write_section(file, {dial: answer for dial, answer in answers.items() if answer})
-    typer.echo(f"Written to {file}. Train with: accelerate launch{option} train.py")
+    answers = {option: _asked_for(option) for option in _ASKED}
+    write_section(file, {option: answer for option, answer in answers.items() if answer})
+    typer.echo(f"Written to {file}. Train with: accelerate launch{flag} train.py")
 
 
-def _asked_for(dial: str) -> str | list[str]:
-    """What is answered for a dial, once it can be used; empty for the default."""
+def _asked_for(option: str) -> str | list[str]:
+    """What is answered for an option, once it can be used; empty for the default."""
 
     def checked(answer: str) -> str | list[str]:
-        value = [part.strip() for part in answer.split(",")] if dial == "disk" and answer else answer.strip()
+        value = [part.strip() for part in answer.split(",")] if option == "disk" and answer else answer.strip()
         try:
-            PTMConfig.load({dial: value} if value else {})
+            PTMConfig.load({option: value} if value else {})
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from error
         return value
 
-    question = f"{dial} ({TEXT_DIALS[dial].replace('%%', '%')})"
+    question = f"{option} ({TEXT_OPTIONS[option].replace('%%', '%')})"
     found: str | list[str] = typer.prompt(question, default="", show_default=False, value_proc=checked)
     return found
 
 
-def write_section(file: Path, dials: dict[str, Any]) -> None:
-    """Puts the dials into accelerate's configuration file, beside what it says already.
+def write_section(file: Path, options: dict[str, Any]) -> None:
+    """Puts the options into accelerate's configuration file, beside what it says already.
 
     Raises:
         ConfigError: the file is there, and is not such a file.
@@ -344,7 +344,7 @@ def write_section(file: Path, dials: dict[str, Any]) -> None:
         content = read_yaml(file)
         if not isinstance(content, dict):
             raise ConfigError(f"{file}: holds no mapping, so it is no configuration of accelerate; name another file.")
-    content[YAML_SECTION] = dials
+    content[YAML_SECTION] = options
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(content, sort_keys=True), encoding="utf-8")
 

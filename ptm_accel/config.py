@@ -1,4 +1,4 @@
-"""The dials a person sets, and what they come to on this machine.
+"""The options a person sets, and what they come to on this machine.
 
 `PTMConfig` is what was asked: plain data, checked when it is made, the same from a YAML file, a dict or Python.
 `resolve` turns it into bytes for one machine: a `ResolvedConfig`, which also tells where each value came from.
@@ -55,7 +55,7 @@ YAML_SECTION = "ptm_config"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PTMConfig:
-    """The dials. Each has a default that is derived on the machine (`resolve`), so `PTMConfig()` is complete.
+    """The options. Each has a default that is derived on the machine (`resolve`), so `PTMConfig()` is complete.
 
     Sizes are bytes as int, or text such as `"10GB"` (decimal), `"512MiB"` (binary) or `"80%"` (a share).
 
@@ -94,11 +94,11 @@ class PTMConfig:
     checkpoint_hashes: bool | str = True
 
     def __post_init__(self) -> None:
-        """Checks each dial, and the dials against one another."""
+        """Checks each option, and the options against one another."""
         page_bytes = _check_page_size(self.page_size)
-        for dial, value in (("device_memory", self.device_memory), ("host_memory", self.host_memory)):
+        for option, value in (("device_memory", self.device_memory), ("host_memory", self.host_memory)):
             if value is not None:
-                check_holds_a_page(dial, check_size(dial, value), page_bytes, value)
+                check_holds_a_page(option, check_size(option, value), page_bytes, value)
         if self.disk is not None:
             object.__setattr__(self, "disk", DiskConfig.load(self.disk))
         check_choice("update", self.update, UPDATE_MODES)
@@ -124,8 +124,8 @@ class PTMConfig:
         """Makes a configuration from whatever a caller has.
 
         Args:
-            value: None (all defaults), a `PTMConfig`, a mapping of dials, or the path of a YAML file with the dials,
-                at its top or in a section `ptm_config:`.
+            value: None (all defaults), a `PTMConfig`, a mapping of options, or the path of a YAML file with the
+                options, at its top or in a section `ptm_config:`.
 
         Raises:
             ConfigError: a file that is missing or not YAML, something that is not a mapping, an unknown key, or
@@ -143,7 +143,7 @@ class PTMConfig:
         return cls._from_mapping(value)
 
     def unlike(self, other: PTMConfig) -> tuple[str, str]:
-        """The dials in which another configuration differs, with the values that they have here and there."""
+        """The options in which another configuration differs, with the values that they have here and there."""
         names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
         here, there = (", ".join(f"{name}={getattr(each, name)!r}" for name in names) for each in (self, other))
         return here, there
@@ -164,7 +164,7 @@ class PTMConfig:
         known = [*(field.name for field in fields(cls)), YAML_SECTION]
         if content is not None and not isinstance(content, Mapping):
             raise ConfigError(
-                f"configuration: expected a mapping of dials, got {type(content).__name__}; write lines such as "
+                f"configuration: expected a mapping of options, got {type(content).__name__}; write lines such as "
                 "'host_memory: 16GiB'."
             )
         if content and not any(key in known or nearly(key, known) for key in content):
@@ -186,7 +186,7 @@ class PTMConfig:
             value = {} if section is None else section
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"configuration: expected a mapping of dials, got {type(value).__name__} {shown(value)}; "
+                f"configuration: expected a mapping of options, got {type(value).__name__} {shown(value)}; "
                 f"write lines such as 'host_memory: 16GiB'."
             )
         check_keys(value, known, "configuration")
@@ -195,7 +195,7 @@ class PTMConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedConfig:
-    """What the dials come to on this machine.
+    """What the options come to on this machine.
 
     Attributes:
         page_bytes: the page size.
@@ -206,7 +206,7 @@ class ResolvedConfig:
         disk_verify: whether what is read there is compared with the CRC of what was written.
         update: how updates are done.
         master_weights: `"fp32"` or None.
-        origins: for each dial, where its value came from: `"given"`, `"default"`, `"derived from ..."`, or why it
+        origins: for each option, where its value came from: `"given"`, `"default"`, `"derived from ..."`, or why it
             does not apply.
     """
 
@@ -221,7 +221,7 @@ class ResolvedConfig:
     origins: dict[str, str]
 
     def lines(self) -> list[str]:
-        """One line a dial, with its value and origin, for the log."""
+        """One line an option, with its value and origin, for the log."""
         disk = ", ".join(str(path) for path in self.disk_paths)
         verified = ", verified" if self.disk_verify else ""
         values = {
@@ -232,7 +232,7 @@ class ResolvedConfig:
             "page_size": _show(self.page_bytes),
             "master_weights": self.master_weights or "none",
         }
-        return [f"{dial}: {value} ({self.origins[dial]})" for dial, value in values.items()]
+        return [f"{option}: {value} ({self.origins[option]})" for option, value in values.items()]
 
 
 def resolve(
@@ -242,12 +242,12 @@ def resolve(
     device_free_bytes: int | None = None,
     processes: int = 1,
 ) -> ResolvedConfig:
-    """Turns the dials into bytes on this machine, and checks the disk paths.
+    """Turns the options into bytes on this machine, and checks the disk paths.
 
     Args:
         config: what was asked.
         device_total_bytes: memory of the accelerator; None on a machine without one, where `device_memory` is
-            ignored, since one file of dials may serve several machines.
+            ignored, since one file of options may serve several machines.
         device_free_bytes: what others leave of that, where it is known.
         processes: how many on this machine train alike; each gets its part of a share, and sizes are for each.
 
@@ -354,11 +354,11 @@ def _each(processes: int) -> str:
     return f", over {processes} processes" if processes > 1 else ""
 
 
-def _given(dial: str, asked: str | int, total_bytes: int, name: str) -> tuple[int, str]:
-    """The bytes of a dial that was given, and where they come from.
+def _given(option: str, asked: str | int, total_bytes: int, name: str) -> tuple[int, str]:
+    """The bytes of an option that was given, and where they come from.
 
     Args:
-        dial: its name.
+        option: its name.
         asked: its value.
         total_bytes: the most that there is.
         name: what that is.
@@ -366,11 +366,11 @@ def _given(dial: str, asked: str | int, total_bytes: int, name: str) -> tuple[in
     Raises:
         BudgetError: it asks for more.
     """
-    nbytes, total = check_size(dial, asked, total_bytes=total_bytes), format_bytes(total_bytes)
+    nbytes, total = check_size(option, asked, total_bytes=total_bytes), format_bytes(total_bytes)
     if nbytes > total_bytes:
         # What is shown may have been rounded up.
         most = total if parse_bytes(total) <= total_bytes else str(total_bytes)
-        raise BudgetError(f"{dial}: asked {format_bytes(nbytes)}, {name} is {total}; set {dial} to at most {most}.")
+        raise BudgetError(f"{option}: asked {format_bytes(nbytes)}, {name} is {total}; set {option} to at most {most}.")
     return nbytes, f"given, {asked} of {total}, {name}" if str(asked).strip().endswith("%") else "given"
 
 

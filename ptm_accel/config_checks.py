@@ -19,23 +19,23 @@ _ANY_TOTAL_BYTES = MOST_BYTES
 """Stands for a total that is only known on the machine, and so large that no share but 0% of it is too small."""
 
 
-def check_size(dial: str, value: str | int, *, total_bytes: int = _ANY_TOTAL_BYTES) -> int:
-    """Bytes of a dial; without `total_bytes`, a share is only checked for its form and for not being zero."""
+def check_size(option: str, value: str | int, *, total_bytes: int = _ANY_TOTAL_BYTES) -> int:
+    """Bytes of an option; without `total_bytes`, a share is only checked for its form and for not being zero."""
     try:
         return parse_bytes(value, total_bytes=total_bytes)
     except ConfigError as error:
-        raise ConfigError(f"{dial}: {error}") from error
+        raise ConfigError(f"{option}: {error}") from error
 
 
-def check_holds_a_page(dial: str, nbytes: int, page_bytes: int, asked: str | int | None = None) -> None:
-    """Says that the bytes of a dial are too few for anything, if they are."""
+def check_holds_a_page(option: str, nbytes: int, page_bytes: int, asked: str | int | None = None) -> None:
+    """Says that the bytes of an option are too few for anything, if they are."""
     if nbytes < page_bytes:
         # `16` is rarely meant so; neither is the `16` of `--ptm_host_memory 16 GB`, which a shell cuts in two.
         bare = nbytes > 0 and str(asked).strip() == str(nbytes)
         unit = " (a number without a unit is bytes; in a shell a size is one word, such as 16GB)" if bare else ""
         raise ConfigError(
-            f"{dial}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}{unit}; "
-            f"raise {dial}, or lower page_size."
+            f"{option}: {format_bytes(nbytes)} cannot hold one page of {format_bytes(page_bytes)}{unit}; "
+            f"raise {option}, or lower page_size."
         )
 
 
@@ -74,19 +74,19 @@ def slices_of(value: object) -> str | int:
     raise ConfigError(f"token_slices: got {shown(value)}; write auto, or how many slices each sequence is cut into.")
 
 
-def switch_of(dial: str, value: object) -> bool:
-    """Whether a dial that is true or false is true."""
+def switch_of(option: str, value: object) -> bool:
+    """Whether an option that is true or false is true."""
     text = str(value).strip().lower()
     if text not in ("true", "false"):
-        raise ConfigError(f"{dial}: got {value!r}; write true or false.")
+        raise ConfigError(f"{option}: got {value!r}; write true or false.")
     return text == "true"
 
 
-def check_choice(dial: str, value: object, choices: tuple[str, ...]) -> None:
-    """Says that a dial has a value that there is not, if so."""
+def check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
+    """Says that an option has a value that there is not, if so."""
     if value not in choices:
-        written = " or ".join(f"{dial}: {name}" for name in choices)
-        raise ConfigError(f"{dial}: got {shown(value)}, which it cannot be; write {written}.")
+        written = " or ".join(f"{option}: {name}" for name in choices)
+        raise ConfigError(f"{option}: got {shown(value)}, which it cannot be; write {written}.")
 
 
 _MEANT = {
@@ -98,14 +98,14 @@ _MEANT = {
     "nvme": "disk",
     "ssd": "disk",
 }
-"""What others call it, and the dial that it is here."""
+"""What others call it, and the option that it is here."""
 
 
 def nearly(key: object, known: list[str]) -> list[str]:
     """The keys that one may be meant for."""
     text = key[:100] if isinstance(key, str) else shown(key)
     words = re.split("[^a-z]+", text.lower())
-    meant = [dial for word, dial in _MEANT.items() if word in words and dial in known]
+    meant = [option for word, option in _MEANT.items() if word in words and option in known]
     return meant or difflib.get_close_matches(text, known, n=1)
 
 

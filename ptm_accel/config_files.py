@@ -35,7 +35,7 @@ def read_yaml(file: Path) -> Any:
             raise ConfigError(f"{file}: is longer than {MOST_BYTES} bytes; give the path of a YAML file of options.")
         return yaml.safe_load(data.decode("utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{file}: no such file; give the path of a YAML file with ptm_accel's dials.") from error
+        raise ConfigError(f"{file}: no such file; give the path of a YAML file with ptm_accel's options.") from error
     except UnicodeDecodeError as error:
         reason = f"its byte {error.start} is none of UTF-8's, the codec of YAML"
         raise ConfigError(f"{file}: cannot be read: {reason}; give the path of a YAML file.") from None

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, check_kind
 from ptm_accel.errors import ConfigError, UnsupportedError
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.device import CudaTier
 from ptm_accel.memory.own_threads import do_elsewhere_if_own
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import Paged, check_model, small_bytes
 from ptm_accel.model.away import bare
@@ -105,7 +105,7 @@ class Engine:
 
         Args:
             model: any module; parameters on the meta device become blank pages.
-            config: the dials.
+            config: the options.
             memory: tiers made by the caller, instead of those of this machine.
             device: where compute happens; by default the current CUDA device, or the CPU where there is none.
             evaluates: it is not going to be trained, so that others that share the tiers have a larger share.
@@ -114,7 +114,8 @@ class Engine:
             the engine; a model that is already on pages keeps the one it has, which follows what has become of it.
 
         Raises:
-            ConfigError: contradictory dials, or other dials than this model, or another one on the device, was given.
+            ConfigError: contradictory options, or other options than this model, or another one on the device, was
+                given.
             UnsupportedError: a parameter or module that cannot be paged, by name.
             BudgetError: less than the least budget the model can train under with any optimizer, beside other models.
         """
@@ -151,7 +152,7 @@ class Engine:
 
         Args:
             model: the model.
-            config: the dials.
+            config: the options.
             resolved: what `open_memory` made of them.
             memory: the tiers it opened. They are closed if this fails.
             values: parameters whose values are on pages of `memory` already; the others are taken as they are.
@@ -213,7 +214,7 @@ class Engine:
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
             if self.optimizer is not None and self.optimizer.states.are_of(changes.slots):
-                floor = self.needs.estimate(self.optimizer.appetite, model, changes.slots)
+                floor = self.needs.estimate(self.optimizer.optimizer_memory, model, changes.slots)
                 self.needs.check(floor, floor, floor)
             else:
                 self.needs.expect_optimizer(model, changes.slots)
@@ -323,7 +324,7 @@ class Engine:
 
         What is left of the last step of any model on these tiers is carried out first.
         """
-        held: Counter[PagedTensor] = Counter()
+        held: Counter[Block] = Counter()
         for engine in _on_tiers_of(self):
             engine.settle()
             engine.training.plain.make_way()
@@ -426,7 +427,7 @@ class Engine:
 
 
 def _refuse_other(engine: Engine, config: PTMConfig | None, device: torch.device | None) -> None:
-    """Refuses to put a model that is on pages on others: with other dials, or on another device."""
+    """Refuses to put a model that is on pages on others: with other options, or on another device."""
     if config is not None and config != PTMConfig() and config != engine.asked:
         there, asked = engine.asked.unlike(config)
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The dials in environment variables: how launchers tell them to the processes that they start.
+"""The options in environment variables: how launchers tell them to the processes that they start.
 
-`ACCELERATE_USE_PTM=true` switches pages on, as `ACCELERATE_USE_FSDP` does for FSDP; the dials follow as `PTM_*`. What
+`ACCELERATE_USE_PTM=true` switches pages on, as `ACCELERATE_USE_FSDP` does for FSDP; the options follow as `PTM_*`. What
 `accelerate launch --use_ptm` sets, a person sets for `torchrun` or plain `python`.
 """
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config_file"
 PREFIX = "ptm_"
-"""What the flags of the dials begin with."""
+"""What the flags of the options begin with."""
 SWITCH_FLAG = "use_ptm"
 """The launcher's flag that switches pages on."""
 
-TEXT_DIALS = {
+TEXT_OPTIONS = {
     "device_memory": "what may be used on each accelerator, such as 10GB or 80%%",
     "host_memory": "what each process may use in host memory, such as 64GB or 50%%",
     "disk": "folder on an SSD for what does not fit; several are separated by commas",
@@ -42,16 +42,16 @@ TEXT_DIALS = {
     "checkpoint_hashes": "true saves and compares CRCs of checkpoints; false does not",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
 }
-"""Each dial that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
+"""Each option that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
 
 
 _IN_PARTS = ("disk", "disk_limit", "disk_verify", "pseudo_to_real", "moments", "pipeline_stages")
-"""Dials that have parts, each of which is a text of its own."""
+"""Options that have parts, each of which is a text of its own."""
 
 
-def variable_of(dial: str) -> str:
-    """The environment variable of a dial, or of the configuration file."""
-    return f"PTM_{dial.upper()}"
+def variable_of(option: str) -> str:
+    """The environment variable of an option, or of the configuration file."""
+    return f"PTM_{option.upper()}"
 
 
 def is_on(environ: Mapping[str, str]) -> bool:
@@ -69,19 +69,19 @@ def is_on(environ: Mapping[str, str]) -> bool:
 
 
 def from_environment(environ: Mapping[str, str]) -> PTMConfig | None:
-    """The dials that the environment asks for; None if pages are not switched on.
+    """The options that the environment asks for; None if pages are not switched on.
 
     Raises:
-        ConfigError: dials that cannot be used, or a variable that is nearly one of a dial.
+        ConfigError: options that cannot be used, or a variable that is nearly one of an option.
     """
     if not is_on(environ):
         return None
-    known = {variable_of(name): name for name in (*TEXT_DIALS, CONFIG_FILE)}
+    known = {variable_of(name): name for name in (*TEXT_OPTIONS, CONFIG_FILE)}
     for variable in environ:
         if variable.startswith("PTM_") and variable not in known:
             close = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
             if close:
-                raise ConfigError(f"{variable} is not a dial of ptm_accel; did you mean {close[0]}?")
+                raise ConfigError(f"{variable} is not an option of ptm_accel; did you mean {close[0]}?")
     texts = {name: environ[variable] for variable, name in known.items() if environ.get(variable)}
     base = PTMConfig.load(texts.pop(CONFIG_FILE, None))
     return overridden(base, texts)
@@ -114,7 +114,7 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
     Raises:
         ConfigError: the path of a disk has a comma.
     """
-    found = {name: getattr(config, name) for name in TEXT_DIALS if name not in _IN_PARTS}
+    found = {name: getattr(config, name) for name in TEXT_OPTIONS if name not in _IN_PARTS}
     if config.disk is not None:
         disk = DiskConfig.load(config.disk)
         commas = [path for path in disk.paths if "," in path]
@@ -133,10 +133,10 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
 
 
 def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
-    """The dials that a script gives, or else those of the environment.
+    """The options that a script gives, or else those of the environment.
 
     Raises:
-        ConfigError: dials that cannot be used; both give some, and not the same.
+        ConfigError: options that cannot be used; both give some, and not the same.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         launched_with(name, 0)
@@ -149,7 +149,7 @@ def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None)
     if asked is not None and asked not in (PTMConfig(), config):
         here, there = config.unlike(asked)
         raise ConfigError(
-            f"the script gives the dials {here}, and the launcher or the environment (PTM_...) {there}; leave one of "
+            f"the script gives the options {here}, and the launcher or the environment (PTM_...) {there}; leave one of "
             "them out."
         )
     return config
@@ -159,24 +159,24 @@ _told: set[str] = set()
 
 
 def _tell_of_unread(environ: Mapping[str, str]) -> None:
-    """Says, once of each, which dials of the environment do nothing, because pages are not switched on there."""
-    unread = [variable_of(name) for name in (*TEXT_DIALS, CONFIG_FILE) if environ.get(variable_of(name))]
+    """Says, once of each, which options of the environment do nothing, because pages are not switched on there."""
+    unread = [variable_of(name) for name in (*TEXT_OPTIONS, CONFIG_FILE) if environ.get(variable_of(name))]
     new = [variable for variable in unread if variable not in _told]
     _told.update(new)
     if new:
         logger.warning(
-            "%s in the environment does nothing without %s=true: the dials are those that the script gives, or the "
-            "derived ones. Set it as well, or give the dials in the script.",
+            "%s in the environment does nothing without %s=true: the options are those that the script gives, or the "
+            "derived ones. Set it as well, or give the options in the script.",
             ", ".join(new),
             SWITCH,
         )
 
 
 def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
-    """`config` with the dials that are given as text, by the names of `TEXT_DIALS`, in place of its own.
+    """`config` with the options that are given as text, by the names of `TEXT_OPTIONS`, in place of its own.
 
     Raises:
-        ConfigError: dials that cannot be used; a limit or check without a disk, moments without Pseudo-to-Real.
+        ConfigError: options that cannot be used; a limit or check without a disk, moments without Pseudo-to-Real.
     """
     changes: dict[str, Any] = {name: text for name, text in texts.items() if name not in _IN_PARTS}
     disk = DiskConfig.load(config.disk) if config.disk is not None else None
@@ -213,8 +213,8 @@ def is_flag(text: str) -> bool:
 
 
 def unknown_flag(flag: str, *switches: str) -> str:
-    """What is said of a flag, as it was typed, that is none of the dials' or of `switches`."""
-    known = [*switches, *(f"--{PREFIX}{dial}" for dial in (*TEXT_DIALS, CONFIG_FILE))]
+    """What is said of a flag, as it was typed, that is none of the options' or of `switches`."""
+    known = [*switches, *(f"--{PREFIX}{option}" for option in (*TEXT_OPTIONS, CONFIG_FILE))]
     if not switches and flag.replace("-", "_") == f"__{SWITCH_FLAG}":
         return f"{flag} is a flag of accelerate launch; here pages are switched on without it."
     close = difflib.get_close_matches("--" + flag[2:].replace("-", "_"), known, n=1)
@@ -233,7 +233,7 @@ def misplaced_flag(flag: str, script: str) -> str:
 def speak() -> None:
     """Lets the messages of ptm_accel be seen on stderr, unless the program has its own idea of logging.
 
-    The resolved dials, hints and the summary are information, which Python hides by default.
+    The resolved options, hints and the summary are information, which Python hides by default.
     """
     logger = logging.getLogger("ptm_accel")
     if logger.handlers or logging.getLogger().handlers or logger.level != logging.NOTSET:

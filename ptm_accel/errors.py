@@ -34,7 +34,7 @@ class UnsupportedError(PTMError, ValueError):
 
 
 class BudgetError(PTMError, MemoryError):
-    """A memory or disk budget that does not suffice; the message gives asked, used, limit and the dial to set."""
+    """A memory or disk budget that does not suffice; the message gives asked, used, limit and the option to set."""
 
 
 class DeviceBudgetError(BudgetError, RuntimeError):

@@ -13,7 +13,7 @@ from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import check_model, small_bytes, take_parameters
-from ptm_accel.model.floor import FUSED_ADAMW, Appetite, least_budget
+from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory, least_budget
 from ptm_accel.model.forecast import ShapeSpec, forecast
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.units import parse_bytes
@@ -55,7 +55,7 @@ def estimate(
     *,
     master_weights: bool = False,
     autocast_dtype: torch.dtype | None = None,
-    appetite: Appetite = FUSED_ADAMW,
+    optimizer_memory: OptimizerMemory = FUSED_ADAMW,
     page_size: str | int = DEFAULT_PAGE_SIZE,
 ) -> Estimate:
     """Works out what a model needs; it may be on the meta device, and is not changed.
@@ -65,7 +65,7 @@ def estimate(
         batch: its keyword arguments, of which only shapes count; None to leave activations out.
         master_weights: whether narrower parameters get fp32 masters.
         autocast_dtype: the dtype of `torch.autocast`; None without it.
-        appetite: the needs of the optimizer; AdamW's by default.
+        optimizer_memory: the needs of the optimizer; AdamW's by default.
         page_size: as in the configuration.
 
     Raises:
@@ -77,7 +77,7 @@ def estimate(
     slots = SlotTable()
     try:
         take_parameters(model, memory.pool, slots, ExtentTable(), small=small_bytes(page_bytes), paged={})
-        floor = least_budget(model, slots, appetite, masters=master_weights, window_bytes=page_bytes)
+        floor = least_budget(model, slots, optimizer_memory, masters=master_weights, window_bytes=page_bytes)
         counted = [(slot.value.numel, slot.param.requires_grad) for slot in slots]
     finally:
         memory.close()

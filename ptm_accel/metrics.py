@@ -48,8 +48,8 @@ class Metrics:
 
     Attributes:
         steps: how many have ended.
-        rates: of the link between the compute tier and its home, where they are known.
-        disk_rates: of the disk below host memory that is the home of a device, where they are known.
+        rates: of the link between the compute tier and its backing store, where they are known.
+        disk_rates: of the disk below host memory that is the backing store of a device, where they are known.
     """
 
     def __init__(self, memory: Memory, tally: Tally | None = None) -> None:
@@ -195,7 +195,7 @@ class Metrics:
         steps = max(now.steps, 1)
         pool, budgets = self._memory.pool, self._memory.budgets
         limits = {tier: budget.capacity_bytes for tier, budget in budgets.items()}
-        limits[pool.budget.tier] = pool.room.limit_bytes
+        limits[pool.budget.tier] = pool.admission.limit_bytes
         peaks = ", ".join(
             f"{tier.value} {format_bytes(n)} of {format_bytes(limits[tier])}" for tier, n in self.peaks().items()
         )

@@ -11,7 +11,15 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.tenants import Need
-from ptm_accel.model.floor import ANY_ADAMW, ANY_OPTIMIZER, FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
+from ptm_accel.model.floor import (
+    ANY_ADAMW,
+    ANY_OPTIMIZER,
+    FUSED_ADAMW,
+    NO_OPTIMIZER,
+    Floor,
+    OptimizerMemory,
+    least_budget,
+)
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.sizing import refuse_short
 
@@ -43,22 +51,24 @@ class Needs:
         self._config = config
         self._together_bytes = 0
 
-    def estimate(self, appetite: Appetite, model: nn.Module | None = None, slots: SlotTable | None = None) -> Floor:
+    def estimate(
+        self, optimizer_memory: OptimizerMemory, model: nn.Module | None = None, slots: SlotTable | None = None
+    ) -> Floor:
         """The least budget with an optimizer.
 
         Args:
-            appetite: what the optimizer needs.
+            optimizer_memory: what the optimizer needs.
             model: what the model is to become, if that is another one.
             slots: its parameters then.
         """
         # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
-        if self._pool.owed is not None:
-            self._pool.owed.finish()
-        self._pool.room.settle()
+        if self._pool.pending_updates is not None:
+            self._pool.pending_updates.finish()
+        self._pool.admission.settle()
         return least_budget(
             self.model if model is None else model,
             self._slots if slots is None else slots,
-            appetite,
+            optimizer_memory,
             masters=self._config.master_weights is not None,
             window_bytes=self._config.page_bytes,
             held_bytes=self._pool.budget.used_by_tag().get(Tag.STAGING, 0),
@@ -75,7 +85,7 @@ class Needs:
             alone: each in a group of its own.
         """
         room, most = self._pool.share_bytes, self.estimate(ANY_OPTIMIZER, None, grouped)
-        if most.whole_bytes <= room or self._pool.home is None:
+        if most.whole_bytes <= room or self._pool.backing is None:
             return most.whole_bytes <= room
         adamw, without = (self.estimate(FUSED_ADAMW, None, slots) for slots in (grouped, alone))
         if 2 * adamw.total_bytes > room or without.whole_bytes <= room < adamw.whole_bytes:
@@ -131,8 +141,8 @@ class Needs:
             known_bytes=states.whole_bytes,
             away_bytes=states.away_bytes,
         )
-        if self._pool.room.tide is not None:
-            self._pool.room.tide.need(self.least_beside_activations())
+        if self._pool.admission.activation_reserve is not None:
+            self._pool.admission.activation_reserve.need(self.least_beside_activations())
 
     def _counted(self, floor: Floor) -> Floor:
         """What counts of a floor: a model that is only evaluated has no gradients."""
@@ -161,4 +171,4 @@ class Needs:
     @property
     def runs_short(self) -> bool:
         """Whether pages have to leave."""
-        return self._pool.home is not None and not self.all_fits
+        return self._pool.backing is not None and not self.all_fits

@@ -81,7 +81,7 @@ def open_memory(
         device: where compute happens; by default `default_device`.
 
     Raises:
-        ConfigError: dials that this machine cannot meet, or other tiers are open for the device.
+        ConfigError: options that this machine cannot meet, or other tiers are open for the device.
         DiskError: a scratch file cannot be made.
     """
     if device is None:

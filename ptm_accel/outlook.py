@@ -154,7 +154,7 @@ def outlook(
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _MovingGroup:
     """A group that moves: its name, and how many elements of which size it has."""
 
     name: str
@@ -163,22 +163,24 @@ class _Moved:
     trained: bool
 
 
-def _groups(model: nn.Module, capacity: int, page_bytes: int) -> tuple[list[_Moved], int]:
+def _groups(model: nn.Module, capacity: int, page_bytes: int) -> tuple[list[_MovingGroup], int]:
     """The groups that move, in the model's order, and the bytes of the states of those that never leave."""
     params = [param for param in model.parameters() if param.numel()]
     placed = groups_of(model, params, small=small_bytes(page_bytes), group_bytes=group_sizes(capacity)[0])
-    moved: dict[str, _Moved] = {}
+    moved: dict[str, _MovingGroup] = {}
     stay = 0
     for param, (group, _) in placed.items():
         if group.movable:
-            moved.setdefault(group.name, _Moved(group.name, group.numel, param.element_size(), param.requires_grad))
+            moved.setdefault(
+                group.name, _MovingGroup(group.name, group.numel, param.element_size(), param.requires_grad)
+            )
         else:
             stay += 4 * param.nbytes
     return list(moved.values()), stay
 
 
 def _step(
-    groups: Sequence[_Moved], speeds: Speeds, tokens: int, *, checkpointing: bool, masters: bool
+    groups: Sequence[_MovingGroup], speeds: Speeds, tokens: int, *, checkpointing: bool, masters: bool
 ) -> tuple[Trace, dict[str, list[Item]]]:
     """The pass, and what updates use beside it; the gradient last."""
     count = len(groups)

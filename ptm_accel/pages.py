@@ -11,7 +11,9 @@ from torch import nn
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import device_rates, disk_rates
+from ptm_accel.memory.activation_reserve import ActivationReserve
 from ptm_accel.memory.arena import HostArena
+from ptm_accel.memory.block import Place
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.card_memory import CardMemory
@@ -19,9 +21,7 @@ from ptm_accel.memory.copied import copied
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
-from ptm_accel.memory.paged import Place
 from ptm_accel.memory.setup import Memory
-from ptm_accel.memory.tide import Tide
 from ptm_accel.metrics import Metrics
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import Paged, leave_meta, return_to_meta, small_bytes, take_parameters
@@ -94,11 +94,11 @@ class Pages:
             PagedModelError: a parameter has changed since a state dictionary was given its value.
         """
         self.slots.given.take_over_all()
-        if self.pool.owed is not None:
+        if self.pool.pending_updates is not None:
             with self.pool.calls.during(Call.ACCESS, self.pool):
                 # Another thread may have done it meanwhile.
-                if self.pool.owed is not None:
-                    self.pool.owed.finish()
+                if self.pool.pending_updates is not None:
+                    self.pool.pending_updates.finish()
 
     def size_up(self, values: Mapping[nn.Parameter, Paged]) -> None:
         """Gives every parameter a slot, and refuses a model that the tiers cannot train.
@@ -183,14 +183,16 @@ class Pages:
         """Begins to measure what other memory of a device is used, which is none of the pages'."""
         if isinstance(self.pool.compute, CudaTier) and self._asked.device_memory is not None:
             # What is derived leaves the rest of the card for what is not torch's.
-            self.pool.compute.limit(self.pool.room.limit_bytes)
-        if self.pool.room.tide is None:
+            self.pool.compute.limit(self.pool.admission.limit_bytes)
+        if self.pool.admission.activation_reserve is None:
             total = self.pool.budget.capacity_bytes
             # What was at work on the card before, and is gone, is no part of what is beside these pages.
             card.trim()
             least = self.needs.least_beside_activations()
-            self.pool.room.tide = Tide(self.pool.budget, total, least, card, self.pool.room.pinned_bytes)
-            self.pool.room.shrink()
+            self.pool.admission.activation_reserve = ActivationReserve(
+                self.pool.budget, total, least, card, self.pool.admission.pinned_bytes
+            )
+            self.pool.admission.shrink()
 
     def decide_to_plan(self) -> None:
         """Passes are planned where pages have to leave."""
@@ -203,9 +205,9 @@ class Pages:
         run_ahead, metrics, device, disk = self.run_ahead, self.metrics, self.memory.device, self.memory.disk
         paths = self.config.disk_paths
         if device is None:
-            if isinstance(home := self.pool.home, DiskTier):
+            if isinstance(backing := self.pool.backing, DiskTier):
                 run_ahead.rates = metrics.rates = side_by_side(disk_rates(paths))
-                run_ahead.link_use = lambda: LinkUse(home.bytes_read, home.bytes_written, home.busy_s)
+                run_ahead.link_use = lambda: LinkUse(backing.bytes_read, backing.bytes_written, backing.busy_s)
             return
         if disk is not None and self.pool.whole_bytes <= self.memory.budgets[Tier.HOST].capacity_bytes:
             disk = None
@@ -232,7 +234,7 @@ class Pages:
         if self.pool.card is not None and not self.memory.others:
             self.pool.card.confine(0)
             if idle_fits_below(self.memory):
-                self.pool.room.shrink()
+                self.pool.admission.shrink()
 
     def origin_of(self, slot: ParamSlot) -> torch.device:
         """The device where a parameter was before it came onto pages, or where it computes."""
@@ -262,7 +264,7 @@ class Pages:
         self.pool.forget(slot.value)
         if isinstance(compute := self.pool.compute, HostArena):
             # Nothing more comes onto pages: kept for that, they would lie beside the copies.
-            self.pool.room.collect()
+            self.pool.admission.collect()
             compute.reclaim(compute.kept_bytes)
 
 

@@ -18,10 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import BudgetError
+from ptm_accel.memory.activation_reserve import ActivationReserve, Shapes
+from ptm_accel.memory.block import Block, Pin
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.paged import PagedTensor, Pin
 from ptm_accel.memory.pool import Pool
-from ptm_accel.memory.tide import Shapes, Tide
 from ptm_accel.model.addresses import Members
 from ptm_accel.model.assignments import take_in
 from ptm_accel.model.away import bare, is_transformed
@@ -73,7 +73,7 @@ class PlainMode:
             if gradients.used_up:
                 gradients.forget_used()
             # Without a device, only another model changes what there is room for, and its coming ends this.
-            if self._pool.room.tide is not None and not self._pages.needs.all_fits:
+            if self._pool.admission.activation_reserve is not None and not self._pages.needs.all_fits:
                 self._too_large += 1
                 self.make_way()
             return
@@ -84,13 +84,13 @@ class PlainMode:
 
     def _may_begin(self, optimizer: PagedOptimizer, gradients: Gradients) -> bool:
         pages, pool = self._pages, self._pool
-        tide = pool.room.tide
+        reserve = pool.admission.activation_reserve
         return (
             pages.needs.all_fits
             and self._too_large < _MOST_ENDS
             and not pages.memory.others
-            and pool.owed is None
-            and (tide is None or not tide.warming)
+            and pool.pending_updates is None
+            and (reserve is None or not reserve.warming)
             and not pages.residency.regions.running()
             and not pages.residency.forwards.under_way
             and optimizer.can_be_plain()
@@ -104,10 +104,10 @@ class PlainMode:
         pages, pool = self._pages, self._pool
         pages.residency.forwards.regroup()
         arriving = sum(grad.slot.value.nbytes for grad in gradients.slots())
-        made = optimizer.states.unmade_bytes() * optimizer.appetite.state_tensors
+        made = optimizer.states.unmade_bytes() * optimizer.optimizer_memory.state_tensors
         try:
             gradients.leave_alone()
-            pool.room.lend(arriving + made)
+            pool.admission.lend(arriving + made)
             self._stay.hold(arriving, Tag.GRAD, "gradients in p.grad")
             self._stay.hold(made, Tag.STATE, "optimizer state to come")
             self._stay.pin([*pages.slots.blocks(), *optimizer.states.kept()])
@@ -125,7 +125,7 @@ class PlainMode:
         self._optimizer, self._gradients = optimizer, gradients
         self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
         self.active = True
-        pool.owed = self._stay
+        pool.pending_updates = self._stay
 
     def end(self, *, refuses: bool = True, stays: bool = True) -> None:
         """Puts the hooks on again: parameters, gradients and state are what they have become.
@@ -148,7 +148,7 @@ class PlainMode:
                 slot.bring_back()
         assert self._optimizer is not None and self._gradients is not None and self._hook is not None
         self.active = False
-        self._pool.owed = None
+        self._pool.pending_updates = None
         self._hook.remove()
         self._stay.release()
         for slot in pages.slots:
@@ -203,8 +203,8 @@ class PlainMode:
                 if not self.active:
                     self._pages.residency.forwards.enter_root(module, args, kwargs)
                     return
-            tide = self._pool.room.tide
-            if tide is not None and self._leaves_too_little(tide, shapes_of(args, kwargs)):
+            reserve = self._pool.admission.activation_reserve
+            if reserve is not None and self._leaves_too_little(reserve, shapes_of(args, kwargs)):
                 self._end_before(module, args, kwargs)
                 return
             for param, place, has_room in self._seen:
@@ -216,13 +216,13 @@ class PlainMode:
 
         return RootHook(enter)
 
-    def _leaves_too_little(self, tide: Tide, shapes: Shapes) -> bool:
+    def _leaves_too_little(self, reserve: ActivationReserve, shapes: Shapes) -> bool:
         """Whether a forward, which begins, leaves pages less than all of them take."""
         evaluates = not torch.is_grad_enabled()
-        if tide.least_bytes < self._pool.whole_bytes and not tide.knows(shapes, evaluates=evaluates):
+        if reserve.least_bytes < self._pool.whole_bytes and not reserve.knows(shapes, evaluates=evaluates):
             # Pages get the least for it, once nothing is pinned but what a graph needs.
             return True
-        self._pool.room.begin_pass(shapes, evaluates=evaluates)
+        self._pool.admission.begin_pass(shapes, evaluates=evaluates)
         if self.active and self._pages.needs.all_fits:
             return False
         self._too_large += not evaluates
@@ -277,7 +277,7 @@ class LiveGraphs:
         if self._refers(slot.param):
             self._held.append((slot, slot.generation, pool.pin(slot.value)))
 
-    def blocks(self) -> list[PagedTensor]:
+    def blocks(self) -> list[Block]:
         """What is pinned, as often as it is, once the pins of all values have ended."""
         return [slot.value.block for slot, _, _ in self._held]
 
@@ -310,21 +310,21 @@ class LiveGraphs:
 class _Stay:
     """What stays in the compute tier while the hooks are off. Whoever uses it through the pool ends that first.
 
-    Keeps no model alive: the pool, which has it as what is owed, outlives the model.
+    Keeps no model alive: the pool, which has it as what is pending, outlives the model.
     """
 
     def __init__(self, mode: PlainMode, pool: Pool) -> None:
         self._mode = weakref.ref(mode)
         self._pool = pool
         self._held: list[Pin | Reservation] = []
-        self._tensors: list[PagedTensor] = []
+        self._tensors: list[Block] = []
 
     def hold(self, nbytes: int, tag: Tag, name: str) -> None:
         """Keeps room free."""
         if nbytes:
             self._held.append(self._pool.hold(nbytes, tag, name))
 
-    def pin(self, tensors: list[PagedTensor]) -> None:
+    def pin(self, tensors: list[Block]) -> None:
         """Keeps tensors in the compute tier."""
         for tensor in tensors:
             self._held.append(self._pool.pin(tensor))
@@ -335,14 +335,14 @@ class _Stay:
         for each in self._held:
             each.release()
         self._held, self._tensors = [], []
-        self._pool.room.lend(0)
+        self._pool.admission.lend(0)
 
-    def before_use(self, tensor: PagedTensor) -> None:
+    def before_use(self, tensor: Block) -> None:
         """Puts the hooks on again."""
         self.finish()
 
-    def elsewhere(self, tensor: PagedTensor) -> bool:
-        """Nothing is changed in a home."""
+    def elsewhere(self, tensor: Block) -> bool:
+        """Nothing is changed in a backing store."""
         return False
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Says no before the first step: budgets that a model cannot train under, with the figures and the dial to set."""
+"""Says no before the first step: budgets that a model cannot train under, with the figures and the option to set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from ptm_accel.config import ResolvedConfig
 from ptm_accel.errors import BudgetError
 from ptm_accel.machine import available_bytes
+from ptm_accel.memory.block import Block, Part
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.disk import bounce_bytes
-from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor, Part
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import Floor
@@ -23,8 +23,8 @@ from ptm_accel.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
-def dial_of(memory: Memory) -> str:
-    """The dial that sets the compute tier's budget."""
+def option_of(memory: Memory) -> str:
+    """The option that sets the compute tier's budget."""
     return "device_memory" if memory.pool.budget.tier is Tier.DEVICE else "host_memory"
 
 
@@ -43,31 +43,31 @@ def refuse_short(memory: Memory, floor: Floor, states: Floor, expected: Floor, p
     Raises:
         BudgetError: with a figure for each tier that is short, and the tensor that is the reason.
     """
-    capacity, home = memory.pool.room.limit_bytes, memory.pool.home
+    capacity, backing = memory.pool.admission.limit_bytes, memory.pool.backing
     others = [other.pool.need for other in memory.others]
     known = floor.total_bytes + sum(need.least_bytes for need in others)
     if capacity >= known and _missing_bytes(memory, states) <= 0:
         return
-    dial, errors = dial_of(memory), []
+    option, errors = option_of(memory), []
     least = known - floor.total_bytes + expected.total_bytes
-    if capacity < least and home is not None:
+    if capacity < least and backing is not None:
         named = [(need.name, need.least_bytes) for need in others]
         errors.append(
-            f"{dial} is {format_bytes(capacity)}, but this model cannot train under less than "
+            f"{option} is {format_bytes(capacity)}, but this model cannot train under less than "
             f"{format_bytes(expected.total_bytes)} ({format_bytes(expected.fixed_bytes)} at all times, "
-            f"{format_bytes(expected.moving_bytes)} for {expected.reason}){_beside(named)}. Set {dial} to at least "
+            f"{format_bytes(expected.moving_bytes)} for {expected.reason}){_beside(named)}. Set {option} to at least "
             f"{least} bytes{_with_adamw(least, known)}{_or_detach(named)}."
         )
     missing = _missing_bytes(memory, expected)
     taken = format_bytes(expected.states_bytes)
-    if missing > 0 and home is None:
+    if missing > 0 and backing is None:
         named = [(need.name, need.known_bytes) for need in others]
         least += bounce_bytes(1, page_bytes)
-        with_disk = f" and {dial} to at least {least} bytes" if capacity < least else ""
+        with_disk = f" and {option} to at least {least} bytes" if capacity < least else ""
         errors.append(
-            f"{dial} is {format_bytes(capacity)} and the states of this model take {taken}, "
+            f"{option} is {format_bytes(capacity)} and the states of this model take {taken}, "
             f"{format_bytes(capacity + missing)} with what a step needs beside them{_beside(named)}, with no tier "
-            f"below for what does not fit. Set disk to a directory on an SSD{with_disk}, or {dial} to at least "
+            f"below for what does not fit. Set disk to a directory on an SSD{with_disk}, or {option} to at least "
             f"{capacity + missing} bytes{_with_adamw(capacity + missing, capacity + _missing_bytes(memory, states))}"
             f"{_or_detach(named)}."
         )
@@ -76,8 +76,8 @@ def refuse_short(memory: Memory, floor: Floor, states: Floor, expected: Floor, p
         below = {tier: b.capacity_bytes for tier, b in memory.budgets.items() if tier is not memory.pool.budget.tier}
         tiers = ", ".join(f"{tier.value} {format_bytes(n)}" for tier, n in below.items())
         errors.append(
-            f"the states of this model take {taken}{_beside(named)}, more than {dial} ({format_bytes(capacity)}), and "
-            f"the tiers below hold too little of them ({tiers}). "
+            f"the states of this model take {taken}{_beside(named)}, more than {option} ({format_bytes(capacity)}), "
+            f"and the tiers below hold too little of them ({tiers}). "
             f"{'Raise the limit of disk, or add a path,' if Tier.DISK in below else 'Set disk, or raise host_memory'} "
             f"by at least {missing} bytes{_with_adamw(missing, _missing_bytes(memory, states))}{_or_detach(named)}."
         )
@@ -90,17 +90,17 @@ def _missing_bytes(memory: Memory, floor: Floor) -> int:
     Without a tier below, all of it has to fit into the compute tier. With one, the tiers below must hold all that may
     leave the compute tier: a tensor keeps its place there as long as it lives.
     """
-    capacity, home = memory.pool.room.limit_bytes, memory.pool.home
+    capacity, backing = memory.pool.admission.limit_bytes, memory.pool.backing
     others = [other.pool.need for other in memory.others]
     whole = max(floor.total_bytes, floor.whole_bytes) + sum(need.known_bytes for need in others)
-    if home is None:
+    if backing is None:
         return whole - capacity
     if capacity >= whole:
         return 0
     below = [budget for tier, budget in memory.budgets.items() if tier is not memory.pool.budget.tier]
     held = sum(budget.used_by_tag().get(Tag.STAGING, 0) for budget in below if budget.tier is Tier.HOST)
-    if isinstance(home, FrameHome) and memory.disk is not None:
-        held += SPARES * home.page_bytes
+    if isinstance(backing, HostStore) and memory.disk is not None:
+        held += SPARES * backing.page_bytes
     away = floor.away_bytes + sum(need.away_bytes for need in others)
     return away + held - sum(budget.capacity_bytes for budget in below)
 
@@ -122,19 +122,19 @@ def _with_adamw(expected_bytes: int, known_bytes: int) -> str:
     return f" (with AdamW; an optimizer without state needs {max(known_bytes, 0)})"
 
 
-def refuse_gathering(memory: Memory, blocks: Iterable[PagedTensor]) -> None:
+def refuse_gathering(memory: Memory, blocks: Iterable[Block]) -> None:
     """Refuses to have tensors in the compute tier all at once that it cannot hold, before the first of them comes.
 
     Raises:
         BudgetError: with the figures and what to do.
     """
     sizes = [block.slot_bytes for block in blocks]
-    capacity, dial = memory.pool.room.limit_bytes, dial_of(memory)
+    capacity, option = memory.pool.admission.limit_bytes, option_of(memory)
     if sum(sizes) > capacity:
         raise BudgetError(
-            f"ptm_accel.gathered: the {len(sizes)} tensors take {format_bytes(sum(sizes))} together, and {dial} is "
+            f"ptm_accel.gathered: the {len(sizes)} tensors take {format_bytes(sum(sizes))} together, and {option} is "
             f"{format_bytes(capacity)}. Gather a part at a time, such as ptm_accel.gathered(model.lm_head), or raise "
-            f"{dial}."
+            f"{option}."
         )
 
 

@@ -11,19 +11,19 @@ import torch.distributed as dist
 
 from ptm_accel.config import BLOCKING
 from ptm_accel.distributed.replicas import Replicas
+from ptm_accel.memory.block import Part
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.copied import copied
-from ptm_accel.memory.paged import Part
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.model.away import bare
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
-from ptm_accel.model.floor import Appetite
+from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.model.gradients import Gradients, Sums
 from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.support import appetite_of, is_elementwise, measured_state
+from ptm_accel.optim.support import is_elementwise, measured_state, optimizer_memory_of
 from ptm_accel.pages import Pages
 from ptm_accel.plain_mode import PlainMode, weakly
 
@@ -239,7 +239,7 @@ class Training:
         is_elementwise(optimizer)
         state_tensors = measured_state(optimizer, masters=self._masters, device=self._pool.compute.device)
         self.meet_trainable()
-        floor = self._needs.estimate(appetite_of(optimizer, state_tensors=state_tensors))
+        floor = self._needs.estimate(optimizer_memory_of(optimizer, state_tensors=state_tensors))
         evaluated, self._needs.evaluates = self._needs.evaluates, False
         try:
             self._needs.check(floor, floor, floor)
@@ -263,7 +263,7 @@ class Training:
             window_bytes=self._pages.config.page_bytes,
             batch_bytes=weakly(self._batch_bytes, 0),
             run_ahead=self._pages.run_ahead,
-            grown=weakly(self._meet_appetite, None),
+            grown=weakly(self._meet_optimizer_memory, None),
             overlap=weakly(self._may_overlap, False),
             synchronise=weakly(self.synchronise, None),
             stepped=weakly(self._pages.metrics.step_ended, None),
@@ -276,13 +276,13 @@ class Training:
         if self.replicas is None and self.optimizer is not None and self.gradients is not None:
             self.plain.step_ended(self.optimizer, self.gradients)
 
-    def _meet_appetite(self, appetite: Appetite) -> None:
+    def _meet_optimizer_memory(self, optimizer_memory: OptimizerMemory) -> None:
         """Updates need something else than before.
 
         Raises:
             BudgetError: the budgets are below what that takes; nothing has been changed.
         """
-        floor = self._needs.estimate(appetite)
+        floor = self._needs.estimate(optimizer_memory)
         self._needs.check(floor, floor, floor)
         self.hold_norms()
 

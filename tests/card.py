@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.card_memory import CardMemory, device_refusal
 from ptm_accel.memory.slabs import Run
-from ptm_accel.memory.transfer import Block
+from ptm_accel.memory.transfer import Buffer
 from ptm_accel.model.forecast import storage_key
 from ptm_accel.units import MIB
 from tests.mock_device import POISON, MockDevice
@@ -263,21 +263,21 @@ class CardTier(MockDevice):
         super().__init__(**options)
         self.memory = CardMemory(CardAllocator(card, scale))
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> Buffer:
         assert self.memory is not None
-        block = self.memory.allocate(nbytes)
-        if not block.behind:
-            assert block.buffer is not None
+        buffer = self.memory.allocate(nbytes)
+        if not buffer.behind:
+            assert buffer.octets is not None
             with _disable_current_modes():
-                block.buffer.fill_(POISON)
-        return block
+                buffer.octets.fill_(POISON)
+        return buffer
 
-    def recycle(self, block: Block) -> None:
+    def recycle(self, buffer: Buffer) -> None:
         assert self.memory is not None
-        if isinstance(block.region, Run) and not block.behind:
+        if isinstance(buffer.region, Run) and not buffer.behind:
             # No name here may hold the slab: it may be given back now.
-            block.region.slab.memory[block.region.offset :][: block.nbytes].fill_(POISON)
-        self.memory.recycle(block)
+            buffer.region.slab.memory[buffer.region.offset :][: buffer.nbytes].fill_(POISON)
+        self.memory.recycle(buffer)
 
     def check_integrity(self) -> None:
         assert self.memory is not None

@@ -25,7 +25,7 @@ from ptm_accel.memory.card_memory import CardMemory, check_block_size, device_re
 from ptm_accel.memory.device import CopyDirection, LinkMeter, Moved, check_copy
 from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.runs import RunSpace
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer
+from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer, Transfer
 from ptm_accel.units import format_bytes
 
 POISON = 0xFF
@@ -112,7 +112,7 @@ class _Region:
 
 
 class _Arena:
-    """Anonymous memory that blocks are cut from; mapped as long as the device is open."""
+    """Anonymous memory that buffers are cut from; mapped as long as the device is open."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = mmap.mmap(-1, nbytes)
@@ -169,12 +169,12 @@ class MockDevice:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes in blocks handed out and not yet recycled."""
+        """Bytes in buffers handed out and not yet recycled."""
         with self._lock:
             return sum(region.nbytes for region in self._live)
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block full of NaN.
+    def allocate(self, nbytes: int) -> Buffer:
+        """A buffer full of NaN.
 
         Raises:
             DeviceBudgetError: the imagined card is full.
@@ -189,17 +189,17 @@ class MockDevice:
             arena = self._arenas[region.arena]
             ctypes.memset(arena.address + region.offset, POISON, nbytes)
             self._live[region] = None
-            # A storage of its own for each block: its death is what tells that nobody views the run any more.
-            return Block(torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=region.offset), region)
+            # A storage of its own for each buffer: its death is what tells that nobody views the run any more.
+            return Buffer(torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=region.offset), region)
 
-    def recycle(self, block: Block) -> None:
+    def recycle(self, buffer: Buffer) -> None:
         """Poisons the run, and takes it back to be handed out again at once."""
-        region = block.region
-        assert block.buffer is None, f"block of {block.nbytes} B recycled with its buffer"
+        region = buffer.region
+        assert buffer.octets is None, f"block of {buffer.nbytes} B recycled with its buffer"
         with self._lock:
             if not self._arenas:
                 return
-            assert region in self._live, f"block of {block.nbytes} B recycled twice"
+            assert region in self._live, f"block of {buffer.nbytes} B recycled twice"
             del self._live[region]
             arena = self._arenas[region.arena]
             ctypes.memset(arena.address + region.offset, POISON, region.nbytes)

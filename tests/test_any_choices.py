@@ -183,13 +183,13 @@ for _name in HOOKS:
     setattr(Acting, f"on_{_name}", _hook(_name))
 
 
-def run(choices: Choices, folder: Path, dials: dict[str, Any] | None) -> list[Any]:
+def run(choices: Choices, folder: Path, options: dict[str, Any] | None) -> list[Any]:
     """Trains, resumes in the middle with another model, predicts; returns all that was seen on the way."""
     seen: list[Any] = []
     entry = choices.entry
     torch.manual_seed(11)
     for again in (False, True):
-        trainer = _build(choices, folder, dials, entry.build(seed=int(again)), seen)
+        trainer = _build(choices, folder, options, entry.build(seed=int(again)), seen)
         # Not from the last one: something shall be left to do.
         before = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
         trainer.train(resume_from_checkpoint=str(before[0]) if again else None)
@@ -202,7 +202,7 @@ def run(choices: Choices, folder: Path, dials: dict[str, Any] | None) -> list[An
         seen.append(("random numbers", torch.get_rng_state()))
         predicted = trainer.predict(trainer.eval_dataset)
         seen.append(("metrics", _numbers([predicted.metrics])))
-        assert (engine is None) == (dials is None)
+        assert (engine is None) == (options is None)
         if engine is not None:
             engine.check_integrity()
             assert engine.pool.stats.evictions > 0
@@ -211,7 +211,7 @@ def run(choices: Choices, folder: Path, dials: dict[str, Any] | None) -> list[An
 
 
 def _build(
-    choices: Choices, folder: Path, dials: dict[str, Any] | None, model: nn.Module, seen: list[Any]
+    choices: Choices, folder: Path, options: dict[str, Any] | None, model: nn.Module, seen: list[Any]
 ) -> transformers.Trainer:
     args = TrainingArguments(
         **{
@@ -240,7 +240,7 @@ def _build(
         "callbacks": [Acting(choices, seen)],
     }
     cls = random.Random(choices.seed).choice([Trainer, ptm_trainer(transformers.Trainer)])
-    trainer = transformers.Trainer(**given) if dials is None else cls(**given, ptm_config=dials)
+    trainer = transformers.Trainer(**given) if options is None else cls(**given, ptm_config=options)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -276,9 +276,9 @@ def test_any_choices(seed: int, tmp_path: Path) -> None:
     floor, need = needs(choices.entry.build(), scratch, "host+disk")
     # Less than the weights alone; or groups of many parameters in little more.
     budget = max(need // (3 if seed % 2 else 6), floor * 5 // 4)
-    dials = {"host_memory": budget, "page_size": PAGE, "disk": str(scratch)}
+    options = {"host_memory": budget, "page_size": PAGE, "disk": str(scratch)}
     with in_groups() if seed % 2 else nullcontext():
-        ours = run(choices, tmp_path / "ours", dials)
+        ours = run(choices, tmp_path / "ours", options)
     assert not (found := first_difference(ours, plain)), (found, choices.arguments, choices.actions)
 
 

@@ -88,9 +88,9 @@ def test_calls_of_a_step(budget: str, tmp_path: Path, monkeypatch: pytest.Monkey
         use_cpu=True,
         disable_tqdm=True,
     )
-    dials: dict[str, Any] = {"host_memory": "64MiB"}
+    options: dict[str, Any] = {"host_memory": "64MiB"}
     if budget == "streams":
-        dials = {"host_memory": 5 << 20, "page_size": 4096, "disk": str(tmp_path)}
+        options = {"host_memory": 5 << 20, "page_size": 4096, "disk": str(tmp_path)}
     counts = Counts()
     if budget == "hooks":
         monkeypatch.setattr(PagedOptimizer, "can_be_plain", lambda optimizer: False)
@@ -99,7 +99,7 @@ def test_calls_of_a_step(budget: str, tmp_path: Path, monkeypatch: pytest.Monkey
         args=arguments,
         train_dataset=[{"input_ids": row, "labels": row}] * LAST,
         callbacks=[counts],
-        ptm_config=dials,
+        ptm_config=options,
     )
     try:
         trainer.train()

@@ -163,13 +163,13 @@ def test_what_is_pinned_leaves_where_the_capacity_is_lowered() -> None:
     with on_card(model, 3 * need_of(False, one_batch_a_step)) as engine:
 
         def lower() -> None:
-            room, tide = engine.pool.room, engine.pool.room.tide
+            admission, reserve = engine.pool.admission, engine.pool.admission.activation_reserve
             assert engine.training.plain.active
-            assert tide is not None
-            room.budget.capacity_bytes = tide.least_bytes
-            room.shrink()
+            assert reserve is not None
+            admission.budget.capacity_bytes = reserve.least_bytes
+            admission.shrink()
             assert not engine.training.plain.active
-            assert room.budget.free_bytes >= 0
+            assert admission.budget.free_bytes >= 0
 
         assert train(model, engine.bind_optimizer(adamw(model)), lower) == expected
 
@@ -178,11 +178,11 @@ def test_a_larger_evaluation_is_seen_before_pages_get_more() -> None:
     model, seen = llama(checkpointed=False), list[tuple[bool, bool]]()
     with on_card(model, 3 * need_of(False, one_batch_a_step)) as engine:
         optimizer = engine.bind_optimizer(adamw(model))
-        tide = engine.pool.room.tide
-        assert tide is not None
+        reserve = engine.pool.admission.activation_reserve
+        assert reserve is not None
 
         def look(*_: object) -> None:
-            seen.append((engine.training.plain.active, tide.warming))
+            seen.append((engine.training.plain.active, reserve.warming))
 
         model.lm_head.register_forward_hook(look)
         for number in range(3):
@@ -206,8 +206,8 @@ def test_what_a_graph_has_pinned_is_beside_the_least() -> None:
         assert engine.training.plain.active
         short = loss_of(model, 2, 16)
         long = loss_of(model, 3, 32)
-        tide, pinned = engine.pool.room.tide, engine.pool.room.pinned_bytes()
-        assert tide is not None
+        reserve, pinned = engine.pool.admission.activation_reserve, engine.pool.admission.pinned_bytes()
+        assert reserve is not None
         assert pinned > sum(param.nbytes for param in model.parameters()) // 2
-        assert engine.pool.budget.capacity_bytes == tide.least_bytes + pinned
+        assert engine.pool.budget.capacity_bytes == reserve.least_bytes + pinned
         (short + long).backward()

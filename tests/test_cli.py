@@ -210,7 +210,7 @@ def test_flags_go_before_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     assert from_environment(os.environ) == PTMConfig(host_memory="2GB", update="blocking")
 
 
-def test_dials_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         __main__.main(["--ptm_host_memory", "lots", "script.py"])
     assert ended.value.code == 2

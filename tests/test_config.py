@@ -1,4 +1,4 @@
-"""Dials: their list, how they are read and refused, and what they come to on a machine."""
+"""Options: their list, how they are read and refused, and what they come to on a machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.machine import MemoryLimit
 from ptm_accel.units import GIB, KIB, MIB
 
-DIALS = (
+OPTIONS = (
     "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices, pipeline, "
     "checkpoint_hashes"
 )
@@ -33,9 +33,9 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 5 * GIB)
 
 
-class TestDials:
-    def test_the_list_of_dials_is_frozen(self) -> None:
-        """A new dial is a conscious act: it changes this test, the documentation and the changelog."""
+class TestOptions:
+    def test_the_list_of_options_is_frozen(self) -> None:
+        """A new option is a conscious act: it changes this test, the documentation and the changelog."""
         assert {field.name: field.default for field in dataclasses.fields(PTMConfig)} == {
             "device_memory": None,
             "host_memory": None,
@@ -80,7 +80,7 @@ class TestDials:
 
 
 @pytest.mark.parametrize(
-    ("dials", "message"),
+    ("options", "message"),
     [
         ({"host_memory": "lots"}, "host_memory: 'lots' is not a byte count; use a whole number of bytes"),
         ({"host_memory": True}, "host_memory: True is not a byte count; use"),
@@ -129,9 +129,9 @@ class TestDials:
         ({"disk": {"paths": "/a", "limit": "x"}}, "disk.limit: 'x' is not a byte count; use"),
     ],
 )
-def test_dials_that_cannot_be_used_are_refused(dials: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="^" + re.escape(message)):
-        PTMConfig.load(dials)
+        PTMConfig.load(options)
 
 
 class TestLoad:
@@ -155,7 +155,7 @@ class TestLoad:
         assert PTMConfig.load(file) == PTMConfig(host_memory=GIB)
 
     @pytest.mark.parametrize("text", ["", "# host_memory: 1GiB\n", "ptm_config:\n", "{}"])
-    def test_a_file_without_dials_is_the_default(self, tmp_path: Path, text: str) -> None:
+    def test_a_file_without_options_is_the_default(self, tmp_path: Path, text: str) -> None:
         file = tmp_path / "ptm.yaml"
         file.write_text(text)
         assert PTMConfig.load(file) == PTMConfig()
@@ -191,7 +191,7 @@ class TestLoad:
     def test_a_file_that_is_not_a_mapping(self, tmp_path: Path, text: str, kind: str) -> None:
         file = tmp_path / "ptm.yaml"
         file.write_text(text)
-        message = f"{file}: configuration: expected a mapping of dials, got {kind}; write lines such as"
+        message = f"{file}: configuration: expected a mapping of options, got {kind}; write lines such as"
         with pytest.raises(ConfigError, match="^" + re.escape(message)):
             PTMConfig.load(file)
 
@@ -232,8 +232,8 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("hunter2 and\nhunter2", "expected a mapping of dials, got str; write"),
-            ("- hunter2\n", "expected a mapping of dials, got list; write"),
+            ("hunter2 and\nhunter2", "expected a mapping of options, got str; write"),
+            ("- hunter2\n", "expected a mapping of options, got list; write"),
             ("hunter2: hunter2\n", "none of its 1 keys is one of a configuration; the keys are: device_memory"),
             ("root: x\n- hunter2: hunter2\n", "not valid YAML: expected <block end>, but found '-' (line 2, column 1)"),
             ("a: *hunter2\n", "not valid YAML: found undefined alias ... (line 1, column 4); correct that line."),
@@ -249,16 +249,16 @@ class TestLoad:
         assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
     @pytest.mark.parametrize(
-        ("dial", "value"),
+        ("option", "value"),
         [
             *(
-                (dial, value)
-                for dial in ("host_memory", "page_size")
+                (option, value)
+                for option in ("host_memory", "page_size")
                 for value in ("9" * 5000, 10**4000, "9" * 30 + "GB")
             ),
             *(
-                (dial, value)
-                for dial in ("token_slices", "pipeline", "pseudo_to_real")
+                (option, value)
+                for option in ("token_slices", "pipeline", "pseudo_to_real")
                 for value in ("9" * 5000, 10**400)
             ),
             ("disk", {"paths": "/tmp", "limit": "9" * 5000}),
@@ -266,35 +266,35 @@ class TestLoad:
             ("host_memory", "1e400GB"),
         ],
     )
-    def test_values_that_are_long_are_refused_in_short(self, dial: str, value: Any) -> None:
-        with pytest.raises(ConfigError, match=rf"^{dial}[.a-z]*: .*[;:] (use|write) ") as caught:
-            PTMConfig(**{dial: value})
+    def test_values_that_are_long_are_refused_in_short(self, option: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=rf"^{option}[.a-z]*: .*[;:] (use|write) ") as caught:
+            PTMConfig(**{option: value})
         assert len(str(caught.value)) < 300
 
     def test_what_is_no_mapping_either(self) -> None:
-        with pytest.raises(ConfigError, match="expected a mapping of dials, got int 3; write lines such as"):
+        with pytest.raises(ConfigError, match="expected a mapping of options, got int 3; write lines such as"):
             PTMConfig.load(3)  # type: ignore[arg-type]
 
     def test_an_unknown_key_with_a_suggestion(self) -> None:
-        message = f"configuration: unknown key 'host_mem'; did you mean 'host_memory'? The keys are: {DIALS}."
+        message = f"configuration: unknown key 'host_mem'; did you mean 'host_memory'? The keys are: {OPTIONS}."
         with pytest.raises(ConfigError, match=re.escape(message)):
             PTMConfig.load({"host_mem": "1GiB"})
 
     @pytest.mark.parametrize(
-        ("key", "dial"),
+        ("key", "option"),
         [("gpu_memory", "device_memory"), ("max-ram", "host_memory"), ("nvme_path", "disk"), ("params", None)],
     )
-    def test_what_others_call_a_dial(self, key: str, dial: str | None) -> None:
-        hint = f"did you mean '{dial}'? " if dial else ""
-        message = f"configuration: unknown key '{key}'; {hint}The keys are: {DIALS}."
+    def test_what_others_call_an_option(self, key: str, option: str | None) -> None:
+        hint = f"did you mean '{option}'? " if option else ""
+        message = f"configuration: unknown key '{key}'; {hint}The keys are: {OPTIONS}."
         with pytest.raises(ConfigError, match=re.escape(message)):
             PTMConfig.load({key: "1GiB"})
 
     def test_an_unknown_key_like_no_other(self) -> None:
-        with pytest.raises(ConfigError, match=f"^configuration: unknown key 7; The keys are: {DIALS}."):
+        with pytest.raises(ConfigError, match=f"^configuration: unknown key 7; The keys are: {OPTIONS}."):
             PTMConfig.load({7: 1})  # type: ignore[dict-item]
 
-    def test_dials_beside_the_section(self) -> None:
+    def test_options_beside_the_section(self) -> None:
         with pytest.raises(ConfigError, match="^configuration: disk stands beside the section 'ptm_config'; move it"):
             PTMConfig.load({"ptm_config": {"host_memory": "1GiB"}, "disk": "/a"})
 
@@ -351,7 +351,9 @@ class TestResolve:
         assert resolved.disk_verify
         assert f"disk: 1.00 MiB on {tmp_path}, verified (given)" in resolved.lines()
         assert (resolved.page_bytes, resolved.master_weights) == (64 * KIB, "fp32")
-        assert {dial: origin for dial, origin in resolved.origins.items() if origin != "given"} == {"update": "default"}
+        assert {option: origin for option, origin in resolved.origins.items() if origin != "given"} == {
+            "update": "default"
+        }
 
     def test_shares(self) -> None:
         resolved = resolve(PTMConfig(host_memory="25%", device_memory="50%"), device_total_bytes=10 * GIB)
@@ -389,12 +391,12 @@ class TestResolve:
             resolve(PTMConfig(device_memory="2GiB"), device_total_bytes=GIB)
 
     @pytest.mark.parametrize(
-        ("dials", "dial"),
+        ("options", "option"),
         [({"host_memory": "1%"}, "host_memory"), ({"host_memory": "4GiB", "device_memory": "2%"}, "device_memory")],
     )
-    def test_a_share_smaller_than_a_page(self, dials: dict[str, Any], dial: str) -> None:
-        with pytest.raises(ConfigError, match=f"^{dial}: .* MiB cannot hold one page of 1.00 GiB; raise {dial}"):
-            resolve(PTMConfig(page_size="1GiB", **dials), device_total_bytes=4 * GIB)
+    def test_a_share_smaller_than_a_page(self, options: dict[str, Any], option: str) -> None:
+        with pytest.raises(ConfigError, match=f"^{option}: .* MiB cannot hold one page of 1.00 GiB; raise {option}"):
+            resolve(PTMConfig(page_size="1GiB", **options), device_total_bytes=4 * GIB)
 
     def test_a_derived_budget_smaller_than_a_page(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "available_bytes", lambda: MIB)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 import ptm_accel
-from ptm_accel import config as dials
+from ptm_accel import config as options
 from ptm_accel import errors
 from ptm_accel.config import DiskConfig, PTMConfig
 from ptm_accel.engine import Engine
@@ -84,7 +84,7 @@ def test_snippets_run(page: Path, what_readers_have: dict[str, Any], tmp_path: P
         exec(compile(local, f"{_name(page)}, snippet {number + 1}", "exec"), names)
 
 
-def test_every_dial_is_documented() -> None:
+def test_every_option_is_documented() -> None:
     text = (DOCS / "configuration.md").read_text(encoding="utf-8")
     table = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
     assert table == {field.name for field in fields(PTMConfig)}
@@ -97,9 +97,9 @@ def test_every_default_is_the_documented_one() -> None:
     defaults = {line.split("`")[1]: line.rsplit("|", 2)[1].strip() for line in text.splitlines() if line[:3] == "| `"}
     assert defaults["page_size"] == f"`{PTMConfig().page_size}`"
     assert defaults["update"] == f"`{PTMConfig().update}`"
-    assert defaults["host_memory"].startswith(dials.HOST_SHARE)
-    assert defaults["device_memory"].startswith(dials.DEVICE_SHARE)
-    assert f"limit {dials.DISK_SHARE}" in defaults["disk"]
+    assert defaults["host_memory"].startswith(options.HOST_SHARE)
+    assert defaults["device_memory"].startswith(options.DEVICE_SHARE)
+    assert f"limit {options.DISK_SHARE}" in defaults["disk"]
 
 
 def test_every_error_is_in_troubleshooting() -> None:

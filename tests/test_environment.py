@@ -1,4 +1,4 @@
-"""The dials in environment variables."""
+"""The options in environment variables."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> Non
     assert all(isinstance(value, str) for value in told.values())
     read = from_environment(told)
     assert read is not None
-    for dial in ("device_memory", "host_memory", "page_size"):
-        asked = getattr(config, dial)
-        assert getattr(read, dial) == (None if asked is None else str(asked))
+    for option in ("device_memory", "host_memory", "page_size"):
+        asked = getattr(config, option)
+        assert getattr(read, option) == (None if asked is None else str(asked))
     assert (read.update, read.master_weights) == (config.update, config.master_weights)
     assert (read.pseudo_to_real, read.token_slices) == (config.pseudo_to_real, config.token_slices)
     assert read.checkpoint_hashes is config.checkpoint_hashes
@@ -72,13 +72,15 @@ def test_a_switch_that_is_neither() -> None:
 
 
 def test_a_variable_that_is_nearly_one() -> None:
-    with pytest.raises(ConfigError, match="PTM_HOST_MEMROY is not a dial of ptm_accel; did you mean PTM_HOST_MEMORY?"):
+    with pytest.raises(
+        ConfigError, match="PTM_HOST_MEMROY is not an option of ptm_accel; did you mean PTM_HOST_MEMORY?"
+    ):
         from_environment({SWITCH: "1", "PTM_HOST_MEMROY": "1GB"})
     assert from_environment({SWITCH: "1", "PTM_SOMETHING_ELSE": "1"}) == PTMConfig()
 
 
 def test_variables_go_before_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "dials.yaml"
+    file = tmp_path / "options.yaml"
     file.write_text("host_memory: 8GB\nupdate: blocking\n")
     read = from_environment({SWITCH: "1", "PTM_CONFIG_FILE": str(file), "PTM_HOST_MEMORY": "4GB"})
     assert read == PTMConfig(host_memory="4GB", update="blocking")
@@ -102,7 +104,7 @@ def test_a_path_with_a_comma() -> None:
         to_environment(PTMConfig(disk="/a,b"))
 
 
-def test_dials_of_a_script_and_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_script_and_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agreed(None) == PTMConfig()
     assert agreed({"host_memory": "1GB"}) == PTMConfig(host_memory="1GB")
     monkeypatch.setenv(SWITCH, "true")
@@ -110,11 +112,11 @@ def test_dials_of_a_script_and_of_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PTM_HOST_MEMORY", "2GB")
     assert agreed(None) == PTMConfig(host_memory="2GB")
     assert agreed({"host_memory": "2GB"}) == PTMConfig(host_memory="2GB")
-    with pytest.raises(ConfigError, match="the script gives the dials .*; leave one of them out"):
+    with pytest.raises(ConfigError, match="the script gives the options .*; leave one of them out"):
         agreed({"host_memory": "1GB"})
 
 
-def test_dials_that_do_nothing_are_told_of_once(
+def test_options_that_do_nothing_are_told_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ptm_accel.environment._told", set())
@@ -138,7 +140,9 @@ def test_dials_that_do_nothing_are_told_of_once(
     assert [message.split()[0] for message in caplog.messages] == ["PTM_UPDATE"]
 
 
-def test_dials_that_are_read_are_not_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_that_are_read_are_not_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("ptm_accel.environment._told", set())
     monkeypatch.setenv(SWITCH, "true")
     monkeypatch.setenv("PTM_HOST_MEMORY", "1GB")

@@ -143,9 +143,9 @@ def test_finetuning_refuses_two_sources_of_text() -> None:
         _module("finetune_clm").DataArguments(text_file="a.txt", dataset="b").load()
 
 
-def test_finetuning_refuses_two_sources_of_dials() -> None:
+def test_finetuning_refuses_two_sources_of_options() -> None:
     with pytest.raises(SystemExit, match=r"Give --ptm_config or --host_memory, not both\."):
-        _module("finetune_clm").PagingArguments(ptm_config="dials.yaml", host_memory="1GiB").dials()
+        _module("finetune_clm").PagingArguments(ptm_config="options.yaml", host_memory="1GiB").options()
 
 
 def test_the_loop_of_accelerate_gives_the_same_by_the_flag(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 def test_sft_with_trl(extra: list[str], model_folder: Path, tmp_path: Path) -> None:
     text_file = tmp_path / "notes.txt"
     text_file.write_text("\n\n".join(TEXT.splitlines()[:40]), encoding="utf-8")
-    dials = ["--host_memory", "1MiB", "--page_size", "16KiB", "--disk", str(tmp_path)]
-    common = [str(model_folder), "--text_file", str(text_file), *dials, "--max_steps", "2", "--max_length", "32"]
+    options = ["--host_memory", "1MiB", "--page_size", "16KiB", "--disk", str(tmp_path)]
+    common = [str(model_folder), "--text_file", str(text_file), *options, "--max_steps", "2", "--max_length", "32"]
     text = _run("sft_trl.py", *common, "--output_dir", "out", *extra, cwd=tmp_path)
     assert "2 steps; loss" in text
     name = "adapter_model.safetensors" if extra else "model.safetensors"

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import ptm_accel
 from ptm_accel import cli
 from ptm_accel.config import PTMConfig
-from ptm_accel.environment import TEXT_DIALS, overridden
+from ptm_accel.environment import TEXT_OPTIONS, overridden
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "first-model.md"
@@ -79,9 +79,9 @@ class Reader:
             parser = launch.launch_command_parser()
             add_flags(parser)
             given = parser.parse_args(words)
-            dials = {dial: text for dial in TEXT_DIALS if (text := getattr(given, f"ptm_{dial}")) is not None}
+            options = {option: text for option in TEXT_OPTIONS if (text := getattr(given, f"ptm_{option}")) is not None}
             assert given.use_ptm
-            with ptm_accel.enable(overridden(PTMConfig(), dials)):
+            with ptm_accel.enable(overridden(PTMConfig(), options)):
                 names = self._run([given.training_script, *given.training_script_args])
             self.entries = self.entries or [e for e in names["trainer"].state.log_history if "ptm_faults" in e]
 
@@ -123,8 +123,8 @@ def test_the_commands_as_a_shell_runs_them(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for dial in ast.literal_eval(_logged("{'loss'")):
-        assert f"'{dial}'" in done.stdout
+    for option in ast.literal_eval(_logged("{'loss'")):
+        assert f"'{option}'" in done.stdout
     for line in _logged("[ptm_accel] device").split("[ptm_accel] ")[1:]:
         assert f"[ptm_accel] {line.partition(':')[0]}: " in done.stderr
 

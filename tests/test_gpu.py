@@ -44,7 +44,7 @@ def repeating_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def dials(name: str, folder: Path, page_size: str) -> dict[str, Any]:
+def options(name: str, folder: Path, page_size: str) -> dict[str, Any]:
     """Device memory that a model has to move through."""
     folder.mkdir()
     floor, need = needs(ENTRIES[name].build(), folder, "mock+host")
@@ -114,7 +114,7 @@ def test_a_card_with_little_memory_gives_the_same_numbers(
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     # The CPU's kernels may round otherwise.
     monkeypatch.setattr(RunAhead, "updates_on_host", lambda self, parameter: False)
-    log, weights = train(name, tmp_path / "paged", dials(name, tmp_path / "probe", "4KiB"), **arguments)
+    log, weights = train(name, tmp_path / "paged", options(name, tmp_path / "probe", "4KiB"), **arguments)
     assert log == plain_log
     assert all(torch.equal(weights[key], plain_weights[key]) for key in plain_weights)
 
@@ -135,7 +135,7 @@ def test_updates_on_the_cpu_beside_a_card_are_those_of_the_card(
     monkeypatch.setattr(HostUpdates, "take", take)
     monkeypatch.setattr(RunAhead, "updates_on_host", lambda self, parameter: True)
     _, plain = train("llama", tmp_path / "plain", None, max_grad_norm=clip)
-    paged = dials("llama", tmp_path / "probe", "16KiB")
+    paged = options("llama", tmp_path / "probe", "16KiB")
     _, weights = train("llama", tmp_path / "paged", paged, max_grad_norm=clip)
     assert any(taken)
     for key, value in plain.items():

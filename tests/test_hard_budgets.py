@@ -1,4 +1,4 @@
-"""Budgets are hard: the whole process stays within what the dials promise, under a cap of the kernel's."""
+"""Budgets are hard: the whole process stays within what the options promise, under a cap of the kernel's."""
 
 from __future__ import annotations
 

@@ -230,14 +230,14 @@ class Twins:
                 # Some modules are never called: then there is a loss, which is let go of.
                 self.both(model, lambda m: m(**batch))
             except StopError:
-                owed = self.engine.pool.owed is not None
-                assert model is self.plain or owed or not self.engine.pool.pinned()
+                pending_updates = self.engine.pool.pending_updates is not None
+                assert model is self.plain or pending_updates or not self.engine.pool.pinned()
             finally:
                 handle.remove()
 
     def do_evict(self) -> None:
         for tensor in list(self.engine.pool.tensors()):
-            if tensor in self.engine.pool.shelf and self.rng.random() < 0.5:
+            if tensor in self.engine.pool.eviction and self.rng.random() < 0.5:
                 self.engine.pool.evict(tensor)
 
     def do_abort(self) -> None:
@@ -269,12 +269,12 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
             twins.optimizer.on_host.chosen = lambda name: chooser.random() < 0.7
         for _ in range(ACTIONS):
             done.append(twins.act())
-            # An update that is still owed holds its windows; after plain mode values stay until the next forward.
-            held = engine.pool.owed is not None or engine.training.plain.graphs.values
+            # An update that is still pending holds its windows; after plain mode values stay until the next forward.
+            held = engine.pool.pending_updates is not None or engine.training.plain.graphs.values
             assert held or not engine.pool.pinned(), done
             if on_host:
-                assert engine.pool.home is not None
-                engine.pool.home.check_integrity()
+                assert engine.pool.backing is not None
+                engine.pool.backing.check_integrity()
             else:
                 engine.check_integrity()
         values = paged.state_dict()

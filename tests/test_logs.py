@@ -8,13 +8,13 @@ import sys
 
 def run(setup: str) -> str:
     lines = ["import logging", setup, "from ptm_accel.environment import speak", "speak()", "speak()"]
-    code = "\n".join([*lines, "logging.getLogger('ptm_accel.engine').info('dials')"])
+    code = "\n".join([*lines, "logging.getLogger('ptm_accel.engine').info('options')"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stderr
 
 
 def test_messages_are_seen_once_without_any_configuration() -> None:
-    assert run("") == "[ptm_accel] dials\n"
+    assert run("") == "[ptm_accel] options\n"
 
 
 def test_a_programs_own_logging_is_left_alone() -> None:

@@ -1,4 +1,4 @@
-"""How dials become tiers."""
+"""How options become tiers."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_bytes_are_dealt_to_disks_by_their_speed(
 
     monkeypatch.setattr(opening, "build_memory", watched)
     monkeypatch.setattr(opening, "disk_rates", lambda asked: rates if list(asked) == paths else pytest.fail("asked"))
-    dials = PTMConfig(host_memory="64MiB", disk=[str(path) for path in paths], page_size=4096)
-    _, memory = opening.open_memory(dials, device=torch.device("cpu"))
+    options = PTMConfig(host_memory="64MiB", disk=[str(path) for path in paths], page_size=4096)
+    _, memory = opening.open_memory(options, device=torch.device("cpu"))
     memory.close()
     assert seen[0].disk_weights == weights
 
@@ -135,7 +135,7 @@ def test_before_activations_are_known_pages_keep_what_has_no_other_place(tmp_pat
         assert engine.pages.needs.least_beside_activations() == floor.total_bytes * 5 // 4
 
 
-@pytest.mark.parametrize("config", [{"host_memory": "1GiB"}, "dials.yaml"])
+@pytest.mark.parametrize("config", [{"host_memory": "1GiB"}, "options.yaml"])
 def test_an_engine_takes_a_configuration(config: Any) -> None:
     model = torch.nn.Linear(2, 2)
     message = "^configuration: expected a PTMConfig, got (dict|str) .*; pass PTMConfig.load"

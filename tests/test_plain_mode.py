@@ -221,7 +221,7 @@ def test_it_may_end_between_a_forward_and_its_backward(kind: str, thaws: bool, t
 
         def leave() -> None:
             for slot in engine.slots:
-                if slot.value.block in engine.pool.shelf:
+                if slot.value.block in engine.pool.eviction:
                     engine.pool.evict(slot.value.block)
             assert engine.pool.pinned()
 

@@ -169,8 +169,8 @@ def follow(model: Net) -> None:
 def make_way(model: Net) -> None:
     """As for a batch that leaves pages too little."""
     engine = engine_of(model)
-    if engine is not None and engine.pool.owed is not None:
-        assert engine.pool.owed.give_way()
+    if engine is not None and engine.pool.pending_updates is not None:
+        assert engine.pool.pending_updates.give_way()
 
 
 def take_stock(model: Net) -> None:
@@ -188,7 +188,7 @@ def let_leave(model: Net) -> None:
     engine = engine_of(model)
     if engine is not None and not engine.training.plain.active:
         for slot in engine.slots:
-            if slot.value.block in engine.pool.shelf:
+            if slot.value.block in engine.pool.eviction:
                 engine.pool.evict(slot.value.block)
 
 

@@ -61,7 +61,7 @@ def test_methods_of_the_engine(name: str) -> None:
     assert _signature(getattr(ptm_accel.Engine, name)) == METHODS[name]
 
 
-def test_the_dials() -> None:
+def test_the_options() -> None:
     names = [
         "device_memory",
         "host_memory",
@@ -78,7 +78,7 @@ def test_the_dials() -> None:
     assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit", "verify"]
     assert [field.name for field in dataclasses.fields(config.PseudoToRealConfig)] == ["delink", "moments"]
     assert [field.name for field in dataclasses.fields(config.PipelineConfig)] == ["stages"]
-    assert set(environment.TEXT_DIALS) == {*names, "disk_limit", "disk_verify", "moments", "pipeline_stages"} - {
+    assert set(environment.TEXT_OPTIONS) == {*names, "disk_limit", "disk_verify", "moments", "pipeline_stages"} - {
         "pipeline"
     }
 

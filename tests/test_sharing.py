@@ -16,9 +16,9 @@ from ptm_accel import opening
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, ConfigError
+from ptm_accel.memory.activation_reserve import ActivationReserve
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.tenants import Need, Tenants
-from ptm_accel.memory.tide import Tide
 from ptm_accel.pages import Pages, refuse_too_large
 from tests.plain_loop import adamw, sgd
 from tests.tiers import AMPLE, MEMORIES, config, needs, open_memory
@@ -31,7 +31,7 @@ def net(seed: int = 0, layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
 
 
-def dials(nbytes: int, directory: Path, **more: object) -> PTMConfig:
+def options(nbytes: int, directory: Path, **more: object) -> PTMConfig:
     return config(host_memory=nbytes, **{"disk": str(directory), **more})
 
 
@@ -139,7 +139,7 @@ def test_one_trains_beside_its_reference_to_the_same_numbers(kind: str, first: s
 
 def test_two_train_at_once_and_either_may_leave(tmp_path: Path, attached: Callable[..., Engine]) -> None:
     floors = [needs(net(seed, layers), tmp_path, "host+disk")[0] for seed, layers in ((0, 4), (1, 8))]
-    given = dials(sum(floors) + (16 << 10), tmp_path)
+    given = options(sum(floors) + (16 << 10), tmp_path)
     plain = [net(0), net(1, 8)]
     paged = copy.deepcopy(plain)
     engines = [attached(model, given) for model in paged]
@@ -166,7 +166,7 @@ def test_stock_may_be_taken_while_two_train_by_turns(tmp_path: Path, attached: C
     """What is left of a step of one, with its pins, is under way while the other is asked."""
     floor, need = needs(net(0, 12), tmp_path, "host+disk", optimizer=adamw)
     models = [net(0, 12), net(1, 12)]
-    engines = [attached(model, dials(floor + need, tmp_path)) for model in models]
+    engines = [attached(model, options(floor + need, tmp_path)) for model in models]
     steppers = [engine.bind_optimizer(adamw(engine.model)) for engine in engines]
     for number in range(6):
         for model, stepper in zip(models, steppers, strict=True):
@@ -180,14 +180,14 @@ def test_one_that_comes_in_the_middle_of_a_step_makes_the_first_plan(
 ) -> None:
     plain, paged = net(), net()
     floor, whole = needs(net(), tmp_path, "host+disk")
-    first = attached(paged, dials(floor + whole, tmp_path))
+    first = attached(paged, options(floor + whole, tmp_path))
     stock, stepper = adamw(plain), first.bind_optimizer(adamw(paged))
     for number in range(6):
         for model in (plain, paged):
             model(torch.ones(4, 64)).square().mean().backward()
         if number == 2:
             assert not first.run_ahead.enabled, "all of it fits"
-            attached(net(1), dials(floor + whole, tmp_path))
+            attached(net(1), options(floor + whole, tmp_path))
             assert first.run_ahead.enabled
         for optimizer in (stock, stepper):
             optimizer.step()
@@ -198,7 +198,7 @@ def test_one_that_comes_in_the_middle_of_a_step_makes_the_first_plan(
 
 def test_one_that_fails_or_is_forgotten_leaves_nothing(tmp_path: Path, attached: Callable[..., Engine]) -> None:
     floor = needs(net(), tmp_path, "host+disk")[0]
-    given = dials(3 * floor, tmp_path)
+    given = options(3 * floor, tmp_path)
     first = attached(net(), given)
     used = {tier: budget.used_bytes for tier, budget in first.memory.budgets.items()}
     resolved, memory = opening.open_memory(given, device=CPU)
@@ -209,7 +209,7 @@ def test_one_that_fails_or_is_forgotten_leaves_nothing(tmp_path: Path, attached:
     Engine.attach(net(2), given, device=CPU)
     gc.collect()
     assert first.pool.share_bytes == 3 * floor
-    first.pool.room.collect()
+    first.pool.admission.collect()
     assert {tier: budget.used_bytes for tier, budget in first.memory.budgets.items()} == used
 
 
@@ -219,7 +219,7 @@ def test_one_that_fails_or_is_forgotten_leaves_nothing(tmp_path: Path, attached:
 def test_too_little_for_both_is_refused_with_figures(tmp_path: Path, attached: Callable[..., Engine]) -> None:
     floor = needs(net(), tmp_path, "host+disk")[0]
     least = needs(net(), tmp_path, "host+disk", optimizer=sgd)[0]
-    first = attached(net(), dials(floor + least - 1, tmp_path))
+    first = attached(net(), options(floor + least - 1, tmp_path))
     second = net(1)
     values = [param.detach().clone() for param in second.parameters()]
     text = (
@@ -228,19 +228,19 @@ def test_too_little_for_both_is_refused_with_figures(tmp_path: Path, attached: C
         rf"\(with AdamW; an optimizer without state needs {floor + least}\), or take a model"
     )
     with pytest.raises(BudgetError, match=text) as refused:
-        attached(second, dials(floor + least - 1, tmp_path))
+        attached(second, options(floor + least - 1, tmp_path))
     found = re.search(r"at least (\d+) bytes", str(refused.value))
     assert found is not None
     assert all(torch.equal(param, value) for param, value in zip(second.parameters(), values, strict=True))
     first.close()
-    other = attached(net(), dials(floor + least, tmp_path))
-    engine = attached(second, dials(floor + least, tmp_path))
+    other = attached(net(), options(floor + least, tmp_path))
+    engine = attached(second, options(floor + least, tmp_path))
     with pytest.raises(BudgetError, match=rf"Set host_memory to at least {2 * floor} bytes, or take a model"):
         engine.bind_optimizer(adamw(second))
     engine.bind_optimizer(sgd(second))
     engine.close()
     other.close()
-    enough = dials(int(found[1]), tmp_path)
+    enough = options(int(found[1]), tmp_path)
     for model in (net(), net(1)):
         attached(model, enough).bind_optimizer(adamw(model))
 
@@ -249,7 +249,7 @@ def test_tiers_that_hold_too_little_of_both_are_refused(tmp_path: Path, attached
     floor = needs(net(), tmp_path, "host+disk")[0]
     nbytes = sum(param.nbytes for param in net().parameters())
     # Four tensors a parameter for the first, and for the second its values.
-    given = dials(2 * floor, tmp_path, disk={"paths": [str(tmp_path)], "limit": 7 * nbytes})
+    given = options(2 * floor, tmp_path, disk={"paths": [str(tmp_path)], "limit": 7 * nbytes})
     first, second = attached(net(), given), attached(net(1), given, evaluates=True)
     optimizer = first.bind_optimizer(adamw(first.model))
     train(first.model, optimizer, second.model, 0)
@@ -261,7 +261,7 @@ def test_tiers_that_hold_too_little_of_both_are_refused(tmp_path: Path, attached
 
 def test_without_a_tier_below_all_of_both_must_fit(tmp_path: Path, attached: Callable[..., Engine]) -> None:
     whole = needs(net(), tmp_path, optimizer=sgd)[1]
-    given = dials(2 * whole, tmp_path, disk=None)
+    given = options(2 * whole, tmp_path, disk=None)
     first, second = attached(net(), given), attached(net(1), given)
     optimizers = [engine.bind_optimizer(sgd(engine.model)) for engine in (first, second)]
     train(first.model, optimizers[0], second.model, 0)
@@ -271,30 +271,30 @@ def test_without_a_tier_below_all_of_both_must_fit(tmp_path: Path, attached: Cal
 
 def test_other_figures_are_refused_with_both(tmp_path: Path, attached: Callable[..., Engine]) -> None:
     floor = needs(net(), tmp_path, "host+disk")[0]
-    first = attached(net(), dials(4 * floor, tmp_path))
+    first = attached(net(), options(4 * floor, tmp_path))
     there, asked = f"host_memory={4 * floor}", f"host_memory={5 * floor}"
     text = f"on cpu: one is on pages already with {there}, and another was given {asked}. Give all of them the same, or"
     with pytest.raises(ConfigError, match=text):
-        attached(net(1), dials(5 * floor, tmp_path))
+        attached(net(1), options(5 * floor, tmp_path))
     text = rf"already with {there}, disk=DiskConfig\(paths=.*, and another was given {asked}, disk=None\. Give all"
     with pytest.raises(ConfigError, match=text):
-        attached(net(1), dials(5 * floor, tmp_path, disk=None))
+        attached(net(1), options(5 * floor, tmp_path, disk=None))
     # What says nothing of memory, or nothing at all, is no other figure.
-    for asked in (dials(4 * floor, tmp_path, update="blocking", master_weights="fp32"), PTMConfig()):
+    for asked in (options(4 * floor, tmp_path, update="blocking", master_weights="fp32"), PTMConfig()):
         other = attached(net(1), asked)
         assert other.memory.users is first.memory.users
         assert (other.config.update, other.config.page_bytes) == (asked.update, 4096)
         other.close()
     first.close()
-    attached(net(1), dials(5 * floor, tmp_path))
+    attached(net(1), options(5 * floor, tmp_path))
 
 
-def test_a_card_has_one_tide_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_has_one_activation_reserve_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The second model finds less room than the first, and no groups.
     monkeypatch.setattr(Pages, "grouped", False)
     memory = open_memory("mock+host+disk", AMPLE, tmp_path, host_bytes=AMPLE)
     first = Engine.attach(net(), config(), memory=memory)
-    card = memory.pool.room
+    card = memory.pool.admission
 
     class Quiet:
         live_bytes = 0
@@ -306,10 +306,12 @@ def test_a_card_has_one_tide_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         def trim(self) -> None: ...
 
-    card.tide = Tide(card.budget, AMPLE, first.pages.needs.least_beside_activations(), Quiet())
+    card.activation_reserve = ActivationReserve(
+        card.budget, AMPLE, first.pages.needs.least_beside_activations(), Quiet()
+    )
     before = card.budget.capacity_bytes
     second = Engine.attach(net(1), config(), memory=memory)
-    assert second.pool.room is card
+    assert second.pool.admission is card
     assert card.budget.capacity_bytes == 2 * before == 2 * (first.needs.floor.total_bytes * 5 // 4)
     for engine in (first, second):
         engine.close()

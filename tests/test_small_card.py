@@ -18,9 +18,9 @@ from ptm_accel import training
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory.activation_reserve import ActivationReserve
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
-from ptm_accel.memory.tide import Tide
 from ptm_accel.optim import arithmetic
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.units import MIB
@@ -78,10 +78,10 @@ def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, lengths: Se
     return losses
 
 
-def tide_of(engine: Engine) -> Tide:
-    tide = engine.pool.room.tide
-    assert isinstance(tide, Tide)
-    return tide
+def reserve_of(engine: Engine) -> ActivationReserve:
+    reserve = engine.pool.admission.activation_reserve
+    assert isinstance(reserve, ActivationReserve)
+    return reserve
 
 
 @pytest.mark.thinned(1)
@@ -179,7 +179,7 @@ def test_a_model_that_is_only_evaluated_keeps_what_fits_on_the_card() -> None:
             tier = engine.pool.compute
             assert isinstance(tier, CardTier)
             moved.append(tier.counts["bytes_in"])
-        assert not tide_of(engine).warming
+        assert not reserve_of(engine).warming
         assert not card.flushes
     assert moved[0] > nbytes // 2, "at first pages have the least, and what leaves comes again"
     assert moved[3] == moved[2], "then all stays"
@@ -226,7 +226,7 @@ def test_where_all_fits_nothing_moves_and_nothing_is_planned_once_a_step_was_see
 def test_a_batch_that_leaves_pages_too_little_is_refused_with_the_numbers() -> None:
     with on_card(model := llama(2), 256 * MIB) as (engine, _):
         train(model, engine.bind_optimizer(adamw(model)), [4096])
-        most, least = tide_of(engine).high_water_bytes, tide_of(engine).least_bytes
+        most, least = reserve_of(engine).high_water_bytes, reserve_of(engine).least_bytes
     # Enough for the step as it was, but not for that and an eighth.
     with (
         on_card(model := llama(2), most * 106 // 100 + least) as (engine, _),

@@ -77,9 +77,9 @@ def open_memory(
     return build_memory(capacities, MockDevice(delay=jitter(seed)))
 
 
-def config(**dials: object) -> PTMConfig:
-    """Dials for tiny models: pages so small that they page."""
-    return PTMConfig(**{"page_size": PAGE, **dials})  # type: ignore[arg-type]
+def config(**options: object) -> PTMConfig:
+    """Options for tiny models: pages so small that they page."""
+    return PTMConfig(**{"page_size": PAGE, **options})  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -91,14 +91,14 @@ def on_pages(
     *,
     host_bytes: int | None = None,
     seed: int = 0,
-    **dials: object,
+    **options: object,
 ) -> Iterator[Engine]:
     """The model on pages; at the end the conservation laws are checked and all memory is given back."""
-    page = dials.get("page_size", PAGE)
+    page = options.get("page_size", PAGE)
     assert isinstance(page, int)
     memory = open_memory(kind, compute_bytes, directory, seed=seed, host_bytes=host_bytes, page_bytes=page)
     try:
-        engine = Engine.attach(model, config(**dials), memory=memory)
+        engine = Engine.attach(model, config(**options), memory=memory)
         yield engine
         engine.check_integrity()
         engine.close()
@@ -130,13 +130,13 @@ def needs(
     kind: str = "mock+host",
     *,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
-    **dials: object,
+    **options: object,
 ) -> tuple[int, int]:
     """The floor and the need of a model (under an optimizer), in bytes. The model is plain again afterwards."""
     memory = open_memory(kind, AMPLE, directory)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Pages, "grouped", False)
-        engine = Engine.attach(model, config(**dials), memory=memory)
+        engine = Engine.attach(model, config(**options), memory=memory)
     if optimizer is not None:
         engine.bind_optimizer(optimizer(model))
     floor, need = engine.needs.floor.total_bytes, engine.needs.floor.whole_bytes
@@ -150,10 +150,10 @@ def budget_bytes(budget: str, floor: int, need: int) -> int:
 
 
 @contextmanager
-def at_floor(model: nn.Module, directory: Path, kind: str = "host+disk", **dials: object) -> Iterator[Engine]:
+def at_floor(model: nn.Module, directory: Path, kind: str = "host+disk", **options: object) -> Iterator[Engine]:
     """The model on pages under the least budget it can train under."""
-    floor, _ = needs(model, directory, kind, **dials)
-    with on_pages(model, kind, floor, directory, **dials) as engine:
+    floor, _ = needs(model, directory, kind, **options)
+    with on_pages(model, kind, floor, directory, **options) as engine:
         yield engine
 
 

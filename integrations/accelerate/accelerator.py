@@ -102,14 +102,14 @@ class PTMAccelerator(PagedStates):
 
     Args:
         *args: as for `Accelerator`.
-        ptm_config: the dials: a `PTMConfig`, a mapping, or the path of a YAML file.
+        ptm_config: the options: a `PTMConfig`, a mapping, or the path of a YAML file.
         memory: tiers made by the caller, instead of those of this machine.
         **kwargs: as for `Accelerator`.
 
     Raises:
         UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well; a device that is neither CUDA nor the
             CPU.
-        ConfigError: dials that cannot be used.
+        ConfigError: options that cannot be used.
     """
 
     scaler: torch.amp.GradScaler | None

@@ -21,7 +21,7 @@ from ptm_accel.environment import (
     CONFIG_FILE,
     PREFIX,
     SWITCH_FLAG,
-    TEXT_DIALS,
+    TEXT_OPTIONS,
     is_flag,
     misplaced_flag,
     overridden,
@@ -50,7 +50,7 @@ def extend_config(module: ModuleType) -> None:
 
     @dataclass
     class ClusterConfig(stock):  # type: ignore[misc]
-        """accelerate's own, with the dials of ptm_accel; None where there is no such section."""
+        """accelerate's own, with the options of ptm_accel; None where there is no such section."""
 
         ptm_config: dict[str, Any] | None = None
 
@@ -99,16 +99,16 @@ def _end(error: PTMError) -> NoReturn:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--use_ptm` and the dials to a parser of accelerate's; an unknown dial gets a suggestion."""
+    """Adds `--use_ptm` and the options to a parser of accelerate's; an unknown option gets a suggestion."""
     paradigms = (group for group in parser._action_groups if group.title == "Training Paradigm Arguments")
     next(paradigms, parser).add_argument(
         f"--{SWITCH_FLAG}", default=False, action="store_true", help="Whether to train on pages over GPU, CPU and SSD."
     )
-    group = parser.add_argument_group(_GROUP, "The dials of ptm_accel; each has a default derived on the machine.")
-    for dial, text in TEXT_DIALS.items():
-        group.add_argument(f"--{PREFIX}{dial}", default=None, help=f"{text[0].upper()}{text[1:]}.")
+    group = parser.add_argument_group(_GROUP, "The options of ptm_accel; each has a default derived on the machine.")
+    for option, text in TEXT_OPTIONS.items():
+        group.add_argument(f"--{PREFIX}{option}", default=None, help=f"{text[0].upper()}{text[1:]}.")
     group.add_argument(
-        f"--{PREFIX}{CONFIG_FILE}", default=None, help="YAML file with the dials; those given as flags go before it."
+        f"--{PREFIX}{CONFIG_FILE}", default=None, help="YAML file with the options; those given as flags go before it."
     )
     stock = parser.parse_known_args
 
@@ -135,11 +135,11 @@ def switch_on(args: argparse.Namespace, defaults: Any) -> None:
         defaults: its configuration file, if there is one.
 
     Raises:
-        ConfigError: dials that cannot be used, or without `--use_ptm`.
+        ConfigError: options that cannot be used, or without `--use_ptm`.
         UnsupportedError: another way to place parameters was asked for as well.
     """
     typed: set[str] = getattr(args, "nondefault", set())
-    names = (*TEXT_DIALS, CONFIG_FILE)
+    names = (*TEXT_OPTIONS, CONFIG_FILE)
     flags = {name: getattr(args, PREFIX + name) for name in names if PREFIX + name in typed}
     section = getattr(defaults, YAML_SECTION, None)
     if not args.use_ptm and section is None:

@@ -17,7 +17,7 @@ from .trainer import PTMTrainerMixin, ptm_trainer
 
 @dataclass(slots=True)
 class _Switch:
-    """Whether Trainers are put on pages, and with which dials (None: off)."""
+    """Whether Trainers are put on pages, and with which options (None: off)."""
 
     config: PTMConfig | None = None
     installed: bool = False
@@ -48,13 +48,13 @@ def enable(ptm_config: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | 
     """Puts every `transformers.Trainer` (or subclass) that is built from now on on pages, until `disable()`.
 
     Args:
-        ptm_config: the dials: a `PTMConfig`, a mapping, or the path of a YAML file.
+        ptm_config: the options: a `PTMConfig`, a mapping, or the path of a YAML file.
 
     Returns:
         a value that may be used as `with enable(...):`, to switch off at the end of the block.
 
     Raises:
-        ConfigError: dials that cannot be used, or other dials than those it is already enabled with.
+        ConfigError: options that cannot be used, or other options than those it is already enabled with.
     """
     config = PTMConfig.load(ptm_config)
     if _switch.config is not None:

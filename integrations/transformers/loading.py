@@ -23,9 +23,9 @@ from transformers.utils import ADAPTER_CONFIG_NAME  # type: ignore[attr-defined]
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
+from ptm_accel.memory.block import Place, placeholder
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.malloc import set_kept_blocks
-from ptm_accel.memory.paged import Place, placeholder
 from ptm_accel.memory.setup import Memory
 from ptm_accel.model.attach import Paged, small_bytes
 from ptm_accel.model.grouping import group_of
@@ -47,7 +47,7 @@ from .weights import (
 
 __all__ = ["from_config", "from_pretrained", "load_weights", "read_if_too_large"]
 
-Dials = PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+Options = PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 Opened = tuple[ResolvedConfig, Memory]
 
 _PLACED = "the budgets decide where parameters are; set host_memory, device_memory and disk instead"
@@ -68,7 +68,7 @@ _NOT_ON_PAGES = {
 def from_pretrained(
     auto_cls: Any,
     id_or_path: str | os.PathLike[str],
-    ptm_config: Dials = None,
+    ptm_config: Options = None,
     *,
     memory: Memory | None = None,
     **kwargs: Any,
@@ -82,7 +82,7 @@ def from_pretrained(
     Args:
         auto_cls: an auto class, such as `AutoModelForCausalLM`, or a model class.
         id_or_path: a model id on the Hub, or a local directory.
-        ptm_config: the dials: a `PTMConfig`, a mapping, or the path of a YAML file.
+        ptm_config: the options: a `PTMConfig`, a mapping, or the path of a YAML file.
         memory: tiers made by the caller, instead of those of this machine; closed if this fails.
         **kwargs: as for `auto_cls.from_pretrained`.
 
@@ -119,7 +119,7 @@ def read_if_too_large(
 
     Args:
         stock: the method, bound to its class.
-        config: the dials.
+        config: the options.
         host_bytes: a model whose parameters take no more than that is read as ever.
         *args: as for `stock`.
         **kwargs: as for `stock`; with those that decide where parameters are, the model is read as ever.
@@ -150,7 +150,7 @@ class _Reader:
     """Puts the tensors that transformers loads into a model onto pages.
 
     Args:
-        config: the dials.
+        config: the options.
         opened: the memory for the pages; None to open this machine's for a model that is larger than `host_bytes`, and
             to read others as ever.
         host_bytes: see above.
@@ -271,7 +271,7 @@ class _Reader:
 
 
 def from_config(
-    auto_cls: Any, config: Any, ptm_config: Dials = None, *, memory: Memory | None = None, **kwargs: Any
+    auto_cls: Any, config: Any, ptm_config: Options = None, *, memory: Memory | None = None, **kwargs: Any
 ) -> Any:
     """Builds a model on pages and initialises it there, one tensor at a time.
 
@@ -283,7 +283,7 @@ def from_config(
     Args:
         auto_cls: an auto class, such as `AutoModelForCausalLM`, or a model class.
         config: the model's configuration.
-        ptm_config: the dials: a `PTMConfig`, a mapping, or the path of a YAML file.
+        ptm_config: the options: a `PTMConfig`, a mapping, or the path of a YAML file.
         memory: tiers made by the caller, instead of those of this machine; closed if this fails.
         **kwargs: as for `auto_cls.from_config`.
 
@@ -295,8 +295,8 @@ def from_config(
         BudgetError: less than the least budget the model can train under, with the weights that it ties still apart.
     """
     _check_class(auto_cls)
-    dials = PTMConfig.load(ptm_config)
-    resolved, memory = open_memory(dials, memory)
+    options = PTMConfig.load(ptm_config)
+    resolved, memory = open_memory(options, memory)
     # Blocks that modules leave behind in the heap would be filled later by what is read and converted.
     set_kept_blocks(large=False)
     try:
@@ -304,7 +304,7 @@ def from_config(
             build = auto_cls.from_config if hasattr(auto_cls, "from_config") else auto_cls._from_config
             with initialization.no_init_weights(), _large_on_meta(small_bytes(resolved.page_bytes)):
                 model = build(config, **kwargs)
-        engine = Engine.take_over(model, dials, resolved, memory, {})
+        engine = Engine.take_over(model, options, resolved, memory, {})
         model.initialize_weights()
         left = [slot.name for slot in engine.slots if slot.value.place is Place.BLANK]
         if left:

@@ -41,7 +41,7 @@ def switch_models(module: ModuleType) -> None:
         module: `transformers.modeling_utils`.
 
     Raises:
-        ConfigError, BudgetError: dials that cannot be used.
+        ConfigError, BudgetError: options that cannot be used.
     """
     config = from_environment(os.environ)
     if config is None or config.disk is None:

@@ -45,11 +45,11 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
 
     Args:
         *args: as for the Trainer.
-        ptm_config: the dials: a `PTMConfig`, a mapping, or the path of a YAML file.
+        ptm_config: the options: a `PTMConfig`, a mapping, or the path of a YAML file.
         **kwargs: as for the Trainer.
 
     Raises:
-        ConfigError: dials that cannot be used.
+        ConfigError: options that cannot be used.
         UnsupportedError: DeepSpeed, FSDP or Megatron-LM is switched on as well, or `optim` names an optimizer that
             cannot run on pages.
     """
@@ -211,7 +211,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         """After any exception nothing stays half done: saving and training on are possible.
 
         Before the first step the models are as they were before this Trainer put them on pages, so that another one can
-        be given other dials.
+        be given other options.
         """
         before = {name: getattr(self, name) for name in _MADE_IN_TRAINING}
         outermost, self._runs = not self._runs, True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.copies import joined
-from ptm_accel.memory.paged import PagedTensor, Place
 
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pool
@@ -22,7 +22,7 @@ class Ahead:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def prefetch(self, tensor: PagedTensor) -> bool:
+    def prefetch(self, tensor: Block) -> bool:
         """Starts loading a tensor that is away, if there is room without waiting and without evicting.
 
         Returns:
@@ -32,10 +32,10 @@ class Ahead:
         with pool.lock:
             if tensor.place is not Place.AWAY:
                 return tensor.place is not Place.BLANK
-            if pool.owed is not None and pool.owed.elsewhere(tensor):
+            if pool.pending_updates is not None and pool.pending_updates.elsewhere(tensor):
                 return False
             if tensor.slot_bytes > pool.budget.free_bytes:
-                pool.room.collect()
+                pool.admission.collect()
             if tensor.slot_bytes > pool.budget.free_bytes:
                 return False
             try:
@@ -47,10 +47,10 @@ class Ahead:
                 pool.extents.settle_in(tensor, Place.DIRTY)
                 return True
             tensor.arrival, tensor.place = load, Place.ARRIVING
-            pool.shelf.touch(tensor)
+            pool.eviction.touch(tensor)
             return True
 
-    def receive(self, tensor: PagedTensor) -> None:
+    def receive(self, tensor: Block) -> None:
         """Waits for the load of a tensor: ARRIVING -> CLEAN.
 
         Raises:
@@ -67,18 +67,18 @@ class Ahead:
         tensor.arrival = None
         pool.extents.settle_in(tensor, pool.extents.place_when_loaded(tensor))
 
-    def turn_back(self, tensor: PagedTensor) -> None:
+    def turn_back(self, tensor: Block) -> None:
         """Gives up a load: ARRIVING -> AWAY. The memory is free once the transfer has ended."""
-        self._pool.shelf.take(tensor)
+        self._pool.eviction.take(tensor)
         load, tensor.arrival, tensor.place = tensor.arrival, None, Place.AWAY
         assert load is not None
         self._pool.extents.take_back(tensor, load)
 
-    def evict(self, tensor: PagedTensor) -> None:
+    def evict(self, tensor: Block) -> None:
         """As `Pool.evict`, without waiting: the memory is free once the store has ended.
 
         Raises:
-            BudgetError: the home has no room; nothing has changed.
+            BudgetError: the backing store has no room; nothing has changed.
             DiskError: the disk has failed.
         """
         pool = self._pool
@@ -88,23 +88,25 @@ class Ahead:
             if tensor.place is not Place.DIRTY:
                 pool.evict(tensor)
                 return
-            assert not tensor.pins and pool.home is not None, tensor
+            assert not tensor.pins and pool.backing is not None, tensor
             pool.traffic.start_store_whole(tensor)
             pool.stats.evictions += 1
             pool.extents.let_go(tensor, joined(tensor.stores))
             tensor.place = Place.AWAY
 
     def make_way(self, nbytes: int) -> bool:
-        """Starts evicting idle tensors, as far as the home has room; returns whether `nbytes` are free already."""
-        pool, room = self._pool, self._pool.room
+        """Starts evicting idle tensors, as far as the backing store has room; returns whether `nbytes` are free
+        already.
+        """
+        pool, admission = self._pool, self._pool.admission
         with pool.lock:
             if nbytes > pool.budget.free_bytes:
-                room.collect()
-            while nbytes > pool.budget.free_bytes + room.ending_bytes and (victim := pool.victim()) is not None:
+                admission.collect()
+            while nbytes > pool.budget.free_bytes + admission.ending_bytes and (victim := pool.victim()) is not None:
                 try:
                     self.evict(victim)
                 except BudgetError:
-                    # The home is full; a fault raises.
+                    # The backing store is full; a fault raises.
                     break
-                room.collect()
+                admission.collect()
             return nbytes <= pool.budget.free_bytes

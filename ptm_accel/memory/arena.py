@@ -1,4 +1,4 @@
-"""The compute tier of a machine without a device: blocks of host memory, and free runs kept for reuse."""
+"""The compute tier of a machine without a device: buffers of host memory, and free runs kept for reuse."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.memory.mapping import MappedRun, anonymous_run
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block
+from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer
 
 
 class HostArena:
-    """Hands out blocks of anonymous host memory (see `ComputeTier`).
+    """Hands out buffers of anonymous host memory (see `ComputeTier`).
 
-    The first touch of fresh memory costs more than filling it. So freed runs are kept by size for the next blocks, as
+    The first touch of fresh memory costs more than filling it. So freed runs are kept by size for the next buffers, as
     long as charged + kept bytes fit the budget; the size that was freed least recently is unmapped first. Callers
     charge before they `allocate`, and give the charge back just before they `recycle`.
 
@@ -35,8 +35,8 @@ class HostArena:
         self._lock = threading.RLock()
         budget.set_reclaimer(lambda: self.kept_bytes, self.reclaim)
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined. The caller has charged it.
+    def allocate(self, nbytes: int) -> Buffer:
+        """A buffer of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined. The caller has charged it.
 
         Raises:
             BudgetError: the machine itself has no more memory.
@@ -52,7 +52,7 @@ class HostArena:
                 run = anonymous_run(nbytes, "a tensor in use")
             self.live_bytes += nbytes
             self.reclaim(self._excess_bytes())
-        return Block(run.tensor(), run)
+        return Buffer(run.tensor(), run)
 
     def _take(self, size: int) -> MappedRun:
         """The newest kept run of a size."""
@@ -63,18 +63,18 @@ class HostArena:
         self.kept_bytes -= size
         return run
 
-    def recycle(self, block: Block) -> None:
-        """Takes back a block whose storage has died; the run is kept for the next blocks."""
-        run = block.region
+    def recycle(self, buffer: Buffer) -> None:
+        """Takes back a buffer whose storage has died; the run is kept for the next buffers."""
+        run = buffer.region
         assert isinstance(run, MappedRun), "block recycled twice, or not of this tier"
-        block.buffer = block.region = None
+        buffer.octets = buffer.region = None
         with self._lock:
             self.live_bytes -= run.nbytes
             self._kept.setdefault(run.nbytes, []).append(run)
             self._kept.move_to_end(run.nbytes)
             self.kept_bytes += run.nbytes
             del run
-            # Another thread may have reserved since the release of this block's charge.
+            # Another thread may have reserved since the release of this buffer's charge.
             self.reclaim(self.kept_bytes if self._closed else self._excess_bytes())
 
     def reclaim(self, nbytes: int) -> int:
@@ -88,7 +88,7 @@ class HostArena:
         return freed
 
     def close(self) -> None:
-        """Gives all kept memory back; that of live blocks follows as they are recycled. Idempotent."""
+        """Gives all kept memory back; that of live buffers follows as they are recycled. Idempotent."""
         with self._lock:
             self._closed = True
             self.reclaim(self.kept_bytes)

@@ -1,7 +1,7 @@
-"""A card's memory as pages see it: large blocks out of slabs, small ones from the card's allocator itself.
+"""A card's memory as pages see it: large buffers out of slabs, small ones from the card's allocator itself.
 
-Pages hold what their slabs and small blocks take, used or not. All else that the allocator has reserved is beside them:
-activations, workspaces, and the pieces between those.
+Pages hold what their slabs and small buffers take, used or not. All else that the allocator has reserved is beside
+them: activations, workspaces, and the pieces between those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.slabs import GRANULE_BYTES, Run, Slabs
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block
+from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer
 from ptm_accel.units import format_bytes
 
 SMALL_BYTES = 1 << 20
@@ -79,13 +79,13 @@ class Allocator(Protocol):
 
 
 class CardMemory:
-    """Hands out blocks of a card's memory.
+    """Hands out buffers of a card's memory.
 
     Args:
         allocator: where it comes from.
 
     Attributes:
-        slabs: what large blocks are cut from.
+        slabs: what large buffers are cut from.
     """
 
     _open: ClassVar[weakref.WeakSet[CardMemory]] = weakref.WeakSet()
@@ -99,17 +99,17 @@ class CardMemory:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes in blocks handed out and not yet recycled."""
+        """Bytes in buffers handed out and not yet recycled."""
         with self._lock:
             return self.slabs.used_bytes + self._small_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the card has less for others: slabs and small blocks."""
+        """Bytes that the card has less for others: slabs and small buffers."""
         return self.slabs.held_bytes + self._small_bytes
 
-    def allocate(self, nbytes: int, *, anywhere: bool = False) -> Block:
-        """A block of `nbytes`, contents undefined; `anywhere` also beyond what slabs may take together (`confine`).
+    def allocate(self, nbytes: int, *, anywhere: bool = False) -> Buffer:
+        """A buffer of `nbytes`, contents undefined; `anywhere` also beyond what slabs may take together (`confine`).
 
         Raises:
             DeviceBudgetError: there is no piece of that size.
@@ -121,30 +121,30 @@ class CardMemory:
                 if memory is None:
                     raise self._allocator.refusal(nbytes)
                 self._small_bytes += nbytes
-                # The block has the memory: a copy may still run when the last view of it has died.
-                return Block(self._allocator.view(memory, 0, nbytes), memory)
+                # The buffer has the memory: a copy may still run when the last view of it has died.
+                return Buffer(self._allocator.view(memory, 0, nbytes), memory)
             run = self.slabs.stretch(nbytes) if anywhere else self.slabs.take(nbytes)
             if run is None:
                 raise self._allocator.refusal(nbytes)
-            return Block(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run, run.users())
+            return Buffer(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run, run.users())
 
     def cuts(self, nbytes: int) -> bool:
-        """Whether blocks of that size are cut from slabs."""
+        """Whether buffers of that size are cut from slabs."""
         return nbytes > self._allocator.small_bytes
 
-    def recycle(self, block: Block) -> None:
-        """Takes back a block whose storage has died; what `Block.behind` names may still use one out of a slab."""
+    def recycle(self, buffer: Buffer) -> None:
+        """Takes back a buffer whose storage has died; what `Buffer.behind` names may still use one out of a slab."""
         with self._lock:
-            if isinstance(block.region, Run):
-                self.slabs.give(block.region, block.behind)
+            if isinstance(buffer.region, Run):
+                self.slabs.give(buffer.region, buffer.behind)
             else:
-                assert block.region is not _GONE, f"a block of {block.nbytes} B was recycled twice"
-                self._small_bytes -= block.nbytes
-                self._allocator.give_up(block.region)
-            block.region = _GONE
+                assert buffer.region is not _GONE, f"a block of {buffer.nbytes} B was recycled twice"
+                self._small_bytes -= buffer.nbytes
+                self._allocator.give_up(buffer.region)
+            buffer.region = _GONE
 
     def confine(self, nbytes: int) -> None:
-        """Limits what slabs take together; excess slabs give no more blocks."""
+        """Limits what slabs take together; excess slabs give no more buffers."""
         with self._lock:
             self.slabs.confine(nbytes)
 
@@ -163,7 +163,7 @@ class CardMemory:
         self._allocator.trim()
 
     def close(self) -> None:
-        """Gives memory back as blocks come back."""
+        """Gives memory back as buffers come back."""
         with self._lock:
             self.slabs.close()
 
@@ -179,7 +179,7 @@ class CardMemory:
 _GONE = object()
 
 
-class _Part:
+class _DeviceSlice:
     """A part of a tensor on a card by the CUDA array interface (version 2), to make another tensor of it."""
 
     def __init__(self, memory: torch.Tensor, offset: int, nbytes: int) -> None:
@@ -221,7 +221,7 @@ class TorchAllocator:
         for other in self._streams - {current}:
             current.wait_stream(other)
         self._streams.add(current)
-        return torch.as_tensor(_Part(memory, offset, nbytes), device=self._device)
+        return torch.as_tensor(_DeviceSlice(memory, offset, nbytes), device=self._device)
 
     def give_up(self, memory: torch.Tensor) -> None:
         """See `Allocator.give_up`. torch reuses it when all streams that were seen are done with what is queued now."""

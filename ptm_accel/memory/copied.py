@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ptm_accel.memory.paged import Part
+from ptm_accel.memory.block import Part
 from ptm_accel.memory.pool import Pool
 
 
@@ -20,8 +20,8 @@ def copied(pool: Pool, part: Part, device: torch.device) -> torch.Tensor:
         DiskError: what is away cannot be read.
     """
     with pool.lock:
-        if pool.owed is not None:
-            pool.owed.finish()
+        if pool.pending_updates is not None:
+            pool.pending_updates.finish()
         # A block that is being loaded has a buffer without values.
         if part.place.resident:
             extent = part.block.extent

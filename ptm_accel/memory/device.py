@@ -20,7 +20,7 @@ import torch
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.card_memory import CardMemory, TorchAllocator
 from ptm_accel.memory.timeline import EventScale
-from ptm_accel.memory.transfer import Block, ComputeTier, Transfer
+from ptm_accel.memory.transfer import Buffer, ComputeTier, Transfer
 
 _FOLD_AFTER = 1024
 """How many copies may wait to be added up."""
@@ -78,17 +78,17 @@ class LinkMeter:
 class DeviceTier(ComputeTier, Protocol):
     """A compute tier with memory of its own, so that bytes are copied between it and host memory.
 
-    Blocks are cut from pieces, so that there need not be one of a size although as many bytes are free; `allocate`
+    Buffers are cut from pieces, so that there need not be one of a size although as many bytes are free; `allocate`
     raises `DeviceBudgetError` then.
 
     Copies of one direction run in the order they were started; copies of different directions are not ordered. A
-    small block may be recycled, and a host range reused, only after the copies that touch it are done; one out of
-    `memory`'s slabs may be reused behind them (`Block.behind`).
+    small buffer may be recycled, and a host range reused, only after the copies that touch it are done; one out of
+    `memory`'s slabs may be reused behind them (`Buffer.behind`).
     """
 
     @property
     def memory(self) -> CardMemory | None:
-        """What blocks are cut from, and other memory grows into; None where there is no other."""
+        """What buffers are cut from, and other memory grows into; None where there is no other."""
         ...
 
     def copy_in(
@@ -142,7 +142,8 @@ def check_copy(into: torch.Tensor, source: torch.Tensor) -> None:
 class CudaTransfer:
     """A copy on one of a `CudaTier`'s streams, with the event that marks its end.
 
-    The source of a copy out is not reused under it: a block has its memory until it is recycled, after the copy, and of
+    The source of a copy out is not reused under it: a buffer has its memory until it is recycled, after the copy, and
+        of
     memory of its own torch's allocator knows the copy (`record_stream`); the tier keeps the host tensor. What a copy in
     fills is kept here until compute has been ordered behind the copy, or the copy has ended; at the latest compute is
     ordered behind it as this is dropped.
@@ -223,7 +224,7 @@ class CudaTier:
         device: a CUDA device; without an index, the current one.
 
     Attributes:
-        memory: where blocks come from.
+        memory: where buffers come from.
     """
 
     tier = Tier.DEVICE
@@ -242,17 +243,17 @@ class CudaTier:
         CudaTier._open.add(self)
         self._lock = threading.RLock()
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block of `nbytes`, contents undefined.
+    def allocate(self, nbytes: int) -> Buffer:
+        """A buffer of `nbytes`, contents undefined.
 
         Raises:
             DeviceBudgetError: what pages may take has no such piece, or the card has no room left.
         """
         return self.memory.allocate(nbytes)
 
-    def recycle(self, block: Block) -> None:
-        """Takes back a block whose storage has died; what `Block.behind` names may still run."""
-        self.memory.recycle(block)
+    def recycle(self, buffer: Buffer) -> None:
+        """Takes back a buffer whose storage has died; what `Buffer.behind` names may still run."""
+        self.memory.recycle(buffer)
 
     def limit(self, nbytes: int | None) -> None:
         """Makes torch's allocator refuse to reserve more than `nbytes` on the card (None: than it was allowed before).
@@ -319,7 +320,7 @@ class CudaTier:
         return event
 
     def close(self) -> None:
-        """Waits for the copies still running. Blocks live as long as their tensors."""
+        """Waits for the copies still running. Buffers live as long as their tensors."""
         CudaTier._open.discard(self)
         if not any(tier.device == self.device for tier in list(CudaTier._open)):
             self.limit(None)
@@ -332,7 +333,7 @@ class CudaTier:
         self.memory.close()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` if blocks and slabs do not add up."""
+        """Raises `AssertionError` if buffers and slabs do not add up."""
         self.memory.check_integrity()
 
     def _copy(
@@ -358,8 +359,8 @@ class CudaTier:
                 ended = torch.cuda.Event(enable_timing=True, blocking=True)
                 ended.record(stream)
             if direction is CopyDirection.OUT:
-                # For memory of torch's. Of a block it says nothing, whose storage torch has not allocated; the block is
-                # not given back before the copies that touch it are done.
+                # For memory of torch's. Of a buffer it says nothing, whose storage torch has not allocated; the buffer
+                # is not given back before the copies that touch it are done.
                 on_device.record_stream(stream)
             self._retire()
             self._in_flight[direction].append(_Running(began, ended, on_host))

@@ -1,4 +1,4 @@
-"""The disk tier: a home for bytes in scratch files, striped over one or several paths."""
+"""The disk tier: a backing store for bytes in scratch files, striped over one or several paths."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _refuse_buffers_beyond(host: Budget, buffers_bytes: int, block_bytes: int) -
 
 
 class DiskTier:
-    """Keeps bytes in scratch files (see `Home`); the handles are `DiskSlot`s.
+    """Keeps bytes in scratch files (see `BackingStore`); the handles are `DiskSlot`s.
 
     Unaligned offsets, lengths and tensors go through bounce buffers. Once a transfer and its retry have failed, every
     later call but `free` and `close` raises that error.
@@ -167,7 +167,7 @@ class DiskTier:
         return self._start(Direction.WRITE, handle, offset, source)
 
     def load(self, handle: DiskSlot, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> DiskTransfer:
-        """Starts copying the handle's bytes from `offset` on into `into`; see `Home.load`.
+        """Starts copying the handle's bytes from `offset` on into `into`; see `BackingStore.load`.
 
         Raises:
             DiskError: the tier is closed, or has failed.
@@ -178,7 +178,7 @@ class DiskTier:
     def snapshot(self, handle: DiskSlot) -> torch.Tensor:
         """The bytes as a 1-D `uint8` tensor over a private mapping; writing to it changes neither file nor slot.
 
-        See `Home.snapshot`; it may outlive `close`.
+        See `BackingStore.snapshot`; it may outlive `close`.
 
         Raises:
             DiskError: the tier is closed, or has failed, or the file cannot be mapped.
@@ -196,7 +196,7 @@ class DiskTier:
             return run.tensor()
 
     def copy(self, handle: DiskSlot, into: DiskSlot) -> None:
-        """See `Home.copy`.
+        """See `BackingStore.copy`.
 
         Raises:
             DiskError: as by `snapshot` and `store`.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ptm_accel.memory.paged import Extent, PagedTensor, Place
+from ptm_accel.memory.block import Block, Extent, Place
 from ptm_accel.memory.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ class Extents:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def make(self, tensor: PagedTensor, *, moves: bool = True, ordered: bool = True) -> Extent:
-        """Gives a tensor an extent whose bytes are still to be written (`moves`, `ordered`: see `Room.take_block`).
+    def make(self, tensor: Block, *, moves: bool = True, ordered: bool = True) -> Extent:
+        """Gives a tensor an extent whose bytes are still to be written (`moves`, `ordered`: see
+        `Admission.take_buffer`).
 
         Raises:
             BudgetError: no room.
@@ -34,26 +35,26 @@ class Extents:
             with torch.inference_mode(False):
                 return self.make(tensor, moves=moves, ordered=ordered)
         assert not self._pool.closed, f"the model of {tensor.name} is no longer on pages"
-        room, size = self._pool.room, tensor.slot_bytes
-        reservation, block = room.take_block(size, tensor.tag, tensor.name, moves=moves, ordered=ordered)
-        octets = block.buffer
+        admission, size = self._pool.admission, tensor.slot_bytes
+        reservation, buffer = admission.take_buffer(size, tensor.tag, tensor.name, moves=moves, ordered=ordered)
+        octets = buffer.octets
         assert octets is not None
-        used = octets if tensor.nbytes == block.nbytes else octets[: tensor.nbytes]
-        tensor.extent = Extent(used.view(tensor.dtype).view(tensor.shape), octets, block, reservation)
+        used = octets if tensor.nbytes == buffer.nbytes else octets[: tensor.nbytes]
+        tensor.extent = Extent(used.view(tensor.dtype).view(tensor.shape), octets, buffer, reservation)
         return tensor.extent
 
-    def wrap(self, tensor: PagedTensor, data: torch.Tensor) -> None:
+    def wrap(self, tensor: Block, data: torch.Tensor) -> None:
         """Makes `data`, which is alone in its storage, the extent of a tensor.
 
         Raises:
             BudgetError: no room.
         """
-        reservation = self._pool.room.reserve(tensor.nbytes, tensor.tag, tensor.name)
+        reservation = self._pool.admission.reserve(tensor.nbytes, tensor.tag, tensor.name)
         # A view would keep its base, which would count as viewed.
         own = data.data
         tensor.extent = Extent(own, own.view(-1).view(torch.uint8), None, reservation)
 
-    def bring(self, tensor: PagedTensor) -> None:
+    def bring(self, tensor: Block) -> None:
         """Brings in a tensor that is blank or away, while the caller waits.
 
         Raises:
@@ -77,7 +78,7 @@ class Extents:
             raise
         self.settle_in(tensor, self.place_when_loaded(tensor))
 
-    def begin_load(self, tensor: PagedTensor, *, moves: bool = True) -> Transfer | None:
+    def begin_load(self, tensor: Block, *, moves: bool = True) -> Transfer | None:
         """Makes the extent of a tensor that is away and starts filling it; None if there was nothing to load.
 
         Raises:
@@ -85,28 +86,28 @@ class Extents:
             DiskError: an earlier store of it failed.
         """
         extent = self.make(tensor, moves=moves, ordered=False)
-        assert extent.block is not None
-        behind, extent.block.behind = extent.block.behind, ()
+        assert extent.buffer is not None
+        behind, extent.buffer.behind = extent.buffer.behind, ()
         try:
             return self._pool.traffic.start_load(tensor, 0, extent.octets, extent.tensor, behind)
         except BaseException:
             self.take_back(tensor)
             raise
 
-    def place_when_loaded(self, tensor: PagedTensor) -> Place:
-        """What a tensor is once it has been loaded: dirty if the home lacks the end of it."""
+    def place_when_loaded(self, tensor: Block) -> Place:
+        """What a tensor is once it has been loaded: dirty if the backing store lacks the end of it."""
         return Place.CLEAN if tensor.stored_bytes >= tensor.slot_bytes else Place.DIRTY
 
-    def settle_in(self, tensor: PagedTensor, place: Place) -> None:
+    def settle_in(self, tensor: Block, place: Place) -> None:
         """The bytes are in the extent: the tensor may be used, and evicted."""
         tensor.place = place
         if not tensor.pins:
-            self._pool.shelf.touch(tensor)
+            self._pool.eviction.touch(tensor)
         if tensor.occupant is not None:
             assert tensor.extent is not None
             tensor.occupant.arrived(tensor.extent.tensor)
 
-    def leave_to_viewers(self, tensor: PagedTensor) -> None:
+    def leave_to_viewers(self, tensor: Block) -> None:
         """Gives a pinned tensor other memory with the same bytes if anybody else views what it has, and so keeps that.
 
         Raises:
@@ -122,18 +123,18 @@ class Extents:
         if tensor.occupant is not None:
             tensor.occupant.leaving(old.tensor)
             tensor.occupant.arrived(new.tensor)
-        self._pool.room.leave(old.octets, old.block, old.reservation)
+        self._pool.admission.leave(old.octets, old.buffer, old.reservation)
 
-    def take_back(self, tensor: PagedTensor, transfer: Transfer | None = None) -> None:
+    def take_back(self, tensor: Block, transfer: Transfer | None = None) -> None:
         """Takes the extent from a tensor; its memory is free once nobody views it and `transfer` has ended."""
         extent, tensor.extent = tensor.extent, None
         assert extent is not None
-        self._pool.room.leave(extent.octets, extent.block, extent.reservation, transfer)
+        self._pool.admission.leave(extent.octets, extent.buffer, extent.reservation, transfer)
 
-    def let_go(self, tensor: PagedTensor, store: Transfer | None = None) -> None:
+    def let_go(self, tensor: Block, store: Transfer | None = None) -> None:
         """As `take_back`, from a tensor that was resident."""
         assert tensor.extent is not None
         if tensor.occupant is not None:
             tensor.occupant.leaving(tensor.extent.tensor)
-        self._pool.shelf.take(tensor)
+        self._pool.eviction.take(tensor)
         self.take_back(tensor, store)

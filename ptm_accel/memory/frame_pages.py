@@ -1,4 +1,6 @@
-"""The pages of a `FrameHome`, their states, and how they lie in memory. Plain records: the home changes them."""
+"""The pages of a `HostStore`, their states, and how they lie in memory. Plain records: the backing store changes
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import torch
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.frames import Frame
 from ptm_accel.memory.mapping import FilePiece, MappedRun
-from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
+from ptm_accel.memory.transfer import ALIGN_BYTES, BackingStore, Transfer
 
 
-class FileHome(Home, Protocol):
-    """A home in files, which says where its bytes lie, so that they are mapped beside others."""
+class FileStore(BackingStore, Protocol):
+    """A backing store in files, which says where its bytes lie, so that they are mapped beside others."""
 
     def pieces(self, handle: Any) -> Sequence[FilePiece]:
         """The handle's bytes as runs of files, in order. All stores have ended before."""
@@ -116,7 +118,7 @@ class FrameRun(NamedTuple):
 
 
 class FrameHandle:
-    """Names a run of bytes in a `FrameHome`.
+    """Names a run of bytes in a `HostStore`.
 
     Attributes:
         pages: in order; all of the same size but the last.

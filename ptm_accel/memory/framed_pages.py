@@ -1,7 +1,7 @@
 """Pages in host frames that overflow to a disk: their states, and the room for them.
 
 Only the methods under "changes of state" change the state of a page. A page always has a frame or a slot on disk: so
-`FrameHome.new` makes room or refuses, and a later `store` or `load` needs no more room in sum. A frame that it needs
+`HostStore.new` makes room or refuses, and a later `store` or `load` needs no more room in sum. A frame that it needs
 comes from the least recently used page.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copies import finish, raise_first, settle
-from ptm_accel.memory.frame_pages import FileHome, FrameHandle, Page, PageState
+from ptm_accel.memory.frame_pages import FileStore, FrameHandle, Page, PageState
 from ptm_accel.memory.frames import Frame, FramePool
 from ptm_accel.memory.swap_space import SwapSpace
 from ptm_accel.memory.transfer import Transfer
@@ -26,7 +26,7 @@ from ptm_accel.units import format_bytes
 class FramedPages:
     """Pages with a frame or a slot each. Thread-safe."""
 
-    def __init__(self, frames: FramePool, disk: FileHome | None) -> None:
+    def __init__(self, frames: FramePool, disk: FileStore | None) -> None:
         self._frames = frames
         self._swap = None if disk is None else SwapSpace(disk, frames.frame_bytes)
         # Pages that have a frame, least recently used first.

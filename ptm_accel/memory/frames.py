@@ -46,7 +46,7 @@ class Frame:
 
     __slots__ = ("_offset", "_slab", "nbytes", "reservation")
 
-    def __init__(self, slab: _Slab, offset: int, nbytes: int, reservation: Reservation) -> None:
+    def __init__(self, slab: _FrameSlab, offset: int, nbytes: int, reservation: Reservation) -> None:
         self._slab = slab
         self._offset = offset
         self.nbytes = nbytes
@@ -102,7 +102,7 @@ class FramePool:
         assert frame_bytes % self._page_bytes == 0, (frame_bytes, page_bytes)
         assert self.slab_bytes >= frame_bytes and _power_of_two_below(self.slab_bytes) == self.slab_bytes, slab_bytes
         self._pin = pin
-        self._slabs: list[_Slab] = []
+        self._slabs: list[_FrameSlab] = []
         self._frames: dict[Frame, None] = {}
         # `_turn` makes `take` and `give` atomic. `_lock` guards the slabs, and is not held while the budget is called,
         # which calls `reclaim` under a lock of its own.
@@ -183,14 +183,14 @@ class FramePool:
 
     def by_use(self, frames: Iterable[Frame]) -> list[list[Frame]]:
         """Frames by slab; the slab of which they use least comes first."""
-        found: dict[_Slab, list[Frame]] = {}
+        found: dict[_FrameSlab, list[Frame]] = {}
         for frame in frames:
             found.setdefault(frame._slab, []).append(frame)
         return sorted(found.values(), key=lambda group: sum(frame.nbytes for frame in group))
 
     def by_page(self, frames: Iterable[Frame]) -> list[list[Frame]]:
         """Frames by the place of a whole page that they lie in; the place of which they use least comes first."""
-        found: dict[tuple[_Slab, int], list[Frame]] = {}
+        found: dict[tuple[_FrameSlab, int], list[Frame]] = {}
         for frame in frames:
             found.setdefault(self._place_of(frame), []).append(frame)
         return sorted(found.values(), key=lambda group: sum(frame.nbytes for frame in group))
@@ -199,7 +199,7 @@ class FramePool:
         """Whether two frames lie in the place of the same whole page."""
         return self._place_of(frame) == self._place_of(other)
 
-    def _place_of(self, frame: Frame) -> tuple[_Slab, int]:
+    def _place_of(self, frame: Frame) -> tuple[_FrameSlab, int]:
         return frame._slab, frame._offset // self.frame_bytes
 
     def reclaim(self, nbytes: int) -> int:
@@ -239,7 +239,7 @@ class FramePool:
                 )
         self.budget.check_integrity()
 
-    def _place(self, nbytes: int, other: _Slab | None) -> tuple[_Slab, int] | None:
+    def _place(self, nbytes: int, other: _FrameSlab | None) -> tuple[_FrameSlab, int] | None:
         for slab in self._slabs:
             offset = None if slab is other else slab.take(nbytes, self._page_bytes)
             if offset is not None:
@@ -251,7 +251,7 @@ class FramePool:
         assert offset is not None
         return new, offset
 
-    def _new_slab(self, nbytes: int) -> _Slab | None:
+    def _new_slab(self, nbytes: int) -> _FrameSlab | None:
         room = self.budget.capacity_bytes - self.budget.used_bytes - self.kept_bytes
         if room < nbytes:
             # Empty slabs that are too small for it.
@@ -259,7 +259,7 @@ class FramePool:
         size = min(self.slab_bytes, _power_of_two_below(room)) if room >= nbytes else 0
         if size < nbytes:
             return None
-        slab = _Slab(size)
+        slab = _FrameSlab(size)
         if self._pin is not None:
             try:
                 slab.pin(self._pin)
@@ -278,7 +278,7 @@ class FramePool:
         )
 
 
-class _Slab:
+class _FrameSlab:
     """A memory file, mapped once as shared, and which of its units are taken."""
 
     def __init__(self, nbytes: int) -> None:

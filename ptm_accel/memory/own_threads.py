@@ -30,7 +30,7 @@ def do_elsewhere_if_own(step: Callable[[], object]) -> None:
         step()
 
 
-class Runs(Protocol):
+class Job(Protocol):
     """What a `Worker` is given to do; errors are kept for whoever asks for the result."""
 
     def run(self) -> None:
@@ -42,12 +42,12 @@ class Worker:
     """A thread that carries out jobs one after the other; it begins with the first and ends with its owner."""
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Runs | None] = SimpleQueue()
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._name = name
         self._thread: OwnThread | None = None
         self._stop = weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, job: Runs) -> None:
+    def submit(self, job: Job) -> None:
         """Has a job carried out after those before it.
 
         Raises:
@@ -68,7 +68,7 @@ class Worker:
             self._thread.join()
 
 
-def _work(queue: SimpleQueue[Runs | None]) -> None:
+def _work(queue: SimpleQueue[Job | None]) -> None:
     while (job := queue.get()) is not None:
         job.run()
         # Until the next one comes nothing here may keep what was worked on.

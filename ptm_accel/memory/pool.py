@@ -1,8 +1,9 @@
 """The pool: brings paged tensors into the compute tier on demand, and evicts others to make room.
 
 It owns the tensors' places and the order of eviction: least recently used, unless an `Adviser` chooses. Its parts:
-`Room` grants and refuses charges, `Traffic` moves bytes to and from the home, `Extents` gives tensors their memory,
-`Windows` opens parts of tensors, `Ahead` prefetches and evicts beside compute, `Shelf` orders the idle tensors.
+`Admission` grants and refuses charges, `Traffic` moves bytes to and from the backing store, `Extents` gives tensors
+their memory, `Windows` opens parts of tensors, `Ahead` prefetches and evicts beside compute, `EvictionQueue` orders the
+idle tensors.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ptm_accel.memory.admission import Admission
 from ptm_accel.memory.ahead import Ahead
+from ptm_accel.memory.block import Adviser, Block, Part, PendingUpdates, Pin, Place, alone
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.calls import Calls
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import Keeping, close_all, settle
 from ptm_accel.memory.dispatch import keeps_results
+from ptm_accel.memory.eviction_queue import EvictionQueue
 from ptm_accel.memory.extents import Extents
-from ptm_accel.memory.paged import Adviser, Owed, PagedTensor, Part, Pin, Place, alone
-from ptm_accel.memory.room import Room
-from ptm_accel.memory.shelf import Shelf
 from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
 from ptm_accel.memory.traffic import PoolStats, Traffic
-from ptm_accel.memory.transfer import ComputeTier, Home
+from ptm_accel.memory.transfer import BackingStore, ComputeTier
 from ptm_accel.memory.windows import Windows
 
 _ROUNDED_BY = 64
@@ -38,14 +39,14 @@ _ROUNDED_BY = 64
 
 
 class Pool:
-    """Paged tensors of one model over one compute tier and one home.
+    """Paged tensors of one model over one compute tier and one backing store.
 
     Several models have a pool each over the same tiers (`beside`); any of them may evict tensors of the others.
 
     Args:
         compute: where kernels run.
         budget: the compute tier's budget.
-        home: the backing store, if any.
+        backing: the backing store, if any.
         card: memory that blocks share with torch's; None on a CPU.
 
     Attributes:
@@ -58,19 +59,19 @@ class Pool:
     """
 
     def __init__(
-        self, compute: ComputeTier, budget: Budget, home: Home | None, *, card: CardMemory | None = None
+        self, compute: ComputeTier, budget: Budget, backing: BackingStore | None, *, card: CardMemory | None = None
     ) -> None:
         self.compute = compute
         self.budget = budget
-        self.home = home
+        self.backing = backing
         self.stats = PoolStats()
         self.lock = threading.RLock()
         self.calls = Calls()
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
-        self.traffic = Traffic(home, self.stats, self.timeline)
+        self.traffic = Traffic(backing, self.stats, self.timeline)
         self.card = card
-        self.shelf = Shelf(has_home=home is not None)
-        self.room = Room(self)
+        self.eviction = EvictionQueue(has_backing=backing is not None)
+        self.admission = Admission(self)
         self.tenants = Tenants(budget)
         self._begin()
 
@@ -79,11 +80,11 @@ class Pool:
         self.windows = Windows(self)
         self.ahead = Ahead(self)
         self.adviser: Adviser | None = None
-        self.owed: Owed | None = None
+        self.pending_updates: PendingUpdates | None = None
         self.copies_in = self.closed = False
         self.need = Need()
         self._silent = False
-        self._tensors: dict[int, PagedTensor] = {}
+        self._tensors: dict[int, Block] = {}
         self._held: list[Reservation] = []
         self.tenants.pools.append(self)
 
@@ -115,22 +116,22 @@ class Pool:
         Raises:
             BudgetError: no room can be made.
         """
-        held = self.room.reserve(nbytes, tag, name)
+        held = self.admission.reserve(nbytes, tag, name)
         self._held = [*(other for other in self._held if other.live), held]
         return held
 
     def create(
         self, name: str, tag: Tag, shape: torch.Size, dtype: torch.dtype, *, fill: float = 0.0, movable: bool = True
-    ) -> PagedTensor:
+    ) -> Block:
         """A new paged tensor, every element `fill`; takes no memory yet."""
-        tensor = PagedTensor(name, tag, shape, dtype, fill)
+        tensor = Block(name, tag, shape, dtype, fill)
         tensor.movable = movable
         tensor.owner = self
         with self.lock:
             self._tensors[id(tensor)] = tensor
         return tensor
 
-    def adopt(self, tensor: PagedTensor, data: torch.Tensor, *, copied: bool = False) -> None:
+    def adopt(self, tensor: Block, data: torch.Tensor, *, copied: bool = False) -> None:
         """Makes `data` the bytes of a blank or away paged tensor.
 
         It is copied unless it is contiguous and alone in its storage.
@@ -145,8 +146,8 @@ class Pool:
         """
         assert not tensor.place.resident and data.shape == tensor.shape and data.dtype == tensor.dtype, tensor
         with self.lock:
-            if self.owed is not None:
-                self.owed.before_use(tensor)
+            if self.pending_updates is not None:
+                self.pending_updates.before_use(tensor)
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
             if (adviser := self.listener) is not None:
@@ -161,12 +162,12 @@ class Pool:
                 self.extents.wrap(tensor, data)
             self.extents.settle_in(tensor, Place.DIRTY)
 
-    def copies(self, tensor: PagedTensor) -> bool:
+    def copies(self, tensor: Block) -> bool:
         """Whether what is adopted for a tensor is copied (`copies_in`)."""
         # Small ones leave small holes, and a copy of them is rounded up to more than they are.
         return self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
 
-    def make(self, tensor: PagedTensor) -> torch.Tensor:
+    def make(self, tensor: Block) -> torch.Tensor:
         """Makes room for a blank tensor, all of which the caller writes at once: BLANK -> DIRTY.
 
         Raises:
@@ -180,18 +181,18 @@ class Pool:
             self.extents.settle_in(tensor, Place.DIRTY)
             return made
 
-    def drop(self, tensor: PagedTensor) -> None:
+    def drop(self, tensor: Block) -> None:
         """Lets go of all bytes of `tensor`: it is blank again."""
         with self.lock:
-            if self.owed is not None:
-                self.owed.before_use(tensor)
+            if self.pending_updates is not None:
+                self.pending_updates.before_use(tensor)
             assert tensor.pins == 0, f"{tensor!r} is pinned"
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
             elif tensor.place.resident:
                 self.extents.let_go(tensor)
             if tensor.handle is not None:
-                # Errors of these stores no longer matter; the home waits for those that use its own memory.
+                # Errors of these stores no longer matter; the backing store waits for those that use its own memory.
                 stores, tensor.stores = tensor.stores, []
                 settle([store for store in stores if self.card is None or isinstance(store, Keeping)])
                 self.traffic.release(tensor.handle)
@@ -199,7 +200,7 @@ class Pool:
             tensor.stored_bytes = 0
             tensor.place = Place.BLANK
 
-    def forget(self, tensor: PagedTensor | Part) -> None:
+    def forget(self, tensor: Block | Part) -> None:
         """Drops `tensor` and ends its life; a block ends with the last of its parts."""
         if isinstance(tensor, Part):
             tensor.used.discard(tensor.member)
@@ -210,7 +211,7 @@ class Pool:
         with self.lock:
             self._tensors.pop(id(tensor), None)
 
-    def fault(self, tensor: PagedTensor | Part, *, write: bool = False) -> torch.Tensor:
+    def fault(self, tensor: Block | Part, *, write: bool = False) -> torch.Tensor:
         """The tensor (of a part, all of its block) in the compute tier, brought in if it is not there.
 
         Args:
@@ -226,7 +227,7 @@ class Pool:
                 return tensor.of(self._fault(tensor.block, write))
             return self._fault(tensor, write)
 
-    def _fault(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
+    def _fault(self, tensor: Block, write: bool) -> torch.Tensor:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             # What is made within `torch.func` is of its kind, and of no use after it.
             with temporarily_clear_interpreter_stack():
@@ -236,14 +237,14 @@ class Pool:
                 return self._bring(tensor, write)
         return self._bring(tensor, write)
 
-    def _bring(self, tensor: PagedTensor, write: bool) -> torch.Tensor:
-        if self.owed is not None:
-            self.owed.before_use(tensor)
+    def _bring(self, tensor: Block, write: bool) -> torch.Tensor:
+        if self.pending_updates is not None:
+            self.pending_updates.before_use(tensor)
         if (adviser := self.listener) is not None:
             adviser.accessed(tensor, write=write)
         if tensor.place.resident:
             if not tensor.pins:
-                self.shelf.touch(tensor)
+                self.eviction.touch(tensor)
         elif tensor.place is Place.ARRIVING:
             self.ahead.receive(tensor)
         else:
@@ -253,7 +254,7 @@ class Pool:
         assert tensor.extent is not None
         return tensor.extent.tensor
 
-    def pin(self, tensor: PagedTensor | Part, *, write: bool = False) -> Pin:
+    def pin(self, tensor: Block | Part, *, write: bool = False) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
         part = None
         if isinstance(tensor, Part):
@@ -261,25 +262,25 @@ class Pool:
         with self.lock:
             self._fault(tensor, write)
             tensor.pins += 1
-            self.shelf.take(tensor)
+            self.eviction.take(tensor)
             return Pin(self, tensor, part)
 
-    def pin_arriving(self, tensor: PagedTensor) -> Pin:
+    def pin_arriving(self, tensor: Block) -> Pin:
         """Pins a tensor whose prefetch is under way; its bytes can be read after `fault`."""
         with self.lock:
             assert tensor.place is Place.ARRIVING, tensor
             tensor.pins += 1
-            self.shelf.take(tensor)
+            self.eviction.take(tensor)
             return Pin(self, tensor)
 
-    def unpin(self, tensor: PagedTensor) -> None:
+    def unpin(self, tensor: Block) -> None:
         """Ends a pin (`Pin.release`)."""
         with self.lock:
             tensor.pins -= 1
             assert tensor.pins >= 0, f"{tensor!r}: unpinned more often than pinned"
             # The load of an arriving one may have failed.
             if not tensor.pins and tensor.extent is not None:
-                self.shelf.touch(tensor)
+                self.eviction.touch(tensor)
 
     @property
     def fits_on_card(self) -> bool:
@@ -289,9 +290,9 @@ class Pool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that could be moved away now."""
-        return self.shelf.nbytes
+        return self.eviction.nbytes
 
-    def occupy(self, tensor: PagedTensor) -> None:
+    def occupy(self, tensor: Block) -> None:
         """Makes room for a tensor that is away: AWAY -> DIRTY, no load. The caller writes all of it, or `vacate`s.
 
         Raises:
@@ -302,7 +303,7 @@ class Pool:
             self.extents.make(tensor)
             self.extents.settle_in(tensor, Place.DIRTY)
 
-    def vacate(self, tensor: PagedTensor) -> None:
+    def vacate(self, tensor: Block) -> None:
         """Undoes `occupy`, before anything was written."""
         with self.lock:
             self.extents.let_go(tensor)
@@ -329,22 +330,22 @@ class Pool:
         if victim is not None:
             self.evict_behind(victim)
             return True
-        return any(pool.owed is not None and pool.owed.give_way() for pool in self.tenants.pools)
+        return any(pool.pending_updates is not None and pool.pending_updates.give_way() for pool in self.tenants.pools)
 
-    def victim(self) -> PagedTensor | None:
+    def victim(self) -> Block | None:
         """What is to leave next: the least recently used; None if nothing can."""
-        _, idle = self.tenants.giver(self.shelf.in_order())
-        return next(iter(idle), None) or self.shelf.last_resort()
+        _, idle = self.tenants.giver(self.eviction.in_order())
+        return next(iter(idle), None) or self.eviction.last_resort()
 
-    def evict(self, tensor: PagedTensor) -> None:
+    def evict(self, tensor: Block) -> None:
         """Evicts an idle tensor, storing it first if it is dirty.
 
         Raises:
-            BudgetError: the home has no room.
+            BudgetError: the backing store has no room.
             DiskError: the store failed; the tensor is then still resident and unharmed.
         """
         with self.lock:
-            assert tensor.extent is not None and not tensor.pins and self.home is not None, tensor
+            assert tensor.extent is not None and not tensor.pins and self.backing is not None, tensor
             self.stats.evictions += 1
             if tensor.place is Place.ARRIVING:
                 self.ahead.turn_back(tensor)
@@ -355,50 +356,50 @@ class Pool:
             self.extents.let_go(tensor)
             tensor.place = Place.AWAY
 
-    def evict_behind(self, tensor: PagedTensor) -> None:
+    def evict_behind(self, tensor: Block) -> None:
         """As `evict`; memory of a card can be used again behind the store, which is not waited for."""
         if self.card is None:
             self.evict(tensor)
         else:
             self.ahead.evict(tensor)
 
-    def flush(self, tensor: PagedTensor) -> None:
-        """Makes the home hold the newest bytes of a resident tensor; it stays resident."""
+    def flush(self, tensor: Block) -> None:
+        """Makes the backing store hold the newest bytes of a resident tensor; it stays resident."""
         with self.lock:
             tensor.note_changes()
-            if tensor.place is Place.DIRTY and self.home is not None:
+            if tensor.place is Place.DIRTY and self.backing is not None:
                 self.traffic.store_whole(tensor)
                 tensor.place = Place.CLEAN
 
-    def snapshot(self, tensor: PagedTensor | Part) -> torch.Tensor:
+    def snapshot(self, tensor: Block | Part) -> torch.Tensor:
         """The tensor's values as a CPU tensor that costs no charged memory.
 
         An extent in host memory that never leaves is given as a live alias, as plain torch's `state_dict` does; all
-        else is a private mapping of the home, which stays what it is.
+        else is a private mapping of the backing store, which stays what it is.
         """
         if isinstance(tensor, Part):
             return alone(tensor.of(self.snapshot(tensor.block)))
         with self.lock:
-            if self.owed is not None:
+            if self.pending_updates is not None:
                 # Snapshots are taken of many, and those that are kept leave little room to work in.
-                self.owed.finish()
+                self.pending_updates.finish()
             if tensor.place is Place.BLANK:
                 return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
             if tensor.place is Place.ARRIVING:
                 self.ahead.receive(tensor)
             if tensor.extent is not None:
-                movable = self.home is not None and tensor.movable and not tensor.pins
+                movable = self.backing is not None and tensor.movable and not tensor.pins
                 all_fits = 0 < self.whole_bytes <= self.budget.capacity_bytes
                 if self.budget.tier is Tier.HOST and (all_fits or not movable):
                     return tensor.extent.tensor.detach()
                 self.flush(tensor)
             self.traffic.settle(tensor)
             if tensor.stored_bytes < tensor.nbytes:
-                # An interrupted sweep has left the home unwritten; the rest is the fill value.
+                # An interrupted sweep has left the backing store unwritten; the rest is the fill value.
                 self.fault(tensor, write=True)
                 self.flush(tensor)
-            assert self.home is not None
-            octets = self.home.snapshot(tensor.handle)
+            assert self.backing is not None
+            octets = self.backing.snapshot(tensor.handle)
             return octets[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def close(self) -> None:
@@ -411,39 +412,39 @@ class Pool:
             if self.closed:
                 return
             self.closed = True
-            owed, self.owed = self.owed, None
-            steps: list[Callable[[], object]] = [] if owed is None else [owed.give_up]
+            pending_updates, self.pending_updates = self.pending_updates, None
+            steps: list[Callable[[], object]] = [] if pending_updates is None else [pending_updates.give_up]
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
             steps += [partial(_release, held) for held in self._held]
             self.tenants.pools.remove(self)
-            close_all([*steps, self._tensors.clear, self.room.settle])
+            close_all([*steps, self._tensors.clear, self.admission.settle])
 
-    def tensors(self) -> Iterator[PagedTensor]:
+    def tensors(self) -> Iterator[Block]:
         """All living paged tensors."""
         return iter(list(self._tensors.values()))
 
-    def pinned(self) -> list[PagedTensor]:
+    def pinned(self) -> list[Block]:
         """The pinned tensors of all models."""
         return [t for pool in self.tenants.pools for t in pool.tensors() if t.pins]
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` with the numbers unless places are right and charges are within the budget's use."""
         with self.lock:
-            self.room.collect()
-            charged = self.room.leaving_bytes
+            self.admission.collect()
+            charged = self.admission.leaving_bytes
             for tensor in [tensor for pool in self.tenants.pools for tensor in pool.tensors()]:
                 tensor.check()
                 if tensor.extent is not None:
                     charged += tensor.extent.reservation.nbytes
-            self.shelf.check_integrity()
+            self.eviction.check_integrity()
             if charged > self.budget.used_bytes:
                 raise AssertionError(
                     f"extents and memory on its way out hold {charged} of {self.budget.used_bytes} used bytes"
                 )
             self.budget.check_integrity()
             self.compute.check_integrity()
-            if self.home is not None:
-                self.home.check_integrity()
+            if self.backing is not None:
+                self.backing.check_integrity()
 
 
 def _release(held: Reservation) -> None:

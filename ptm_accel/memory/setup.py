@@ -1,4 +1,4 @@
-"""Builds the tiers that a machine has into one memory: compute tier, budgets, home."""
+"""Builds the tiers that a machine has into one memory: compute tier, budgets, backing store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.memory.copies import close_all
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.pinned import host_pin
 from ptm_accel.memory.pool import Pool
 
@@ -163,11 +163,11 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     budgets[Tier.DEVICE] = Budget(Tier.DEVICE, capacities.device_bytes)
     pin = host_pin() if isinstance(device, torch.device) else None
     frames = FramePool(host, _frame_bytes(capacities), page_bytes=capacities.page_bytes, pin=pin)
-    home = FrameHome(tier, frames, disk)
-    over: list[Closes] = [home, tier, frames]
+    backing = HostStore(tier, frames, disk)
+    over: list[Closes] = [backing, tier, frames]
     if disk is not None:
         over.append(disk)
     if tier.memory is not None:
         tier.memory.confine(capacities.device_bytes)
-    pool = Pool(tier, budgets[Tier.DEVICE], home, card=tier.memory)
+    pool = Pool(tier, budgets[Tier.DEVICE], backing, card=tier.memory)
     return Memory(pool, budgets, disk, over, device=tier)

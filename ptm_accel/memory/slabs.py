@@ -1,4 +1,4 @@
-"""Slabs: large pieces of a device's memory that blocks are cut from, so that pages leave no holes between activations.
+"""Slabs: large pieces of a device's memory that buffers are cut from, so that pages leave no holes between activations.
 
 torch's caching allocator gives no segment back while a part of it is used. Were pages, which stay for long, allocated
 among activations, which come and go, its free memory would soon lie in small pieces: a card is then full with a tenth
@@ -43,7 +43,7 @@ class Slab:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in blocks."""
+        """Bytes in buffers."""
         return self.nbytes - self.runs.free
 
 
@@ -56,7 +56,7 @@ class Run:
     nbytes: int
 
     def users(self) -> tuple[Transfer, ...]:
-        """The transfers that still use the memory, of blocks that it was before."""
+        """The transfers that still use the memory, of buffers that it was before."""
         if not self.slab.behind:
             return ()
         self.slab.behind = [each for each in self.slab.behind if not each[2].done()]

@@ -12,21 +12,21 @@ import torch
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.frame_pages import FileHome
+from ptm_accel.memory.frame_pages import FileStore
 from ptm_accel.memory.transfer import Transfer
 
 SPARES = 2
 
 
 class SwapSpace:
-    """A home for whole pages.
+    """A backing store for whole pages.
 
     Args:
         disk: where the slots are; owned, `close` closes it.
         page_bytes: the largest page.
     """
 
-    def __init__(self, disk: FileHome, page_bytes: int) -> None:
+    def __init__(self, disk: FileStore, page_bytes: int) -> None:
         self.disk = disk
         self._page_bytes = page_bytes
         self._spares: list[Any] = []

@@ -1,8 +1,8 @@
 """The pools over the same tiers: the share of each, and whose tensors are evicted.
 
-Models of one process that compute on one device share its budgets, home and order of eviction, and have a pool each. A
-model may use whatever is free; its plans count on its share, and tensors of the pool that is furthest beyond its share
-are evicted first.
+Models of one process that compute on one device share its budgets, backing store and order of eviction, and have a pool
+each. A model may use whatever is free; its plans count on its share, and tensors of the pool that is furthest beyond
+its share are evicted first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.budget import Budget
-from ptm_accel.memory.paged import PagedTensor
 
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pool
@@ -63,7 +63,7 @@ class Tenants:
         more = pool.need.whole_bytes - pool.need.least_bytes
         return pool.need.least_bytes + spare * more // max(wish, spare, 1)
 
-    def giver(self, idle: Iterable[PagedTensor]) -> tuple[Pool | None, Iterable[PagedTensor]]:
+    def giver(self, idle: Iterable[Block]) -> tuple[Pool | None, Iterable[Block]]:
         """The pool that is furthest beyond its share, and its part of `idle`, in the same order."""
         if len(self.pools) == 1:
             return self.pools[0], idle

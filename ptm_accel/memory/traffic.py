@@ -1,4 +1,4 @@
-"""Moves whole tensors and parts of them between the compute tier and the home, and counts what that took."""
+"""Moves whole tensors and parts of them between the compute tier and the backing store, and counts what that took."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.copies import Keeping, finish, order_behind
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.profiling import ranged
 from ptm_accel.memory.timeline import Span, Timeline, during
-from ptm_accel.memory.transfer import ALIGN_BYTES, Home, Transfer
+from ptm_accel.memory.transfer import ALIGN_BYTES, BackingStore, Transfer
 from ptm_accel.units import format_bytes
 
 _FILL_BYTES = 64 << 10
@@ -30,8 +30,8 @@ class PoolStats:
         faults: accesses to tensors that were not resident, nor prefetched.
         hits: accesses to prefetched tensors.
         evictions: tensors evicted.
-        loaded_bytes: from the home.
-        stored_bytes: to the home.
+        loaded_bytes: from the backing store.
+        stored_bytes: to the backing store.
         stall_s: how long the accessing thread has waited; a device waits for copies without it.
     """
 
@@ -43,21 +43,21 @@ class PoolStats:
     stall_s: float = 0.0
 
 
-def _name(tensor: PagedTensor) -> str:
+def _name(tensor: Block) -> str:
     return tensor.name
 
 
 class Traffic:
-    """Loads and stores over one home.
+    """Loads and stores over one backing store.
 
     Args:
-        home: where bytes go when there is no room; None if there is no such place.
+        backing: where bytes go when there is no room; None if there is no such place.
         stats: what is counted.
         timeline: of the device that computes; None where compute is carried out as it is called.
     """
 
-    def __init__(self, home: Home | None, stats: PoolStats, timeline: Timeline | None = None) -> None:
-        self.home = home
+    def __init__(self, backing: BackingStore | None, stats: PoolStats, timeline: Timeline | None = None) -> None:
+        self.backing = backing
         self.stats = stats
         self.timeline = timeline
         # Handles that are no tensor's any more, with snapshots that may still be alive.
@@ -73,27 +73,27 @@ class Traffic:
         finally:
             self.stats.stall_s += time.perf_counter() - begin
 
-    def handle_of(self, tensor: PagedTensor) -> Any:
-        """The home's handle of a tensor, made on first use.
+    def handle_of(self, tensor: Block) -> Any:
+        """The backing store's handle of a tensor, made on first use.
 
         Raises:
-            BudgetError: the home has no room.
+            BudgetError: the backing store has no room.
         """
-        assert self.home is not None, f"{tensor!r}: there is no home"
+        assert self.backing is not None, f"{tensor!r}: there is no backing store"
         if tensor.handle is None:
             self._free_kept()
-            tensor.handle = self.home.new(tensor.slot_bytes, tensor.tag, tensor.name)
+            tensor.handle = self.backing.new(tensor.slot_bytes, tensor.tag, tensor.name)
         return tensor.handle
 
     def release(self, handle: Any) -> None:
         """Frees a handle, once no snapshot of it is alive."""
-        assert self.home is not None
+        assert self.backing is not None
         if handle.snapshots and handle.held():
             self._kept.append(handle)
         else:
-            self.home.free(handle)
+            self.backing.free(handle)
 
-    def set_apart(self, tensor: PagedTensor, *, whole: bool = False) -> Any:
+    def set_apart(self, tensor: Block, *, whole: bool = False) -> Any:
         """Gives a tensor that is to be stored to another handle, if a snapshot of the present one is alive.
 
         What somebody has been given by `state_dict()` is what it was.
@@ -106,22 +106,22 @@ class Traffic:
             the handle.
 
         Raises:
-            BudgetError: the home has no room.
+            BudgetError: the backing store has no room.
         """
-        handle, home = tensor.handle, self.home
-        assert home is not None
+        handle, backing = tensor.handle, self.backing
+        assert backing is not None
         self._free_kept()
         if not handle.held():
             return handle
         try:
-            made = home.new(tensor.slot_bytes, tensor.tag, tensor.name)
+            made = backing.new(tensor.slot_bytes, tensor.tag, tensor.name)
         except BudgetError as refusal:
             raise type(refusal)(
                 f"{tensor.name}: a value of state_dict() is kept, and takes {format_bytes(tensor.slot_bytes)} beside "
                 f"the one that is to be stored. Drop it, or keep a copy of it (`value.clone()`). ({refusal})"
             ) from refusal
         if not whole:
-            home.copy(handle, made)
+            backing.copy(handle, made)
         tensor.handle = made
         self._kept.append(handle)
         return made
@@ -134,7 +134,7 @@ class Traffic:
     @ranged("load", _name)
     def start_load(
         self,
-        tensor: PagedTensor,
+        tensor: Block,
         offset: int,
         into: torch.Tensor,
         typed: torch.Tensor,
@@ -152,13 +152,13 @@ class Traffic:
         Raises:
             DiskError: an earlier store of it failed.
         """
-        assert self.home is not None
+        assert self.backing is not None
         self._look_at_ended(tensor)
         wanted = into.numel()
         there = min(max(0, tensor.stored_bytes - offset), wanted)
         load = None
         if there:
-            load = self.home.load(tensor.handle, offset, into if there == wanted else into[:there], behind)
+            load = self.backing.load(tensor.handle, offset, into if there == wanted else into[:there], behind)
         if there < wanted and (filled := there // tensor.dtype.itemsize) < typed.numel():
             order_behind(behind)
             typed.view(-1)[filled:].fill_(tensor.fill)
@@ -174,7 +174,7 @@ class Traffic:
         with self.stalled():
             transfer.order()
 
-    def settle(self, tensor: PagedTensor) -> None:
+    def settle(self, tensor: Block) -> None:
         """Waits for stores of `tensor` that may still run.
 
         Raises:
@@ -185,8 +185,8 @@ class Traffic:
             with self.stalled():
                 finish(stores)
 
-    def _look_at_ended(self, tensor: PagedTensor) -> None:
-        """Raises the error of a store that has failed; the home itself orders loads behind running stores."""
+    def _look_at_ended(self, tensor: Block) -> None:
+        """Raises the error of a store that has failed; the backing store itself orders loads behind running stores."""
         if not tensor.stores:
             return
         ended = [store for store in tensor.stores if store.done()]
@@ -194,42 +194,44 @@ class Traffic:
         finish(ended)
 
     @ranged("store", _name)
-    def start_store(self, tensor: PagedTensor, offset: int, octets: torch.Tensor) -> Transfer:
+    def start_store(self, tensor: Block, offset: int, octets: torch.Tensor) -> Transfer:
         """Starts storing part of a tensor; later loads of it wait for that."""
-        assert self.home is not None
+        assert self.backing is not None
         handle = self.handle_of(tensor)
         if handle.snapshots:
             handle = self.set_apart(tensor)
         if offset > tensor.stored_bytes:
             self._fill(tensor, offset, octets.device)
-        transfer = self.home.store(handle, offset, octets)
+        transfer = self.backing.store(handle, offset, octets)
         tensor.stores.append(transfer)
         tensor.stored_bytes = max(tensor.stored_bytes, offset + octets.numel())
         self.stats.stored_bytes += octets.numel()
         return transfer
 
-    def _fill(self, tensor: PagedTensor, stop: int, device: torch.device) -> None:
-        """Stores the fill value up to `stop`: the home has bytes from the start on, and parts come in any order."""
-        assert self.home is not None
+    def _fill(self, tensor: Block, stop: int, device: torch.device) -> None:
+        """Stores the fill value up to `stop`: the backing store has bytes from the start on, and parts come in any
+        order.
+        """
+        assert self.backing is not None
         piece = torch.empty(min(stop - tensor.stored_bytes, _FILL_BYTES), dtype=torch.uint8, device=device)
         piece.view(tensor.dtype).fill_(tensor.fill)
         with self.stalled():
             while (at := tensor.stored_bytes) < stop:
                 size = min(stop - at, piece.numel())
                 # Waited for: what is stored there next must come after it.
-                self.home.store(tensor.handle, at, piece[:size]).wait()
+                self.backing.store(tensor.handle, at, piece[:size]).wait()
                 tensor.stored_bytes += size
                 self.stats.stored_bytes += size
 
     @ranged("store", _name)
-    def start_store_whole(self, tensor: PagedTensor) -> None:
+    def start_store_whole(self, tensor: Block) -> None:
         """Starts storing a resident tensor; later loads of it wait for that.
 
         Raises:
-            BudgetError: the home has no room; nothing was started.
+            BudgetError: the backing store has no room; nothing was started.
             DiskError: it cannot be started.
         """
-        assert self.home is not None and tensor.extent is not None
+        assert self.backing is not None and tensor.extent is not None
         handle = self.handle_of(tensor)
         if handle.snapshots:
             handle = self.set_apart(tensor, whole=True)
@@ -240,20 +242,20 @@ class Traffic:
         nbytes = octets.numel()
         aligned = nbytes // ALIGN_BYTES * ALIGN_BYTES
         if aligned:
-            tensor.stores.append(self.home.store(handle, 0, octets if aligned == nbytes else octets[:aligned]))
+            tensor.stores.append(self.backing.store(handle, 0, octets if aligned == nbytes else octets[:aligned]))
         if aligned < nbytes:
             # Adopted memory ends where its tensor ends; the last, short unit goes through a padded copy.
             tail = torch.zeros(ALIGN_BYTES, dtype=torch.uint8, device=octets.device)
             tail[: nbytes - aligned] = octets[aligned:]
-            tensor.stores.append(Keeping(self.home.store(handle, aligned, tail), tail))
+            tensor.stores.append(Keeping(self.backing.store(handle, aligned, tail), tail))
         self.stats.stored_bytes += tensor.slot_bytes
         tensor.stored_bytes = tensor.slot_bytes
 
-    def store_whole(self, tensor: PagedTensor) -> None:
+    def store_whole(self, tensor: Block) -> None:
         """Stores a resident tensor and waits until that is done.
 
         Raises:
-            BudgetError: the home has no room.
+            BudgetError: the backing store has no room.
             DiskError: it failed; the extent is still good.
         """
         before = tensor.stored_bytes, self.stats.stored_bytes

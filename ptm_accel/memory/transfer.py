@@ -1,9 +1,9 @@
-"""What a tier must offer so that the pool can move bytes through it: blocks, homes and transfers.
+"""What a tier must offer so that the pool can move bytes through it: buffers, backing stores and transfers.
 
 The pool (`ptm_accel.memory.pool`) knows two places for a tensor's bytes. In the *compute tier* they lie in one
-contiguous block that kernels read; in a *home* they wait between uses, cut into pages as the home likes. On a
-CPU-only machine the compute tier is host memory and the home is the disk; with a device the compute tier is the
-device's memory and the home is host frames that may overflow to the disk.
+contiguous buffer that kernels read; in a *backing store* they wait between uses, cut into pages as the backing store
+likes. On a CPU-only machine the compute tier is host memory and the backing store is the disk; with a device the
+compute tier is the device's memory and the backing store is host frames that may overflow to the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ptm_accel.memory.budget import Tag, Tier
 
 ALIGN_BYTES = 4096
-"""Blocks and slots are multiples of this, as `O_DIRECT` asks for."""
+"""Buffers and slots are multiples of this, as `O_DIRECT` asks for."""
 
 
 def round_up(nbytes: int, multiple: int = ALIGN_BYTES) -> int:
@@ -43,44 +43,44 @@ class Transfer(Protocol):
         ...
 
 
-class Block:
+class Buffer:
     """A contiguous run of compute-tier bytes, as a 1-D `uint8` tensor that others may take views of.
 
-    The views own the bytes, not the block: `buffer` is dropped first, and the tier takes the run back
+    The views own the bytes, not the buffer: `octets` is dropped first, and the tier takes the run back
     (`ComputeTier.recycle`) only when the last view of its storage has died.
 
     Attributes:
-        buffer: the bytes; None once dropped.
+        octets: the bytes; None once dropped.
         nbytes: its length, a multiple of `ALIGN_BYTES`.
         region: what the tier needs to take the run back.
         behind: transfers that still use the memory: what is written to it comes after them.
     """
 
-    __slots__ = ("behind", "buffer", "nbytes", "region")
+    __slots__ = ("behind", "nbytes", "octets", "region")
 
     def __init__(self, buffer: torch.Tensor, region: Any, behind: tuple[Transfer, ...] = ()) -> None:
-        self.buffer: torch.Tensor | None = buffer
+        self.octets: torch.Tensor | None = buffer
         self.nbytes = buffer.numel()
         self.region = region
         self.behind = behind
 
 
 class ComputeTier(Protocol):
-    """Where kernels run: hands out contiguous blocks. Charging them is the caller's business."""
+    """Where kernels run: hands out contiguous buffers. Charging them is the caller's business."""
 
     tier: Tier
     device: torch.device
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined.
+    def allocate(self, nbytes: int) -> Buffer:
+        """A buffer of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined.
 
         Raises:
             BudgetError: the machine itself has no more memory (not: the budget, which the caller holds).
         """
         ...
 
-    def recycle(self, block: Block) -> None:
-        """Takes back a block whose storage has died."""
+    def recycle(self, buffer: Buffer) -> None:
+        """Takes back a buffer whose storage has died."""
         ...
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class ComputeTier(Protocol):
         ...
 
 
-class Home(Protocol):
+class BackingStore(Protocol):
     """Where bytes wait between uses. A handle (`new`) names a run of `nbytes` bytes, whatever lies under it.
 
     Offsets and lengths of `store` and `load` are multiples of `ALIGN_BYTES`; handles are rounded up to it.
@@ -129,7 +129,7 @@ class Home(Protocol):
         ...
 
     def snapshot(self, handle: Any) -> torch.Tensor:
-        """The bytes as a 1-D uint8 CPU tensor that costs no charged memory (a private mapping of the home).
+        """The bytes as a 1-D uint8 CPU tensor that costs no charged memory (a private mapping of the backing store).
 
         As long as it lives, `held` of the handle is true, and nobody stores to the handle or frees it. All stores have
         ended before.

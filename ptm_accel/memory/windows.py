@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ptm_accel.memory.block import PART_ALIGN, Block, Part, Pin, Place
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PART_ALIGN, PagedTensor, Part, Pin, Place
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
+from ptm_accel.memory.host_store import HostStore
+from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer, Transfer, round_up
 
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pool
@@ -32,14 +32,14 @@ class Window:
         shape: that of the tensor, or of the part, if the window is all of it.
         tensor: the elements, 1-D, of a staged copy, and of an extent after `Windows.ready`; until `Windows.close`.
         pin: what keeps the extent, if the tensor is resident.
-        block: the staged copy's memory, if it is not.
-        reservation: the charge for the block.
-        load: the transfer that fills the block.
+        buffer: the staged copy's memory, if it is not.
+        reservation: the charge for the buffer.
+        load: the transfer that fills the buffer.
     """
 
-    __slots__ = ("block", "load", "pin", "reservation", "shape", "source", "start", "stop", "tensor")
+    __slots__ = ("buffer", "load", "pin", "reservation", "shape", "source", "start", "stop", "tensor")
 
-    def __init__(self, source: PagedTensor | Part, start: int, stop: int) -> None:
+    def __init__(self, source: Block | Part, start: int, stop: int) -> None:
         # All of it is given in its shape.
         self.shape = source.shape if start == 0 and stop == source.numel else None
         if isinstance(source, Part):
@@ -49,7 +49,7 @@ class Window:
         self.stop = stop
         self.tensor: torch.Tensor | None = None
         self.pin: Pin | None = None
-        self.block: Block | None = None
+        self.buffer: Buffer | None = None
         self.reservation: Reservation | None = None
         self.load: Transfer | None = None
 
@@ -69,7 +69,7 @@ class Windows:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def open(self, source: PagedTensor | Part, start: int, stop: int, *, reads: bool = True) -> Window:
+    def open(self, source: Block | Part, start: int, stop: int, *, reads: bool = True) -> Window:
         """Elements [start, stop) for reading and writing; the byte offset of `start` is a multiple of `ALIGN_BYTES`.
 
         A resident or arriving tensor gives a view of its extent. One that is away is staged: the load is started here,
@@ -83,8 +83,8 @@ class Windows:
         window = Window(source, start, stop)
         tensor, start, stop = window.source, window.start, window.stop
         with pool.lock:
-            if pool.owed is not None:
-                pool.owed.before_use(tensor)
+            if pool.pending_updates is not None:
+                pool.pending_updates.before_use(tensor)
             if tensor.place is Place.ARRIVING:
                 # Pinned for each window: another may be closed before this one is ready.
                 window.pin = pool.pin_arriving(tensor)
@@ -96,20 +96,20 @@ class Windows:
             assert offset % ALIGN_BYTES == 0, (tensor, start)
             nbytes = (stop - start) * tensor.dtype.itemsize
             loads = reads and tensor.place is Place.AWAY
-            reservation, block = pool.room.take_block(nbytes, Tag.STAGING, tensor.name, ordered=not loads)
-            assert block.buffer is not None
-            typed = block.buffer[:nbytes].view(tensor.dtype)
-            window.tensor, window.block, window.reservation = typed, block, reservation
+            reservation, buffer = pool.admission.take_buffer(nbytes, Tag.STAGING, tensor.name, ordered=not loads)
+            assert buffer.octets is not None
+            typed = buffer.octets[:nbytes].view(tensor.dtype)
+            window.tensor, window.buffer, window.reservation = typed, buffer, reservation
             if not reads:
                 return window
             if not loads:
                 typed.fill_(tensor.fill)
                 return window
-            behind, block.behind = block.behind, ()
+            behind, buffer.behind = buffer.behind, ()
             try:
-                window.load = pool.traffic.start_load(tensor, offset, block.buffer, typed, behind)
+                window.load = pool.traffic.start_load(tensor, offset, buffer.octets, typed, behind)
             except BaseException:
-                pool.room.leave(block.buffer, block, reservation)
+                pool.admission.leave(buffer.octets, buffer, reservation)
                 raise
             return window
 
@@ -139,7 +139,7 @@ class Windows:
 
     def _extent(self, window: Window) -> torch.Tensor:
         """What the source of a window has in the compute tier, waited for."""
-        assert window.block is None, "window used after its end"
+        assert window.buffer is None, "window used after its end"
         if window.pin is None:
             window.pin = self._pool.pin(window.source)
         elif not window.source.place.resident:
@@ -147,10 +147,10 @@ class Windows:
         return window.pin.tensor
 
     def close(self, window: Window, *, wrote: bool) -> None:
-        """Ends a window; what was written is on its way home (or in the extent) afterwards.
+        """Ends a window; what was written is on its way to the backing store (or in the extent) afterwards.
 
         Raises:
-            BudgetError: the home has no room.
+            BudgetError: the backing store has no room.
         """
         pool = self._pool
         with pool.lock:
@@ -160,10 +160,10 @@ class Windows:
                     tensor.place = Place.DIRTY
                 window.pin.release()
                 return
-            block, reservation = window.block, window.reservation
-            assert block is not None, "window closed twice"
-            assert reservation is not None and block.buffer is not None
-            octets = block.buffer
+            buffer, reservation = window.buffer, window.reservation
+            assert buffer is not None, "window closed twice"
+            assert reservation is not None and buffer.octets is not None
+            octets = buffer.octets
             transfer: Transfer | None = None
             try:
                 if window.load is not None:
@@ -178,7 +178,7 @@ class Windows:
                     transfer = pool.traffic.start_store(tensor, offset, octets)
                     tensor.place = Place.AWAY
             finally:
-                pool.room.leave(octets, block, reservation, transfer)
+                pool.admission.leave(octets, buffer, reservation, transfer)
 
     def _write_through(self, window: Window, octets: torch.Tensor) -> None:
         tensor = window.source
@@ -190,7 +190,7 @@ class Windows:
 
 
 class HostWindow(Window):
-    """Elements of an away tensor in their pages in host memory, below a device; within `FrameHome.reach`.
+    """Elements of an away tensor in their pages in host memory, below a device; within `HostStore.reach`.
 
     Attributes:
         run: keeps the pages; `tensor` is not to be touched before its transfers have ended.
@@ -202,8 +202,8 @@ class HostWindow(Window):
 
     __slots__ = ("run",)
 
-    def __init__(self, source: PagedTensor | Part, start: int, stop: int, home: FrameHome) -> None:
+    def __init__(self, source: Block | Part, start: int, stop: int, backing: HostStore) -> None:
         super().__init__(source, start, stop)
         size = source.dtype.itemsize
-        self.run = home.hold(self.source.handle, self.start * size, round_up((stop - start) * size))
+        self.run = backing.hold(self.source.handle, self.start * size, round_up((stop - start) * size))
         self.tensor = self.run.octets[: (stop - start) * size].view(source.dtype)

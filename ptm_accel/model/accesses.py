@@ -78,7 +78,7 @@ class Accesses:
                 finally:
                     if slot.hide():
                         take_in([slot])
-            self._pool.shelf.spare(slot.value.block)
+            self._pool.eviction.spare(slot.value.block)
         finally:
             if not within:
                 calls.end()

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptm_accel.model.away import AwayParameter, bare
 
 if TYPE_CHECKING:
-    from ptm_accel.memory.paged import PagedTensor
+    from ptm_accel.memory.block import Block
     from ptm_accel.model.slots import ParamSlot
 
 
@@ -108,7 +108,7 @@ class Members:
         self._addresses: list[int] = []
         self._table = table
         self._withheld: dict[ParamSlot, torch.Tensor] | None = None
-        """While an update of the block is owed: the views that the parameters get after it."""
+        """While an update of the block is pending: the views that the parameters get after it."""
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """Called by the pool after it has loaded the block."""
@@ -130,7 +130,7 @@ class Members:
         for slot in self.slots:
             slot.leaving(tensor.device)
 
-    def withhold(self, block: PagedTensor, device: torch.device) -> None:
+    def withhold(self, block: Block, device: torch.device) -> None:
         """Parameters read as those that are away until `give_back`: what their block has is not what they are now.
 
         Code that goes around torch functions would read the values of the step before.

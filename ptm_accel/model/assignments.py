@@ -76,9 +76,9 @@ def take_in(slots: Iterable[ParamSlot], *, alone: bool = False) -> None:
 
 def _given(slot: ParamSlot) -> torch.Tensor | None:
     """What a parameter was given; it has the data on its pages again, which counts as changed. None if nothing."""
-    if slot.pool.owed is not None:
+    if slot.pool.pending_updates is not None:
         # Until then it has a placeholder.
-        slot.pool.owed.before_use(slot.value.block)
+        slot.pool.pending_updates.before_use(slot.value.block)
     given, values = slot.data, slot.resident()
     slot.changed()
     if _is_same(given, values):
@@ -131,7 +131,7 @@ def _is_back(slot: ParamSlot) -> bool:
     pool, own, part = slot.pool, slot.value, slot.group_part
     with pool.lock, pool.unadvised():
         resident = own.place.resident and part.place.resident
-        room = resident or pool.room.available_bytes() >= 2 * own.block.slot_bytes
+        room = resident or pool.admission.available_bytes() >= 2 * own.block.slot_bytes
         if own.block.pins or part.block.pins or part.block.viewed or not room:
             return False
         # Not the whole block, if it is away.
@@ -157,7 +157,7 @@ def _reshape(slot: ParamSlot, data: torch.Tensor) -> None:
             "while it was in use. Change it between two forwards."
         )
     # Refused before the old values are dropped.
-    pool.room.reserve(data.nbytes, Tag.PARAM, slot.name).release()
+    pool.admission.reserve(data.nbytes, Tag.PARAM, slot.name).release()
     slot.give_up_part()
     pool.forget(value)
     slot.become_member(ParamGroup(slot.name, [data.shape], movable=slot.group.movable), value.dtype)

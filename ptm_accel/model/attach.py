@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.block import Part, placeholder
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import Part, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.away import AwayParameter

@@ -27,9 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ptm_accel.memory.block import placeholder
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.dispatch import unkept
-from ptm_accel.memory.paged import placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.away import AwayParameter, is_transformed, slot_of
@@ -178,7 +178,7 @@ class CastCache:
 
     def _copy(self, tensor: torch.Tensor, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         source = CastSource(slot, tensor, dtype)
-        with self._pool.room.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
+        with self._pool.admission.charged(tensor.numel() * dtype.itemsize, Tag.CAST, slot.name) as keep:
             copy = tensor.to(dtype)
             keep(copy)
         self._table.add(copy, source)

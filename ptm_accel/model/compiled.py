@@ -74,7 +74,7 @@ class Region:
         return sum(block.slot_bytes for block in blocks_of(s for s in self.slots if s.param.requires_grad))
 
 
-class _Watch:
+class _CompileWatch:
     """Tells every paged model of each `torch.compile(module)`, by one global hook while there is such a model."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Watch:
                 regions.wrapped(wrapper, module)
 
 
-_watch = _Watch()
+_watch = _CompileWatch()
 
 
 class Bared:

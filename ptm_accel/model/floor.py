@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ptm_accel.memory.paged import PagedTensor, Part
+from ptm_accel.memory.block import Block, Part
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.grouping import ONE_KERNEL, owned_by
@@ -30,7 +30,7 @@ from ptm_accel.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Appetite:
+class OptimizerMemory:
     """What an optimizer needs for a parameter, in tensors of as many elements as the parameter.
 
     Attributes:
@@ -44,16 +44,16 @@ class Appetite:
     whole: bool = False
 
 
-FUSED_ADAMW = Appetite()
+FUSED_ADAMW = OptimizerMemory()
 """What is assumed until there is an optimizer."""
 
-ANY_ADAMW = Appetite(scratch_tensors=3)
+ANY_ADAMW = OptimizerMemory(scratch_tensors=3)
 """What refusals name figures for until there is an optimizer: enough for AdamW, fused or not."""
 
-ANY_OPTIMIZER = Appetite(state_tensors=3, scratch_tensors=4, whole=True)
+ANY_OPTIMIZER = OptimizerMemory(state_tensors=3, scratch_tensors=4, whole=True)
 """As much as optimizers are known to need."""
 
-NO_OPTIMIZER = Appetite(state_tensors=0)
+NO_OPTIMIZER = OptimizerMemory(state_tensors=0)
 """What any optimizer needs at the least."""
 
 
@@ -81,7 +81,7 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _StepNeed:
     """What one moment of a step needs, and what decides that."""
 
     nbytes: int
@@ -91,7 +91,7 @@ class _Moment:
 def least_budget(
     model: nn.Module,
     slots: SlotTable,
-    appetite: Appetite,
+    optimizer_memory: OptimizerMemory,
     *,
     masters: bool,
     window_bytes: int,
@@ -102,7 +102,7 @@ def least_budget(
     Args:
         model: the model.
         slots: its paged parameters.
-        appetite: of the optimizer.
+        optimizer_memory: of the optimizer.
         masters: whether narrower parameters have fp32 masters.
         window_bytes: size of the optimizer's windows.
         held_bytes: what the tiers themselves hold of the budget.
@@ -110,29 +110,29 @@ def least_budget(
     trainable = [s for s in slots if s.param.requires_grad]
     landing = max((s.value.nbytes for s in trainable), default=0)
     buffers = sum(b.nbytes for b in model.buffers()) + held_bytes
-    small = sum(_states(s, appetite, masters) for s in slots if not s.group.movable)
+    small = sum(_states(s, optimizer_memory, masters) for s in slots if not s.group.movable)
     fixed = buffers + small + landing
 
     forward = _forward(model, slots)
-    updates = [_update(t, appetite, masters, window_bytes) for t in trainable]
-    worst_update = max(updates, key=lambda m: m.nbytes, default=_Moment(0, "nothing"))
+    updates = [_update(t, optimizer_memory, masters, window_bytes) for t in trainable]
+    worst_update = max(updates, key=lambda m: m.nbytes, default=_StepNeed(0, "nothing"))
     moments = [forward, _fused(model, slots), _recomputation(model, slots), _accumulation(trainable, masters)]
     moments.append(worst_update)
     worst = max(moments, key=lambda m: m.nbytes)
-    away = sum(_states(s, appetite, masters) for s in slots)
+    away = sum(_states(s, optimizer_memory, masters) for s in slots)
     states = buffers + away
     whole = states + landing + max(forward.nbytes, worst_update.nbytes)
     return Floor(fixed + worst.nbytes, fixed, worst.nbytes, states, away, whole, worst.reason)
 
 
-def _states(slot: ParamSlot, appetite: Appetite, masters: bool) -> int:
+def _states(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool) -> int:
     """Everything that is kept for one parameter."""
     value = slot.value
     if not slot.param.requires_grad:
         return value.slot_bytes
     wide = _wide(value, masters)
     total = value.slot_bytes + value.bytes_as(wide if masters else value.dtype.itemsize)
-    total += appetite.state_tensors * value.bytes_as(wide)
+    total += optimizer_memory.state_tensors * value.bytes_as(wide)
     return total + (value.bytes_as(wide) if wide > value.dtype.itemsize else 0)
 
 
@@ -151,7 +151,7 @@ def _held(params: Iterable[ParamSlot]) -> int:
     return values + sum(s.value.nbytes // 2 for s in slots if s.value.dtype == torch.float32)
 
 
-def blocks_of(params: Iterable[ParamSlot]) -> list[PagedTensor]:
+def blocks_of(params: Iterable[ParamSlot]) -> list[Block]:
     """The blocks that hold the values of parameters and may leave the compute tier, each once."""
     return list(dict.fromkeys(slot.value.block for slot in params if slot.group.movable))
 
@@ -172,10 +172,10 @@ def _own(module: nn.Module, slots: SlotTable) -> dict[int, ParamSlot]:
     return found
 
 
-def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _Moment:
+def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _StepNeed:
     """The most that is pinned at once while modules run inside each other."""
     owns = {path: _own(module, slots) for path, module in model.named_modules()}
-    best = _Moment(0, "the model")
+    best = _StepNeed(0, "the model")
     for path in owns:
         parts = path.split(".") if path else []
         together: dict[int, ParamSlot] = {}
@@ -184,13 +184,13 @@ def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _Moment:
         nbytes = _held(together.values())
         if nbytes > best.nbytes:
             where = ".".join(part for part in (name, path) if part) or "the model itself"
-            best = _Moment(nbytes, f"the parameters that {where} uses at once{_largest(together.values())}")
+            best = _StepNeed(nbytes, f"the parameters that {where} uses at once{_largest(together.values())}")
     return best
 
 
-def _fused(model: nn.Module, slots: SlotTable) -> _Moment:
+def _fused(model: nn.Module, slots: SlotTable) -> _StepNeed:
     """The most that is pinned for a module that torch computes by one kernel where no gradients are wanted."""
-    best = _Moment(0, "the model")
+    best = _StepNeed(0, "the model")
     for path, module in model.named_modules():
         if not isinstance(module, ONE_KERNEL):
             continue
@@ -200,7 +200,7 @@ def _fused(model: nn.Module, slots: SlotTable) -> _Moment:
             params += _own(model.get_submodule(".".join(parts[:depth])), slots).values()
         nbytes = sum(block.slot_bytes for block in blocks_of(params))
         if nbytes > best.nbytes:
-            best = _Moment(nbytes, f"the parameters that {path} uses at once without gradients{_largest(params)}")
+            best = _StepNeed(nbytes, f"the parameters that {path} uses at once without gradients{_largest(params)}")
     return best
 
 
@@ -209,14 +209,14 @@ def _largest(params: Iterable[ParamSlot]) -> str:
     return "" if largest is None else f"; the largest is {largest.name}, {format_bytes(largest.value.nbytes)}"
 
 
-def _recomputation(model: nn.Module, slots: SlotTable) -> _Moment:
+def _recomputation(model: nn.Module, slots: SlotTable) -> _StepNeed:
     """The most that a layer's recomputation holds: its own forward, and the parameter of the waiting operation.
 
     A layer is a module with submodules in a list of modules: activation checkpointing works on those. The waiting
     parameter counts beside the layer's even if it is one of them: it may have been evicted while its view was held, and
     then be loaded once more.
     """
-    best = _Moment(0, "the model")
+    best = _StepNeed(0, "the model")
     for name, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
@@ -227,16 +227,16 @@ def _recomputation(model: nn.Module, slots: SlotTable) -> _Moment:
             again = _forward(layer, slots, path)
             asking = max((_held(_own(m, slots).values()) for m in layer.modules()), default=0)
             if again.nbytes + asking > best.nbytes:
-                best = _Moment(again.nbytes + asking, f"{again.reason}, while {path} is recomputed")
+                best = _StepNeed(again.nbytes + asking, f"{again.reason}, while {path} is recomputed")
     return best
 
 
 # ---- gradients and updates -------------------------------------------------------------------------------------------
 
 
-def _accumulation(trainable: list[ParamSlot], masters: bool) -> _Moment:
+def _accumulation(trainable: list[ParamSlot], masters: bool) -> _StepNeed:
     """The sum that an arriving gradient is added to; the gradient itself has room held for it."""
-    best = _Moment(0, "nothing")
+    best = _StepNeed(0, "nothing")
     for slot in trainable:
         value, block = slot.value, slot.value.block
         if not slot.group.movable:
@@ -246,51 +246,57 @@ def _accumulation(trainable: list[ParamSlot], masters: bool) -> _Moment:
             # The second gradient makes an fp32 sum out of the narrow first one.
             nbytes += round_up(block.numel * 4)
         if nbytes > best.nbytes:
-            best = _Moment(nbytes, f"the gradient of {slot.name} ({format_bytes(value.nbytes)})")
+            best = _StepNeed(nbytes, f"the gradient of {slot.name} ({format_bytes(value.nbytes)})")
     return best
 
 
-def _update(slot: ParamSlot, appetite: Appetite, masters: bool, window_bytes: int) -> _Moment:
+def _update(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool, window_bytes: int) -> _StepNeed:
     """What the update of one parameter needs at its largest: its first, in which the state is made."""
     value = slot.value
     wide = _wide(value, masters)
     elements = value.numel
-    if not appetite.whole:
+    if not optimizer_memory.whole:
         elements = min(elements, window_elements(window_bytes, wide))
     cut = elements < value.numel
-    nbytes = update_extra_bytes(appetite, elements, wide, widened=wide > value.dtype.itemsize)
-    nbytes += appetite.state_tensors * round_up(elements * wide)
+    nbytes = update_extra_bytes(optimizer_memory, elements, wide, widened=wide > value.dtype.itemsize)
+    nbytes += optimizer_memory.state_tensors * round_up(elements * wide)
     if slot.group.movable:
         nbytes += round_up(elements * value.dtype.itemsize)
         nbytes += round_up(elements * (wide if masters else value.dtype.itemsize))
         nbytes += round_up(elements * wide) if wide > value.dtype.itemsize else 0
-        nbytes += copied_bytes(appetite, elements, wide, whole=not cut) if cut or not slot.group_part.alone else 0
+        nbytes += (
+            copied_bytes(optimizer_memory, elements, wide, whole=not cut) if cut or not slot.group_part.alone else 0
+        )
     whole = "all of " if not cut else "a window of "
-    return _Moment(nbytes, f"the update of {whole}{slot.name} ({format_bytes(value.nbytes)})")
+    return _StepNeed(nbytes, f"the update of {whole}{slot.name} ({format_bytes(value.nbytes)})")
 
 
-def update_extra_bytes(appetite: Appetite, elements: int, wide: int, *, widened: bool) -> int:
+def update_extra_bytes(optimizer_memory: OptimizerMemory, elements: int, wide: int, *, widened: bool) -> int:
     """What the optimizer allocates for a window beside what is on pages and the state that it makes.
 
     Args:
-        appetite: of the optimizer.
+        optimizer_memory: of the optimizer.
         elements: of the window.
         wide: bytes per element of what it updates.
         widened: whether the gradient is copied to fp32 for it.
     """
-    return round_up(appetite.scratch_tensors * elements * wide) + (round_up(elements * 4) if widened else 0)
+    return round_up(optimizer_memory.scratch_tensors * elements * wide) + (round_up(elements * 4) if widened else 0)
 
 
-def copied_bytes(appetite: Appetite, elements: int, wide: int, *, whole: bool) -> int:
+def copied_bytes(optimizer_memory: OptimizerMemory, elements: int, wide: int, *, whole: bool) -> int:
     """What the windows take that new state is copied to, beside what `update_extra_bytes` gives back before.
 
     Args:
-        appetite: of the optimizer.
+        optimizer_memory: of the optimizer.
         elements: of the window.
         wide: bytes per element of the state.
         whole: whether the window is all of the parameter: its state is copied tensor by tensor.
     """
     one = round_up(elements * wide)
     if not whole:
-        return appetite.state_tensors * one
-    return max(0, one - round_up(appetite.scratch_tensors * elements * wide)) if appetite.state_tensors else 0
+        return optimizer_memory.state_tensors * one
+    return (
+        max(0, one - round_up(optimizer_memory.scratch_tensors * elements * wide))
+        if optimizer_memory.state_tensors
+        else 0
+    )

@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 
 from ptm_accel.errors import BudgetError
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.timeline import Mark
 from ptm_accel.model.clock import Clock
 from ptm_accel.model.route import Route
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.trace import Recorder, Use
-from ptm_accel.schedule.updates import Updates
+from ptm_accel.schedule.updates import UpdateTiming
 
 _JOIN_WITHIN = 64
 """Accesses ahead that are searched where the next access is not the expected one."""
@@ -51,17 +51,17 @@ class Beside(Protocol):
         """Polls updates that run on other threads; never waits."""
         ...
 
-    def awaits(self, tensor: PagedTensor) -> bool:
+    def awaits(self, tensor: Block) -> bool:
         """Whether a pending update uses the tensor."""
         ...
 
-    def elsewhere(self, tensor: PagedTensor) -> bool:
+    def elsewhere(self, tensor: Block) -> bool:
         """Whether an update changes the tensor in its backing store, so that it cannot be prefetched yet."""
         ...
 
 
 class Following:
-    """An `ptm_accel.memory.paged.Adviser` that records each access, and executes the plan of a pass.
+    """An `ptm_accel.memory.block.Adviser` that records each access, and executes the plan of a pass.
 
     Args:
         pool: the pool whose accesses are followed.
@@ -77,19 +77,19 @@ class Following:
         self.beside: Beside | None = None
         self._pool = pool
         self._clock = clock
-        self._tensors: dict[str, PagedTensor] = {}
+        self._tensors: dict[str, Block] = {}
         # The running pass.
         self._recorder: Recorder | None = None
         self._route: Route | None = None
-        self._updates_when = Updates.APART
+        self._updates_when = UpdateTiming.APART
         self._position = 0
         self._strays = 0
-        self._read: PagedTensor | None = None
+        self._read: Block | None = None
         self._marks: list[Mark] = []
         self._most: int | None = None
         # Tensors to prefetch, each with the access it is for, and tensors to evict.
-        self._coming: deque[tuple[int, PagedTensor]] = deque()
-        self._going: deque[PagedTensor] = deque()
+        self._coming: deque[tuple[int, Block]] = deque()
+        self._going: deque[Block] = deque()
 
     def forward_ended(self) -> None:
         """The whole model's forward has returned; limits the accesses that still belong to the pass."""
@@ -108,7 +108,7 @@ class Following:
 
     # ---- accesses --------------------------------------------------------------------------------------------
 
-    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+    def accessed(self, tensor: Block, *, write: bool) -> None:
         """See `Adviser`."""
         if tensor.tag in _FOLLOWED and tensor.movable:
             if tensor is self._read and not write and tensor.place.resident:
@@ -121,18 +121,18 @@ class Following:
             if self.beside is not None and tensor.place is not Place.AWAY:
                 self.beside.pump()
 
-    def awaited(self, tensor: PagedTensor) -> None:
+    def awaited(self, tensor: Block) -> None:
         """See `Adviser`: its load has begun, so prefetches may follow."""
         if tensor.tag in _FOLLOWED and tensor.movable and self._route is not None:
             self._prefetch(tensor)
 
-    def created(self, tensor: PagedTensor) -> None:
+    def created(self, tensor: Block) -> None:
         """See `Adviser`."""
         if tensor.tag is Tag.GRAD and tensor.movable:
             self._read = None
             self._see(tensor, Use.CREATE)
 
-    def _see(self, tensor: PagedTensor, use: Use) -> None:
+    def _see(self, tensor: Block, use: Use) -> None:
         recorder = self._recorder
         assert recorder is not None
         if self._most is not None and len(recorder) >= self._most:
@@ -155,15 +155,15 @@ class Following:
     def _held_bytes(self) -> int:
         """Bytes that can neither be evicted nor are in the plan, which has open updates where they run."""
         pool = self._pool
-        held = pool.budget.used_bytes - pool.idle_bytes - pool.room.leaving_bytes
+        held = pool.budget.used_bytes - pool.idle_bytes - pool.admission.leaving_bytes
         return held - (self.beside.open_bytes if self.beside is not None else 0)
 
-    def _awaits(self, tensor: PagedTensor) -> bool:
+    def _awaits(self, tensor: Block) -> bool:
         """Whether a pending update that runs within this backward uses the tensor."""
-        beside, in_backward = self.beside, self._updates_when is Updates.BACKWARD
+        beside, in_backward = self.beside, self._updates_when is UpdateTiming.BACKWARD
         return in_backward and beside is not None and beside.awaits(tensor)
 
-    def _follow(self, route: Route, tensor: PagedTensor) -> None:
+    def _follow(self, route: Route, tensor: Block) -> None:
         """Finds the access in the trace, and starts the actions planned up to it."""
         first, places = self._position, route.places.get(tensor.name, ())
         place = bisect_left(places, first)
@@ -196,11 +196,11 @@ class Following:
             if tensor is not None and tensor.place is Place.AWAY and tensor not in asked:
                 self._ask_for(tensor, due)
 
-    def _ask_for(self, tensor: PagedTensor, due: int) -> None:
+    def _ask_for(self, tensor: Block, due: int) -> None:
         """Puts a tensor into the queue of prefetches, in the order of uses."""
         self._coming.insert(bisect_right(self._coming, due, key=lambda coming: coming[0]), (due, tensor))
 
-    def _evict(self, accessed: PagedTensor) -> None:
+    def _evict(self, accessed: Block) -> None:
         """Starts planned evictions. A tensor in use, or with a pending update, is tried again at a later access."""
         for _ in range(len(self._going)):
             tensor = self._going.popleft()
@@ -208,14 +208,14 @@ class Following:
                 continue
             if tensor.pins or self._awaits(tensor):
                 self._going.append(tensor)
-            elif tensor in self._pool.shelf and not self._pool.shelf.is_spared(tensor):
+            elif tensor in self._pool.eviction and not self._pool.eviction.is_spared(tensor):
                 # Where the backing store is full it stays, and a demand load that needs its room raises.
                 with suppress(BudgetError):
                     self._pool.ahead.evict(tensor)
 
-    def _prefetch(self, accessed: PagedTensor) -> None:
+    def _prefetch(self, accessed: Block) -> None:
         """Starts planned loads, in order, as far as there is room; the others are tried again at a later access."""
-        passed: list[tuple[int, PagedTensor]] = []
+        passed: list[tuple[int, Block]] = []
         while self._coming:
             due, tensor = self._coming[0]
             if due < self._position and not self._awaits(tensor):

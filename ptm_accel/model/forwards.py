@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptm_accel.memory.block import Pin
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.paged import Pin
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.assignments import regroup, take_in
@@ -38,7 +38,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 @dataclass(slots=True)
-class _Frame:
+class _RunningForward:
     """One running module forward.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Stack(threading.local):
     """The forwards that are running in one thread, and whether one of them casts."""
 
     def __init__(self) -> None:
-        self.frames: list[_Frame] = []
+        self.frames: list[_RunningForward] = []
         self.casting = False
 
 
@@ -131,7 +131,7 @@ class Forwards:
         self._owners = weakref.WeakKeyDictionary()
         self._owned: weakref.WeakSet[ParamSlot] = weakref.WeakSet()
         self._owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-        self._recomputed: _Frame | None = None
+        self._recomputed: _RunningForward | None = None
         self._running = _Stack()
         self._refuse = refusal(regions.name_of)
 
@@ -213,7 +213,7 @@ class Forwards:
             self.regroup()
         grad = torch.is_grad_enabled()
         kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
-        self._pool.room.begin_pass(kind[-1], evaluates=not grad)
+        self._pool.admission.begin_pass(kind[-1], evaluates=not grad)
         self.run_ahead.begin(kind, evaluates=evaluates)
 
     def _end_torn_down(self, module: nn.Module) -> None:
@@ -245,7 +245,7 @@ class Forwards:
 
     def enter(self, module: nn.Module, region: Region | None = None) -> None:
         """A module's forward begins: pins its own parameters, or those of the compiled region that begins here."""
-        frames, frame = self._running.frames, _Frame(module)
+        frames, frame = self._running.frames, _RunningForward(module)
         if not frames:
             self._begin_outermost(module)
         # From here on `_pop` ends what has begun.
@@ -266,7 +266,7 @@ class Forwards:
         if module in self._owners and self._enter_group(frame):
             return
         if module._parameters or isinstance(module, nn.MultiheadAttention):
-            self._pool.room.glance()
+            self._pool.admission.glance()
             shows = self._shows(module)
             for slot in self._used_by(module):
                 if slot.group.movable:
@@ -282,7 +282,7 @@ class Forwards:
         try:
             if self._slots.given.by_slot:
                 self._slots.given.take_over_all()
-            self._pool.shelf.end_sparing()
+            self._pool.eviction.end_sparing()
             if module is self.root:
                 self._regions.scan()
                 if torch._C._current_graph_task_id() == -1:
@@ -293,7 +293,7 @@ class Forwards:
             calls.end()
             raise
 
-    def _enter_group(self, frame: _Frame) -> bool:
+    def _enter_group(self, frame: _RunningForward) -> bool:
         """Pins the group of a repeated block for all of its forward, if nothing in there asks for more care."""
         if self._running.casting or autocast_dtype(self._pool.compute.device) is not None or self._regions.running():
             return False
@@ -301,7 +301,7 @@ class Forwards:
         for module in modules:
             if not self._shows(module):
                 return False
-        self._pool.room.glance()
+        self._pool.admission.glance()
         for block in dict.fromkeys([slot.value.block for slot in slots if slot.group.movable]):
             frame.pins.append(self._pool.pin(block))
         for slot in slots:
@@ -328,7 +328,7 @@ class Forwards:
         if owner is None or self.run_ahead.final_gradients:
             return False
         self._end_recomputed()
-        frame = _Frame(owner)
+        frame = _RunningForward(owner)
         if not self._enter_group(frame):
             return False
         self._recomputed = frame
@@ -355,7 +355,7 @@ class Forwards:
             params = [param for param in module._parameters.values() if param is not None]
         return [slot for param in params if (slot := self._slots.of(param)) is not None]
 
-    def _enter_region(self, frame: _Frame, region: Region, entered: nn.Module | None) -> None:
+    def _enter_region(self, frame: _RunningForward, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
             if slot.group.movable:
                 frame.pins.append(self._pool.pin(slot.value))
@@ -378,7 +378,7 @@ class Forwards:
     def _enter_fused(self, module: nn.Module) -> None:
         """As `enter`, for a module that torch may compute by one kernel: all under it is pinned, and has no hooks."""
         slots = tuple(slot for param in module.parameters() if (slot := self._slots.of(param)) is not None)
-        self._pool.room.glance()
+        self._pool.admission.glance()
         self.enter(module, Region(self._regions.name_of(module), module, slots))
         frame = self._running.frames[-1]
         frame.fused = True
@@ -425,7 +425,7 @@ class Forwards:
             if not running.frames:
                 self._pool.calls.end()
 
-    def _meet_autocast(self, frame: _Frame) -> None:
+    def _meet_autocast(self, frame: _RunningForward) -> None:
         """Enters the casting mode for the rest of `frame`, if autocast is on and the mode is not."""
         if self._running.casting or frame.bared is not None:
             return
@@ -443,7 +443,7 @@ class Forwards:
         self._end_recomputed()
 
 
-def _let_go(frame: _Frame) -> None:
+def _let_go(frame: _RunningForward) -> None:
     moved = [slot for slot in frame.shown if slot.hide()]
     try:
         if moved:

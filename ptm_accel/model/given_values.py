@@ -1,7 +1,7 @@
 """Values that state dictionaries have been given: copies, of which a write must reach the parameter.
 
 In plain torch the tensors of `state_dict()` are the model's own. Those of a parameter that is away are mapped from its
-home. Torch counts writes to them, and the model's next use takes over what was written.
+backing store. Torch counts writes to them, and the model's next use takes over what was written.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GivenValues:
         for each in list(self.by_slot.get(slot, ())):
             written, values = each.counter._version - each.version, each.living()
             if written:
-                # An update of it may be owed.
+                # An update of it may be pending.
                 slot.fetch()
             if written and (values is None or each.of != (slot.generation, slot.writes)):
                 # Said once.

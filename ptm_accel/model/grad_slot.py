@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.block import Part, Place, placeholder
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.paged import Part, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.norms import NORM_TYPE, Norms, is_narrow
@@ -23,7 +23,7 @@ from ptm_accel.model.slots import ParamSlot
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 
 
-class _Sums:
+class _WantedNorms:
     """The sums in one block whose norms are still wanted."""
 
     __slots__ = ("grads",)
@@ -132,13 +132,13 @@ class GradSlot:
     def _hold(self, value: Part) -> None:
         self.value = value
         if value.block.occupant is None:
-            value.block.occupant = _Sums()
-        assert isinstance(value.block.occupant, _Sums)
+            value.block.occupant = _WantedNorms()
+        assert isinstance(value.block.occupant, _WantedNorms)
         value.block.occupant.grads.append(self)
 
     def _let_go(self, value: Part) -> None:
         """The norm of a sum is not wanted any more."""
-        if isinstance(value.block.occupant, _Sums) and self in value.block.occupant.grads:
+        if isinstance(value.block.occupant, _WantedNorms) and self in value.block.occupant.grads:
             value.block.occupant.grads.remove(self)
 
     def leaving(self, block: torch.Tensor) -> None:

@@ -343,7 +343,7 @@ class Gradients:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether there is room beside the reservation for the next gradient."""
-        return self._pool.budget.free_bytes >= nbytes or self._pool.room.available_bytes() >= nbytes
+        return self._pool.budget.free_bytes >= nbytes or self._pool.admission.available_bytes() >= nbytes
 
     def release_arrival(self) -> None:
         """Releases the reservation for the next gradient, until `hold_arrival`."""

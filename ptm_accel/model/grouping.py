@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ptm_accel.memory.paged import PART_ALIGN
+from ptm_accel.memory.block import PART_ALIGN
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.groups import ParamGroup
 

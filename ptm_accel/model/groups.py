@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ptm_accel.memory.block import PART_ALIGN, Block, Part
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PART_ALIGN, PagedTensor, Part
 from ptm_accel.memory.transfer import round_up
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ParamGroup:
             self.starts.append(round_up(end, PART_ALIGN if movable else _ALIGN))
             end = self.starts[-1] + shape.numel()
         self.numel = end
-        self._blocks: dict[tuple[str, torch.dtype], tuple[PagedTensor, set[int]]] = {}
+        self._blocks: dict[tuple[str, torch.dtype], tuple[Block, set[int]]] = {}
 
     def part(self, member: int, role: str, tag: Tag, dtype: torch.dtype, pool: Pool, *, fill: float = 0.0) -> Part:
         """A new part for one member: of the newest block of its role and type that has it free, or else of a new block.

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 
 from ptm_accel.errors import BudgetError
+from ptm_accel.memory.block import Block, Part, Place
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor, Part, Place
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.grad_slot import GradSlot, write_first
 from ptm_accel.schedule.updates import GRAD_SUFFIX
@@ -40,15 +40,15 @@ class HostGradients:
     def __init__(self, pool: Pool) -> None:
         self.expected: Callable[[], bool] = lambda: False
         self._pool = pool
-        self._home = pool.home if isinstance(pool.home, FrameHome) else None
+        self._backing = pool.backing if isinstance(pool.backing, HostStore) else None
         self.open = False
         # What has arrived for the sums of a block, until all of it has.
-        self._coming: dict[PagedTensor, dict[GradSlot, Part]] = {}
+        self._coming: dict[Block, dict[GradSlot, Part]] = {}
 
     @property
     def possible(self) -> bool:
         """Whether the sums are below a device, and more gradients follow before the step."""
-        return self._home is not None and self.expected()
+        return self._backing is not None and self.expected()
 
     def begin(self) -> None:
         """A backward begins."""
@@ -93,32 +93,32 @@ class HostGradients:
             self._send(block)
         return True
 
-    def _is_away(self, block: PagedTensor) -> bool:
+    def _is_away(self, block: Block) -> bool:
         """Whether all of a block of sums is in host memory, and there is room to add to it there."""
         pool = self._pool
         if block.place is not Place.AWAY or not block.movable or block.stored_bytes < block.nbytes:
             return False
         spare = pool.share_bytes - pool.need.least_bytes
-        assert self._home is not None
-        return spare >= _SPARE_BLOCKS * block.slot_bytes and self._home.is_framed(block.handle)
+        assert self._backing is not None
+        return spare >= _SPARE_BLOCKS * block.slot_bytes and self._backing.is_framed(block.handle)
 
-    def _send(self, block: PagedTensor) -> None:
+    def _send(self, block: Block) -> None:
         """Sends what has arrived to host memory, to be added there; adds it here if it cannot be."""
         parts, pool = self._coming[block], self._pool
-        assert self._home is not None
+        assert self._backing is not None
         more = next(iter(parts.values())).block
         with pool.lock:
             try:
                 if more.place.resident and block.place is Place.AWAY:
                     pool.ahead.evict(more)
             except BudgetError:
-                # The home is full.
+                # The backing store is full.
                 self._fold(block)
                 return
             where = [(part.start, part.start + part.numel) for part in parts.values()]
             added = None
             if block.place is Place.AWAY and more.place is Place.AWAY:
-                added = self._home.add(block.handle, block.dtype, more.handle, more.dtype, where)
+                added = self._backing.add(block.handle, block.dtype, more.handle, more.dtype, where)
             if added is None:
                 self._fold(block)
                 return
@@ -126,7 +126,7 @@ class HostGradients:
             for part in self._coming.pop(block).values():
                 pool.forget(part)
 
-    def _fold(self, block: PagedTensor) -> None:
+    def _fold(self, block: Block) -> None:
         """Adds what has arrived on the device."""
         for grad, part in self._coming.pop(block).items():
             assert grad.value is not None

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 
 NORM_TYPE = 2.0
@@ -33,7 +33,7 @@ class Norms:
     def __init__(self, pool: Pool, wide: bool) -> None:
         self.wide = wide
         self._pool = pool
-        self._room: PagedTensor | None = None
+        self._room: Block | None = None
         # Gradients leave, and have their norms taken then, in whichever thread makes room.
         self._lock = threading.Lock()
 

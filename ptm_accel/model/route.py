@@ -8,7 +8,7 @@ from ptm_accel.memory.timeline import Mark
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.choice import Choice
 from ptm_accel.schedule.trace import Recorder, Trace, Use
-from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates, final_gradients
+from ptm_accel.schedule.updates import GRAD_SUFFIX, UpdateTiming, final_gradients
 from ptm_accel.schedule.watch import Watch
 
 
@@ -37,7 +37,7 @@ class Route:
     def __init__(
         self,
         recorded: Trace,
-        updates: Updates,
+        updates: UpdateTiming,
         choice: Choice | None = None,
         capacity_bytes: int = 0,
         watch: Watch | None = None,
@@ -97,7 +97,7 @@ class Ended:
 
     recorder: Recorder
     route: Route | None
-    updates: Updates
+    updates: UpdateTiming
     strays: int
     marks: list[Mark] = field(default_factory=list)
     evaluates: bool = False

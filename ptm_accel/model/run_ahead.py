@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.timeline import Moment
 from ptm_accel.model.clock import clock_of
@@ -25,7 +25,7 @@ from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.standing import describe
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder, Trace
-from ptm_accel.schedule.updates import GRAD_SUFFIX, Updates
+from ptm_accel.schedule.updates import GRAD_SUFFIX, UpdateTiming
 from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
 from ptm_accel.units import format_bytes
 
@@ -47,7 +47,7 @@ _CAPACITY_GRAIN = 64
 
 
 class RunAhead(Following):
-    """The pool's adviser (`ptm_accel.memory.paged.Adviser`) while a model runs.
+    """The pool's adviser (`ptm_accel.memory.block.Adviser`) while a model runs.
 
     Args:
         pool: whose accesses are followed.
@@ -58,7 +58,7 @@ class RunAhead(Following):
         in_backward: tells whether updates may begin during the next backward, and makes known what they use
             (`follow_updates`).
         routes: what is known, by kind of pass; the kind that was seen last comes last.
-        rates: of the link between the compute tier and the home; None where they are not known.
+        rates: of the link between the compute tier and the backing store; None where they are not known.
         link_use: gives that link's totals; None where they are not known.
         host_s: seconds that an update on the CPU, beside a device, takes for each byte of its gradient; None where
             there is no device, or that is not known.
@@ -117,7 +117,7 @@ class RunAhead(Following):
             self._remember(key, route)
             if not route.watch.off:
                 self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
-            if updates is not Updates.APART and route.trains and route.choice is not None:
+            if updates is not UpdateTiming.APART and route.trains and route.choice is not None:
                 self._on_host = route.choice.on_host
         self._updates_when = updates
         self._marks = [self._clock.begin()]
@@ -128,16 +128,16 @@ class RunAhead(Following):
             self._ask_for_absent(route)
         self._pool.adviser = self
 
-    def _when_updated(self, kind: Hashable, sums: Sums) -> Updates:
+    def _when_updated(self, kind: Hashable, sums: Sums) -> UpdateTiming:
         """When updates run that concern the next pass, if it is one of this kind."""
-        otherwise = Updates.APART if self.beside is None else Updates.FORWARD
-        known = (self.routes.get((kind, sums, updates)) for updates in reversed(Updates))
+        otherwise = UpdateTiming.APART if self.beside is None else UpdateTiming.FORWARD
+        known = (self.routes.get((kind, sums, updates)) for updates in reversed(UpdateTiming))
         alike = next((route for route in known if route is not None), None)
         if alike is None or not alike.final or not self.in_backward():
             return otherwise
-        if alike.updates is not Updates.BACKWARD:
-            self.routes[kind, sums, Updates.BACKWARD] = self._planned(alike.recorded, Updates.BACKWARD)
-        return Updates.BACKWARD
+        if alike.updates is not UpdateTiming.BACKWARD:
+            self.routes[kind, sums, UpdateTiming.BACKWARD] = self._planned(alike.recorded, UpdateTiming.BACKWARD)
+        return UpdateTiming.BACKWARD
 
     def end(self) -> None:
         """Ends the pass, if there is one."""
@@ -233,7 +233,7 @@ class RunAhead(Following):
 
     def follow_updates(
         self,
-        used: Mapping[str, Sequence[PagedTensor]],
+        used: Mapping[str, Sequence[Block]],
         gradient_bytes: Mapping[str, int],
         overwritten: Collection[str],
     ) -> None:
@@ -287,9 +287,9 @@ class RunAhead(Following):
     def final_gradients(self) -> Collection[str]:
         """Names of the parameters that may be updated in this pass as soon as their gradients arrive."""
         route = self._route
-        return route.final if route is not None and route.updates is Updates.BACKWARD else ()
+        return route.final if route is not None and route.updates is UpdateTiming.BACKWARD else ()
 
-    def _planned(self, recorded: Trace, updates: Updates, watch: Watch | None = None) -> Route:
+    def _planned(self, recorded: Trace, updates: UpdateTiming, watch: Watch | None = None) -> Route:
         """Plans a pass.
 
         Args:
@@ -299,13 +299,13 @@ class RunAhead(Following):
         """
         capacity = self._pool.share_bytes
         # Where several passes make a step, only the first has updates beside it.
-        alone = updates is not Updates.FORWARD or self._passes_a_step == 1
+        alone = updates is not UpdateTiming.FORWARD or self._passes_a_step == 1
         choice = choose_plan(
             recorded,
             capacity_bytes=capacity,
-            updates={} if updates is Updates.APART else self.updates,
+            updates={} if updates is UpdateTiming.APART else self.updates,
             overwritten=self.overwritten,
-            in_backward=updates is Updates.BACKWARD,
+            in_backward=updates is UpdateTiming.BACKWARD,
             repeats=alone,
             between_bytes=0 if alone else self._bytes_apart(),
             rates=self.rates,
@@ -321,5 +321,7 @@ class RunAhead(Following):
 
     def _bytes_apart(self) -> int:
         """The most bytes that a training pass without updates can use, as far as is known."""
-        apart = (route.recorded for route in self.routes.values() if route.trains and route.updates is Updates.APART)
+        apart = (
+            route.recorded for route in self.routes.values() if route.trains and route.updates is UpdateTiming.APART
+        )
         return max((trace.most_bytes for trace in apart), default=0)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import PagedModelError
+from ptm_accel.memory.block import Block, Part, Place, alone, placeholder
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.copied import copied
-from ptm_accel.memory.paged import PagedTensor, Part, Place, alone, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
 from ptm_accel.model.addresses import ExtentTable, Members
@@ -340,7 +340,7 @@ class ParamSlot:
         """A copy of a view of the values in `dtype`, charged as long as it lives."""
         with self.pool.pin(self.value) as values:
             view = values.detach().as_strided(shape, strides, values.storage_offset() + offset)
-            with self.pool.room.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
+            with self.pool.admission.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
                 copy = view.to(dtype)
                 keep(copy)
             return copy
@@ -405,7 +405,7 @@ class SlotTable:
         slot = self._by_id.get(id(param))
         return slot if slot is not None and slot.param is param else None
 
-    def blocks(self) -> list[PagedTensor]:
+    def blocks(self) -> list[Block]:
         """The blocks of all values, each once, in order."""
         return list(dict.fromkeys(slot.value.block for slot in self))
 

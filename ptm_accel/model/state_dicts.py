@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ptm_accel.memory.block import alone
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.paged import alone
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.slots import ParamSlot, SlotTable

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptm_accel.memory.profiling import ranged
-from ptm_accel.model.floor import Appetite
+from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import NAMES, apart
 from ptm_accel.optim.units import Entry, ParamState, Unit, parts_of
@@ -61,7 +61,7 @@ class Arithmetic:
 
     Args:
         inner: the user's optimizer.
-        appetite: what its update needs, and whether it may be cut.
+        optimizer_memory: what its update needs, and whether it may be cut.
         device: where the windows are.
         ready: gives the elements of a window once they have arrived, in the shape of what it is all of, else 1-D.
         threads: who carries pieces out.
@@ -70,7 +70,7 @@ class Arithmetic:
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        appetite: Appetite,
+        optimizer_memory: OptimizerMemory,
         device: torch.device,
         ready: Callable[[Any], torch.Tensor],
         threads: CoreThreads,
@@ -79,7 +79,7 @@ class Arithmetic:
         self._inner = inner
         self._device = device
         self._ready = ready
-        self._cuts = not appetite.whole and device.type == "cpu"
+        self._cuts = not optimizer_memory.whole and device.type == "cpu"
 
     @property
     def grain(self) -> int | None:
@@ -141,7 +141,7 @@ class Arithmetic:
     def _rows(self, unit: Unit) -> Iterator[tuple[Entry, dict[str, torch.Tensor], torch.Tensor | None]]:
         """The parameters of a unit, with the tensors of each and the memory to widen its gradient in."""
         tensors = {key: self._ready(window) for key, window in unit.windows.items()}
-        desk = None if unit.desk is None else unit.desk[1].buffer
+        desk = None if unit.desk is None else unit.desk[1].octets
         if not unit.together:
             if unit.whole:
                 # The parameter may have been given data of another shape since its state was made.

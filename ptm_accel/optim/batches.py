@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError, DiskError
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.windows import window_elements
 from ptm_accel.optim.compute_updates import ComputeUpdates
-from ptm_accel.optim.units import Entry, Unit, Work, group_at, no_more_owed, ordered, owe
+from ptm_accel.optim.units import Entry, Unit, Work, count_pending, group_at, ordered, uncount_pending
 
 _AT_ONCE = 2
 """How many batches may be open: one whose transfers run while the other is updated."""
@@ -46,7 +46,7 @@ class Batches:
         sparing: parts of a parameter are opened one at a time: what is read next is something else, and what leaves for
             them would have to come back.
         done: how many parameters have been updated.
-        owed: how many updates that were added and are still to be done use a block.
+        pending_updates: how many updates that were added and are still to be done use a block.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Batches:
         self.work = work
         self.sparing = False
         self.done = 0
-        self.owed: dict[PagedTensor, int] = {}
+        self.pending_updates: dict[Block, int] = {}
         self._compute = compute
         self._pool = compute.pool
         self._scale = scale
@@ -90,7 +90,7 @@ class Batches:
 
     def add(self, entry: Entry) -> None:
         """One more parameter to update."""
-        owe(self.owed, entry)
+        count_pending(self.pending_updates, entry)
         self.work.append(entry)
 
     def reorder(self, order: dict[str, int]) -> None:
@@ -153,7 +153,7 @@ class Batches:
             moving = self._compute.cost_bytes(unit, moving_only=True)
             if not self._pool.ahead.make_way(moving):
                 return None
-        if needed <= self._pool.budget.free_bytes or needed <= self._pool.room.available_bytes():
+        if needed <= self._pool.budget.free_bytes or needed <= self._pool.admission.available_bytes():
             try:
                 self._compute.open(unit)
                 return unit
@@ -175,7 +175,7 @@ class Batches:
     def _slim(self, unit: Unit) -> None:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
         for block in unit.blocks.values():
-            if block in self._pool.shelf and block.numel > unit.stop - unit.start:
+            if block in self._pool.eviction and block.numel > unit.stop - unit.start:
                 self._pool.evict(block)
 
     # ---- cutting ---------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Batches:
         step = self._compute.window_elements(size)
         if cut:
             step = min(step, window_elements(self._compute.window_bytes, size))
-        if self._compute.appetite.whole or numel - start <= step:
+        if self._compute.optimizer_memory.whole or numel - start <= step:
             return unit
         if start == 0 and not cut and self._has_room(unit):
             return unit
@@ -221,7 +221,7 @@ class Batches:
     def _has_room(self, unit: Unit) -> bool:
         """Whether what has to be moved for a unit finds room that is free."""
         # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
-        free = self._pool.budget.free_bytes + (self._pool.room.ending_bytes if self._stays else 0)
+        free = self._pool.budget.free_bytes + (self._pool.admission.ending_bytes if self._stays else 0)
         return self._compute.cost_bytes(unit, moving_only=True) <= free
 
     def _advance(self, unit: Unit) -> None:
@@ -243,7 +243,7 @@ class Batches:
                 with suppress(DiskError):
                     transfer.order()
 
-    def update(self) -> list[PagedTensor]:
+    def update(self) -> list[Block]:
         """Updates the first batch (`ComputeUpdates.carry_out`); returns the blocks of the parameters that it ends."""
         ended = []
         batch = self._batches[0]
@@ -253,13 +253,13 @@ class Batches:
             if unit.last:
                 self.done += len(unit.entries)
                 ended.append(unit.blocks[""])
-                if self.owed:
-                    no_more_owed(self.owed, unit)
+                if self.pending_updates:
+                    uncount_pending(self.pending_updates, unit)
         return ended
 
     def abandon(self) -> None:
-        """Ends what is open without updating it; nothing is owed any more."""
-        self.owed.clear()
+        """Ends what is open without updating it; nothing is pending any more."""
+        self.pending_updates.clear()
         while self._batches:
             for unit in self._batches.popleft():
                 self._compute.give_up(unit)

@@ -1,4 +1,5 @@
-"""Updates in the compute tier: brings windows in, calls the user's optimizer for a batch of them, sends them home.
+"""Updates in the compute tier: brings windows in, calls the user's optimizer for a batch of them, sends them to the
+backing store.
 
 The update itself is the user's own optimizer, unchanged: it is called with the windows as its parameters
 (`ptm_accel.optim.arithmetic`). For element-wise optimizers a window is a slice of a few pages, so that a step needs
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import PTMError
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag, Tier
-from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import Window, window_elements
-from ptm_accel.model.floor import Appetite
+from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.units import ParamState, Unit
@@ -37,7 +38,7 @@ class ComputeUpdates:
     Args:
         inner: the user's optimizer.
         pool: where everything lives.
-        appetite: what its update needs, and whether it may be cut.
+        optimizer_memory: what its update needs, and whether it may be cut.
         window_bytes: size of a window, in bytes of the tensor that is updated; the least, where a device has room.
         batch_bytes: tells how much may be held at a time, over all tensors.
         threads: who carries updates out on a CPU.
@@ -47,18 +48,18 @@ class ComputeUpdates:
         self,
         inner: torch.optim.Optimizer,
         pool: Pool,
-        appetite: Appetite,
+        optimizer_memory: OptimizerMemory,
         window_bytes: int,
         batch_bytes: Callable[[], int],
         threads: CoreThreads,
     ) -> None:
         self.inner = inner
         self.pool = pool
-        self.appetite = appetite
+        self.optimizer_memory = optimizer_memory
         self.window_bytes = window_bytes
         self.batch_bytes = batch_bytes
         self.threads = threads
-        self._arithmetic = Arithmetic(inner, appetite, pool.compute.device, pool.windows.shaped, threads)
+        self._arithmetic = Arithmetic(inner, optimizer_memory, pool.compute.device, pool.windows.shaped, threads)
 
     # ---- what it takes ---------------------------------------------------------------------------------------
 
@@ -74,7 +75,7 @@ class ComputeUpdates:
         total = self.beside_bytes(unit)
         for block in unit.blocks.values():
             if block.extent is not None:
-                total += block.extent.reservation.nbytes if not moving_only and block in self.pool.shelf else 0
+                total += block.extent.reservation.nbytes if not moving_only and block in self.pool.eviction else 0
             elif self._comes_whole(block, unit):
                 total += block.slot_bytes
             else:
@@ -84,18 +85,18 @@ class ComputeUpdates:
     def beside_bytes(self, unit: Unit) -> int:
         """Bytes that updating `unit` takes beside the tensors it involves."""
         grain = self._arithmetic.grain
-        allocated = unit.extra_bytes(self.appetite, grain) + sum(unit.made_bytes(self.appetite))
-        return allocated + unit.desk_bytes(grain) + unit.space_bytes(self.appetite)
+        allocated = unit.extra_bytes(self.optimizer_memory, grain) + sum(unit.made_bytes(self.optimizer_memory))
+        return allocated + unit.desk_bytes(grain) + unit.space_bytes(self.optimizer_memory)
 
-    def _comes_whole(self, block: PagedTensor, unit: Unit) -> bool:
+    def _comes_whole(self, block: Block, unit: Unit) -> bool:
         """Whether all of a block is brought in for a window, and not the window alone."""
         if unit.whole and (block.parts == 1 or unit.together):
             return True
         return unit.start == 0 and self._admit(block, unit)
 
-    def _admit(self, block: PagedTensor, unit: Unit) -> bool:
-        """Whether a block that is away may come in whole: without a home it must, else if room is to spare."""
-        if block.place.resident or self.pool.home is None or not block.movable:
+    def _admit(self, block: Block, unit: Unit) -> bool:
+        """Whether a block that is away may come in whole: without a backing store it must, else if room is to spare."""
+        if block.place.resident or self.pool.backing is None or not block.movable:
             return True
         kept = block.tag in (Tag.STATE, Tag.MASTER) or (unit.stays and block.tag is Tag.PARAM)
         return kept and (block.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes)
@@ -127,13 +128,13 @@ class ComputeUpdates:
         name, grain = f"the update of {unit.state.slot.name}", self._arithmetic.grain
         if desk := unit.desk_bytes(grain):
             # Not torch's: the C library would give such memory back each time, and have it cleared for the next.
-            unit.desk = self.pool.room.take_block(desk, Tag.STAGING, name)
-        if extra := unit.extra_bytes(self.appetite, grain):
-            unit.extra = self.pool.room.reserve(extra, Tag.STAGING, name)
-        for made in unit.made_bytes(self.appetite):
-            unit.made.append(self.pool.room.reserve(made, Tag.STAGING, name))
-        if space := unit.space_bytes(self.appetite):
-            unit.space = self.pool.room.reserve(space, Tag.STAGING, name)
+            unit.desk = self.pool.admission.take_buffer(desk, Tag.STAGING, name)
+        if extra := unit.extra_bytes(self.optimizer_memory, grain):
+            unit.extra = self.pool.admission.reserve(extra, Tag.STAGING, name)
+        for made in unit.made_bytes(self.optimizer_memory):
+            unit.made.append(self.pool.admission.reserve(made, Tag.STAGING, name))
+        if space := unit.space_bytes(self.optimizer_memory):
+            unit.space = self.pool.admission.reserve(space, Tag.STAGING, name)
         for key, part in unit.involved().items():
             block = unit.blocks[key]
             if not key and unit.overwrites and block.place is Place.AWAY:
@@ -163,9 +164,9 @@ class ComputeUpdates:
                 reservation.release()
         desk, unit.desk = unit.desk, None
         if desk is not None:
-            reservation, block = desk
-            assert block.buffer is not None
-            self.pool.room.leave(block.buffer, block, reservation)
+            reservation, buffer = desk
+            assert buffer.octets is not None
+            self.pool.admission.leave(buffer.octets, buffer, reservation)
 
     def _release_made(self, unit: Unit) -> None:
         while unit.made:
@@ -174,7 +175,7 @@ class ComputeUpdates:
     # ---- a batch ---------------------------------------------------------------------------------------------
 
     def carry_out(self, batch: list[Unit], scale: torch.Tensor | None, hyper: list[dict[str, Any]]) -> None:
-        """Updates units once they have arrived, and sends them home; those that fail are for `give_up`.
+        """Updates units once they have arrived, and sends them to the backing store; those that fail are for `give_up`.
 
         Args:
             batch: which ones.

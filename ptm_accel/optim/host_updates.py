@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import BudgetError
+from ptm_accel.memory.block import Block, Part, Place
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.copies import Keeping
-from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.paged import PagedTensor, Part, Place
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ALIGN_BYTES, Transfer
 from ptm_accel.memory.windows import HostWindow, Window, window_elements
@@ -38,13 +38,13 @@ from ptm_accel.optim.units import (
     Unit,
     Work,
     blocks_of,
+    count_pending,
     group_at,
     is_widened,
-    no_more_owed,
-    owe,
     parts_of,
+    uncount_pending,
 )
-from ptm_accel.optim.worker import Job
+from ptm_accel.optim.worker import UpdateJob
 
 
 def twin_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -70,8 +70,8 @@ class HostUpdates:
     Attributes:
         work: the updates that it has taken over, in order.
         done: how many of them are done.
-        owed: how many updates that are still to be done, or under way, use a block: what the home has of it is not to
-            be read.
+        pending_updates: how many updates that are still to be done, or under way, use a block: what the backing store
+            has of it is not to be read.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class HostUpdates:
     ) -> None:
         self.work: Work = []
         self.done = 0
-        self.owed: dict[PagedTensor, int] = {}
+        self.pending_updates: dict[Block, int] = {}
         self._owner = owner
         self._compute = owner.compute
         self._pool = owner.compute.pool
-        assert isinstance(self._pool.home, FrameHome)
-        self._home = self._pool.home
+        assert isinstance(self._pool.backing, HostStore)
+        self._backing = self._pool.backing
         # A multiple of the alignment of every dtype, which a page holds whole.
         self._window_elements = window_elements(owner.compute.window_bytes, 4)
         self._hyper = hyper
@@ -99,7 +99,7 @@ class HostUpdates:
         self._scratch: list[Reservation] = []
         # What is to be opened, with the first element that is not yet; and what is open, in the same order.
         self._waiting: deque[tuple[Entry, int]] = deque()
-        self._open: deque[Job] = deque()
+        self._open: deque[UpdateJob] = deque()
         self._open_bytes = 0
         self._refused = refused
         self._spent_s = 0.0
@@ -108,7 +108,7 @@ class HostUpdates:
     # ---- what it takes -----------------------------------------------------------------------------------------
 
     def take(self, entry: Entry) -> bool:
-        """Takes an update over, if all that it uses can be had in the home: what is not there is sent there.
+        """Takes an update over, if all that it uses can be had in the backing store: what is not there is sent there.
 
         Returns:
             whether it did.
@@ -119,7 +119,7 @@ class HostUpdates:
         if not self._owner.chosen(entry[1].block_name):
             return False
         tensors = list(parts_of(entry).values())
-        if len(tensors) * self._home.page_bytes > self._owner.most_bytes or self._is_looked_at(
+        if len(tensors) * self._backing.page_bytes > self._owner.most_bytes or self._is_looked_at(
             entry[1].slot.value.block
         ):
             return False
@@ -128,11 +128,12 @@ class HostUpdates:
             return False
         try:
             for part in tensors:
-                self._send_home(part.block)
+                self._send_to_backing(part.block)
         except BudgetError:
-            # The home is full: what has gone there is as good there.
+            # The backing store is full: what has gone there is as good there.
             return False
-        # Some are padded in the home, what was never stored there is nowhere, and what could not be stored is here.
+        # Some are padded in the backing store, what was never stored there is nowhere, and what could not be stored is
+        # here.
         blocks = [part.block for part in tensors]
         if any(block.place is not Place.AWAY or block.stored_bytes < block.nbytes for block in blocks):
             return False
@@ -142,34 +143,34 @@ class HostUpdates:
                     self._pool.traffic.set_apart(block)
         except BudgetError:
             return False
-        self._counts_come += _counts_to_host(entry[1], self._home)
-        owe(self.owed, entry)
+        self._counts_come += _counts_to_host(entry[1], self._backing)
+        count_pending(self.pending_updates, entry)
         self._waiting.append((entry, 0))
         self.work.append(entry)
         return True
 
-    def _is_looked_at(self, value: PagedTensor) -> bool:
+    def _is_looked_at(self, value: Block) -> bool:
         """Whether somebody has a view of a parameter's values, and would see an update of them on the device."""
         if value.extent is None or not value.place.resident:
             return False
-        return self._pool.shelf.is_spared(value) or value.viewed
+        return self._pool.eviction.is_spared(value) or value.viewed
 
     def _step(self, entry: Entry) -> int:
         """Elements of the smallest window of an update: it lies on one page of each tensor."""
         widest = max(part.dtype.itemsize for part in parts_of(entry).values())
-        return min(self._window_elements, self._home.page_bytes // widest)
+        return min(self._window_elements, self._backing.page_bytes // widest)
 
     def _can_be_held(self, part: Part, step: int) -> bool:
         block, nbytes = part.block, step * part.dtype.itemsize
-        cuts = self._home.page_bytes % nbytes == 0 == nbytes % ALIGN_BYTES
+        cuts = self._backing.page_bytes % nbytes == 0 == nbytes % ALIGN_BYTES
         return (
             block.movable
             and not block.pins
             and block.place is not Place.BLANK
-            and (cuts or block.slot_bytes <= self._home.page_bytes)
+            and (cuts or block.slot_bytes <= self._backing.page_bytes)
         )
 
-    def _send_home(self, tensor: PagedTensor) -> None:
+    def _send_to_backing(self, tensor: Block) -> None:
         if tensor.place is Place.ARRIVING:
             self._pool.ahead.turn_back(tensor)
         elif tensor.place.resident:
@@ -180,18 +181,18 @@ class HostUpdates:
         compute, cpu = self._compute, torch.device("cpu")
         arithmetic = self._arithmetic
         if arithmetic is None:
-            arithmetic = Arithmetic(twin_of(compute.inner), compute.appetite, cpu, _there, compute.threads)
+            arithmetic = Arithmetic(twin_of(compute.inner), compute.optimizer_memory, cpu, _there, compute.threads)
         elements = min(entry[1].slot.value.numel, arithmetic.grain or self._window_elements)
-        nbytes = update_extra_bytes(compute.appetite, elements, 4, widened=is_widened(entry))
+        nbytes = update_extra_bytes(compute.optimizer_memory, elements, 4, widened=is_widened(entry))
         missing = nbytes - sum(held.nbytes for held in self._scratch)
         if missing > 0:
-            self._home.make_room(missing)
+            self._backing.make_room(missing)
             try:
-                self._scratch.append(self._home.budget.reserve(missing, Tag.STAGING, "updates on the CPU"))
+                self._scratch.append(self._backing.budget.reserve(missing, Tag.STAGING, "updates on the CPU"))
             except BudgetError:
                 return False
         if self._arithmetic is None:
-            self._scale, self._scale_comes = _on_the_host(self._home, self._scale)
+            self._scale, self._scale_comes = _on_the_host(self._backing, self._scale)
             self._arithmetic = arithmetic
         return True
 
@@ -215,7 +216,7 @@ class HostUpdates:
         with self._pool.traffic.stalled():
             self._open[0].wait()
 
-    def update(self) -> list[PagedTensor]:
+    def update(self) -> list[Block]:
         """Closes the first window, whose arithmetic has ended.
 
         Returns:
@@ -234,7 +235,7 @@ class HostUpdates:
                 state.small = small
                 if state.master is not None:
                     state.mastered = state.slot.value.numel
-            no_more_owed(self.owed, unit)
+            uncount_pending(self.pending_updates, unit)
             unit.end()
         return [unit.blocks[""]] * unit.last
 
@@ -266,7 +267,7 @@ class HostUpdates:
                 self._waiting.popleft()
             if not unit.last:
                 self._waiting.appendleft((entry, unit.stop))
-            job = Job(unit, self._wait, self._update)
+            job = UpdateJob(unit, self._wait, self._update)
             self._open.append(job)
             try:
                 self._owner.worker.submit(job)
@@ -287,7 +288,7 @@ class HostUpdates:
         self.work = [entry for entry in self.work if id(entry) in kept]
         self._waiting = deque(each for each in self._waiting if id(each[0]) in kept)
         for entry in given:
-            no_more_owed(self.owed, Unit([entry], 0, entry[1].slot.value.numel, last=True, new=False))
+            uncount_pending(self.pending_updates, Unit([entry], 0, entry[1].slot.value.numel, last=True, new=False))
         for entry in given:
             self._refused(entry)
 
@@ -301,7 +302,7 @@ class HostUpdates:
         if not entries or any(map(is_widened, entries)) or self._is_cut_short():
             return None
         unit = Unit(entries, 0, entries[0][1].slot.value.block.numel, last=True, new=False)
-        whole = all(self._home.reach(block.handle, 0) >= block.nbytes for block in unit.blocks.values())
+        whole = all(self._backing.reach(block.handle, 0) >= block.nbytes for block in unit.blocks.values())
         return unit if whole and 2 * _held_bytes(unit) <= self._owner.most_bytes else None
 
     def _is_cut_short(self) -> bool:
@@ -318,7 +319,7 @@ class HostUpdates:
         reach = min(reach, step) if self._is_cut_short() else reach
         for part in parts:
             size = part.dtype.itemsize
-            reach = min(reach, self._home.reach(part.block.handle, (part.start + start) * size) // size)
+            reach = min(reach, self._backing.reach(part.block.handle, (part.start + start) * size) // size)
         stop = end if first + reach >= end else max((first + reach) // step, first // step + 1) * step
         stop = min(stop, end)
         return Unit([entry], start, stop - value.start, last=stop == end, new=False)
@@ -326,7 +327,7 @@ class HostUpdates:
     def _hold(self, unit: Unit) -> None:
         try:
             for key, part in unit.involved().items():
-                unit.windows[key] = HostWindow(part, unit.start, unit.stop, self._home)
+                unit.windows[key] = HostWindow(part, unit.start, unit.stop, self._backing)
         except BaseException:
             self._let_go(unit, wrote=False)
             raise
@@ -367,8 +368,8 @@ class HostUpdates:
         self._spent_s += time.perf_counter() - begin
         return left
 
-    def _close(self, job: Job) -> None:
-        """Ends a window; what was raised for it comes out of `Job.result`."""
+    def _close(self, job: UpdateJob) -> None:
+        """Ends a window; what was raised for it comes out of `UpdateJob.result`."""
         self._open_bytes -= _held_bytes(job.unit)
         self._let_go(job.unit, wrote=job.touched)
 
@@ -376,14 +377,14 @@ class HostUpdates:
         for key in list(unit.windows):
             window = unit.windows.pop(key)
             assert isinstance(window, HostWindow)
-            self._home.let_go(window.run, wrote=wrote and key != "grad")
+            self._backing.let_go(window.run, wrote=wrote and key != "grad")
 
     def abandon(self) -> None:
         """Ends what is open without waiting for more than the window that is worked on; the rest is lost."""
         for job in self._open:
             job.cancelled = True
         self._waiting.clear()
-        self.owed.clear()
+        self.pending_updates.clear()
         while self._open:
             self._open[0].wait()
             self._close(self._open.popleft())
@@ -416,23 +417,23 @@ def _on_device_of(pool: Pool) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _counts_to_host(state: ParamState, home: FrameHome) -> list[Transfer]:
+def _counts_to_host(state: ParamState, backing: HostStore) -> list[Transfer]:
     """Brings step counts to the host that the last update has left on the device; returns what brings them."""
     comes: list[Transfer] = []
     for key, entry in state.small.items():
         if isinstance(entry, torch.Tensor) and entry.device.type != "cpu":
-            state.small[key], transfer = _on_the_host(home, entry)
+            state.small[key], transfer = _on_the_host(backing, entry)
             if transfer is not None:
                 comes.append(transfer)
     return comes
 
 
-def _on_the_host(home: FrameHome, scale: torch.Tensor | None) -> tuple[torch.Tensor | None, Transfer | None]:
+def _on_the_host(backing: HostStore, scale: torch.Tensor | None) -> tuple[torch.Tensor | None, Transfer | None]:
     """A number of the device's in host memory, once the transfer has ended; nobody waits for it here."""
     if scale is None:
         return None, None
     source = scale.detach().reshape(1)
     # A copy into ordinary memory would hold the thread up until the device has come to it.
     into = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
-    copy = home.device.copy_out(into.view(torch.uint8), source.view(torch.uint8))
+    copy = backing.device.copy_out(into.view(torch.uint8), source.view(torch.uint8))
     return into[0], Keeping(copy, source)

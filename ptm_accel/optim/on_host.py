@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.own_threads import Worker
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.units import format_bytes
@@ -45,10 +45,10 @@ class OnHost:
         who updates what depends on times that were measured: whoever wants each run to have the bits of the last one
         has the device do it all.
         """
-        home = self.compute.pool.home
-        if not isinstance(home, FrameHome) or torch.are_deterministic_algorithms_enabled():
+        backing = self.compute.pool.backing
+        if not isinstance(backing, HostStore) or torch.are_deterministic_algorithms_enabled():
             return False
-        held_bytes = (2 + self.compute.appetite.state_tensors) * home.page_bytes
+        held_bytes = (2 + self.compute.optimizer_memory.state_tensors) * backing.page_bytes
         if held_bytes > self.most_bytes:
             self._tell_of_room(held_bytes)
             return False
@@ -73,8 +73,8 @@ class OnHost:
     @property
     def most_bytes(self) -> int:
         """What pages may be held for windows that are open."""
-        home = self.compute.pool.home
-        return home.budget.capacity_bytes // _MOST_OF_HOST if isinstance(home, FrameHome) else 0
+        backing = self.compute.pool.backing
+        return backing.budget.capacity_bytes // _MOST_OF_HOST if isinstance(backing, HostStore) else 0
 
     def close(self) -> None:
         """Ends the thread, if there is one. Idempotent."""

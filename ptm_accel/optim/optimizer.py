@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.pool import Pool
-from ptm_accel.model.floor import Appetite
+from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slots import SlotTable
@@ -24,7 +24,7 @@ from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
 from ptm_accel.optim.step_gradients import StepGradients
-from ptm_accel.optim.support import appetite_of, is_elementwise, switches_of
+from ptm_accel.optim.support import is_elementwise, optimizer_memory_of, switches_of
 from ptm_accel.optim.units import by_block
 from ptm_accel.optim.updates import Updates
 
@@ -53,7 +53,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         inner: see above.
-        appetite: what an update needs.
+        optimizer_memory: what an update needs.
         gradients: of its parameters.
         others: its parameters that the model does not have.
         on_host: what updates on the CPU beside a device have in common.
@@ -76,7 +76,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         batch_bytes: Callable[[], int],
         run_ahead: RunAhead,
         overlap: Callable[[], bool],
-        grown: Callable[[Appetite], None],
+        grown: Callable[[OptimizerMemory], None],
         synchronise: Callable[[], None],
         stepped: Callable[[], None],
         state_tensors: int | None = None,
@@ -92,8 +92,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.__dict__.pop("param_groups")
         self._patch_step_function()
         self.inner = inner
-        self._appetite_of = partial(appetite_of, inner, state_tensors=state_tensors)
-        self.appetite = self._appetite_of()
+        self._optimizer_memory_of = partial(optimizer_memory_of, inner, state_tensors=state_tensors)
+        self.optimizer_memory = self._optimizer_memory_of()
         self._pool = pool
         self._run_ahead = run_ahead
         self._may_overlap = overlap
@@ -103,7 +103,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._states = States(inner, slots, pool, masters=master_weights)
         self.others = self._states.others
         self._threads = CoreThreads("ptm_accel arithmetic")
-        self._compute = ComputeUpdates(inner, pool, self.appetite, window_bytes, batch_bytes, self._threads)
+        self._compute = ComputeUpdates(inner, pool, self.optimizer_memory, window_bytes, batch_bytes, self._threads)
         self.on_host = OnHost(self._compute, run_ahead.updates_on_host, run_ahead.spent_on_host)
         self.updates = Updates(self._compute, self.on_host, self._states, run_ahead)
         self.gradients = StepGradients(inner, self._states, gradients, self.updates, pool, synchronise)
@@ -139,10 +139,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             bare_step(self.inner)
             self.updates.steps += 1
             self._stepped()
-            if self._pool.room.tide is not None:
-                self._pool.room.tide.end_step()
+            if self._pool.admission.activation_reserve is not None:
+                self._pool.admission.activation_reserve.end_step()
                 self.ended()
-                self._pool.room.shrink()
+                self._pool.admission.shrink()
             self.ended()
         else:
             with self._pool.calls.during(Call.STEP, self._pool):
@@ -160,9 +160,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._stepped()
         try:
             # Nothing of the step is left to be done here, and nothing is lost by what fails.
-            if self._pool.room.tide is not None:
-                self._pool.room.tide.end_step()
-                self._pool.room.shrink()
+            if self._pool.admission.activation_reserve is not None:
+                self._pool.admission.activation_reserve.end_step()
+                self._pool.admission.shrink()
         finally:
             self.updates.end_early()
         self.ended()
@@ -196,7 +196,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not self._elementwise or self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
             return False
         # What has to be made room for is met, or refused, by the step.
-        if self._appetite_of() != self.appetite:
+        if self._optimizer_memory_of() != self.optimizer_memory:
             return False
         return self.updates.expect()
 
@@ -235,7 +235,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's own list. A step that is owed goes by what the groups were when it was asked for."""
+        """The wrapped optimizer's own list. A step that is pending goes by what the groups were when it was asked
+        for.
+        """
         return self.inner.param_groups
 
     @param_groups.setter
@@ -286,7 +288,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`: positional, with the real values.
 
-        What is away is mapped from its home, so this costs no memory beyond the budgets. Valid until the next step.
+        What is away is mapped from its backing store, so this costs no memory beyond the budgets. Valid until the next
+        step.
 
         Raises:
             LostStepError: an update has failed since the state was loaded last.
@@ -339,10 +342,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             BudgetError: with them updates need more than there is; nothing has been changed.
         """
         now = [{**here, **there} for here, there in zip(self.param_groups, groups, strict=True)]
-        appetite = self._appetite_of(now)
-        if appetite != self.appetite:
-            self._grown(appetite)
-            self.appetite = self._compute.appetite = appetite
+        optimizer_memory = self._optimizer_memory_of(now)
+        if optimizer_memory != self.optimizer_memory:
+            self._grown(optimizer_memory)
+            self.optimizer_memory = self._compute.optimizer_memory = optimizer_memory
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`."""

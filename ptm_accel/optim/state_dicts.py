@@ -21,7 +21,8 @@ Entries = dict[torch.Tensor, dict[str, Any]]
 
 
 def state_dict_of(kept: States, param_groups: Groups) -> dict[str, Any]:
-    """As `torch.optim.Optimizer.state_dict`: positional, with the real values; what is away is mapped from its home.
+    """As `torch.optim.Optimizer.state_dict`: positional, with the real values; what is away is mapped from its backing
+    store.
 
     Args:
         kept: what the optimizer keeps for each parameter.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import CheckpointError
+from ptm_accel.memory.block import Block, Part, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copied import copied
-from ptm_accel.memory.paged import PagedTensor, Part, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import ParamSlot, SlotTable
@@ -199,7 +199,7 @@ class States:
 
     # ---- while the hooks are off (`ptm_accel.plain_mode`) ----------------------------------------------------------
 
-    def kept(self) -> list[PagedTensor]:
+    def kept(self) -> list[Block]:
         """What is kept full-size for parameters."""
         return list(dict.fromkeys(part.block for state in self for part in state.paged.values()))
 
@@ -232,7 +232,7 @@ class States:
             yield MASTER_KEY, state.master
 
     def values(self, state: ParamState) -> dict[str, Any]:
-        """As `entries`, with the real values; what is away is mapped from its home."""
+        """As `entries`, with the real values; what is away is mapped from its backing store."""
         return {
             key: self.pool.snapshot(value) if isinstance(value, Part) else value for key, value in self.entries(state)
         }

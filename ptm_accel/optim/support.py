@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.model.floor import Appetite
+from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slots import SlotTable
 
@@ -104,9 +104,9 @@ _STATE_TENSORS: dict[str, tuple[int, tuple[str, ...]]] = {
 """Full-size state tensors of optimizers, where that was not measured, and options that add one; two of all others."""
 
 
-def appetite_of(
+def optimizer_memory_of(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None, *, state_tensors: int | None = None
-) -> Appetite:
+) -> OptimizerMemory:
     """What the optimizer needs in memory to update a parameter.
 
     Args:
@@ -123,11 +123,11 @@ def appetite_of(
         always, options = _STATE_TENSORS.get(type(optimizer).__name__, (2, ()))
         state_tensors = always + sum(any(group.get(option) for group in groups) for option in options)
     fused = not whole and all(group.get("fused") for group in groups)
-    return Appetite(state_tensors, scratch_tensors=0 if fused else 3, whole=whole)
+    return OptimizerMemory(state_tensors, scratch_tensors=0 if fused else 3, whole=whole)
 
 
 def switches_of(optimizer: torch.optim.Optimizer) -> list[tuple[bool, ...]]:
-    """Of each group, which of the options are on that `appetite_of` goes by."""
+    """Of each group, which of the options are on that `optimizer_memory_of` goes by."""
     switches = []
     # A loop, not a comprehension: a step in plain mode makes no call more than it must.
     for g in optimizer.param_groups:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ptm_accel.memory.block import Block, Part, Place
 from ptm_accel.memory.budget import Reservation
-from ptm_accel.memory.paged import PagedTensor, Part, Place
-from ptm_accel.memory.transfer import Block, Transfer, round_up
+from ptm_accel.memory.transfer import Buffer, Transfer, round_up
 from ptm_accel.memory.windows import Window
-from ptm_accel.model.floor import Appetite, copied_bytes, update_extra_bytes
+from ptm_accel.model.floor import OptimizerMemory, copied_bytes, update_extra_bytes
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.slots import ParamSlot
 
@@ -72,7 +72,7 @@ class ParamState:
         """The name of the block of the parameter's values, by which plans know it."""
         return self.slot.value.block.name
 
-    def blocks(self) -> list[PagedTensor]:
+    def blocks(self) -> list[Block]:
         """The blocks that its tensors are parts of."""
         return [part.block for part in self.tensors()]
 
@@ -112,9 +112,9 @@ class Unit:
     extra: Reservation | None = None
     made: list[Reservation] = field(default_factory=list)
     space: Reservation | None = None
-    desk: tuple[Reservation, Block] | None = None
+    desk: tuple[Reservation, Buffer] | None = None
     occupied: bool = False
-    blocks: dict[str, PagedTensor] = field(init=False)
+    blocks: dict[str, Block] = field(init=False)
     together: bool = field(init=False)
     state: ParamState = field(init=False)
 
@@ -157,27 +157,27 @@ class Unit:
             state.agree()
             state.slot.generation += 1
 
-    def involved(self) -> dict[str, Part] | dict[str, PagedTensor]:
+    def involved(self) -> dict[str, Part] | dict[str, Block]:
         """What its update reads and writes, by the key of the window: parts, or all blocks of a group."""
         return self.blocks if self.together else parts_of(self.entries[0], new=self.new)
 
-    def extra_bytes(self, appetite: Appetite, grain: int | None) -> int:
+    def extra_bytes(self, optimizer_memory: OptimizerMemory, grain: int | None) -> int:
         """What torch allocates for its update.
 
         Args:
-            appetite: of the optimizer.
+            optimizer_memory: of the optimizer.
             grain: how many elements of it are updated at a time at the most, which have a desk; None for all of them.
         """
         elements = self.stop - self.start
         if grain is not None and not self.new:
             elements = min(elements, grain)
         wide, widened = self.state.wide.dtype.itemsize, is_widened(self.entries[0]) and grain is None
-        return update_extra_bytes(appetite, elements, wide, widened=widened)
+        return update_extra_bytes(optimizer_memory, elements, wide, widened=widened)
 
-    def made_bytes(self, appetite: Appetite) -> list[int]:
+    def made_bytes(self, optimizer_memory: OptimizerMemory) -> list[int]:
         """What torch allocates for each tensor of the state that the optimizer will make."""
         return [round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)] * (
-            self.new * appetite.state_tensors
+            self.new * optimizer_memory.state_tensors
         )
 
     def desk_elements(self, grain: int | None) -> list[int]:
@@ -196,12 +196,12 @@ class Unit:
         """The bytes of `desk_elements`."""
         return round_up(sum(self.desk_elements(grain)) * 4)
 
-    def space_bytes(self, appetite: Appetite) -> int:
+    def space_bytes(self, optimizer_memory: OptimizerMemory) -> int:
         """What windows take that the state is copied to, beside what is free once the optimizer is done."""
         part = self.state.slot.group_part
         if not self.new or (self.whole and (part.alone or not part.block.movable)):
             return 0
-        return copied_bytes(appetite, self.stop - self.start, self.state.wide.dtype.itemsize, whole=self.whole)
+        return copied_bytes(optimizer_memory, self.stop - self.start, self.state.wide.dtype.itemsize, whole=self.whole)
 
 
 def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
@@ -221,23 +221,23 @@ def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
     return named
 
 
-def blocks_of(entry: Entry) -> list[PagedTensor]:
+def blocks_of(entry: Entry) -> list[Block]:
     """The blocks that the update of one parameter uses."""
     return [part.block for part in parts_of(entry).values()]
 
 
-def owe(owed: dict[PagedTensor, int], entry: Entry) -> None:
+def count_pending(pending_updates: dict[Block, int], entry: Entry) -> None:
     """Counts one more update that is still to be done for each block that it uses."""
     for part in parts_of(entry).values():
-        owed[part.block] = owed.get(part.block, 0) + 1
+        pending_updates[part.block] = pending_updates.get(part.block, 0) + 1
 
 
-def no_more_owed(owed: dict[PagedTensor, int], unit: Unit) -> None:
-    """Takes back what `owe` has counted for the parameters of a unit."""
+def uncount_pending(pending_updates: dict[Block, int], unit: Unit) -> None:
+    """Takes back what `count_pending` has counted for the parameters of a unit."""
     for block in unit.blocks.values():
-        owed[block] -= len(unit.entries)
-        if not owed[block]:
-            del owed[block]
+        pending_updates[block] -= len(unit.entries)
+        if not pending_updates[block]:
+            del pending_updates[block]
 
 
 def is_widened(entry: Entry) -> bool:
@@ -249,7 +249,7 @@ def is_widened(entry: Entry) -> bool:
 
 def by_block(work: Work) -> Work:
     """`work` with the parameters of a group next to each other."""
-    blocks: dict[PagedTensor, Work] = {}
+    blocks: dict[Block, Work] = {}
     for entry in work:
         blocks.setdefault(entry[1].slot.value.block, []).append(entry)
     return [entry for entries in blocks.values() for entry in entries]

@@ -4,7 +4,7 @@ Clipping by the global norm lets no update begin before the last gradient is in,
 `optimizer.step()` or speculate. Here `step()` fixes what is to be done (gradients, clip coefficient, learning rates)
 and returns; the updates follow in the order in which the next forward reads the parameters. Their transfers run beside
 its compute, and an access waits for the update of that tensor alone. Nothing is stale: whoever looks at a parameter, at
-its state or at a checkpoint sees what a blocking step would have left (`Pool.owed`).
+its state or at a checkpoint sees what a blocking step would have left (`Pool.pending_updates`).
 
 Where nothing can come between a gradient and its update (`Updates.in_backward`) the queue begins empty, during
 backward, and grows as gradients arrive; `step()` closes it.
@@ -27,8 +27,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ptm_accel.errors import BudgetError, StaleGraphError, UnsupportedError
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.model.addresses import Members
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
@@ -38,9 +38,9 @@ from ptm_accel.optim.units import Entry, Work, blocks_of, ordered
 
 logger = logging.getLogger(__name__)
 
-_STILL_OWED = (
-    "{} What is left of the last optimizer step is still owed, and nothing of it is lost: the model can be saved once "
-    "this forward has ended. Where a forward holds so much (parameters that a parent reads by name stay until it "
+_STILL_PENDING = (
+    "{} What is left of the last optimizer step is still pending, and nothing of it is lost: the model can be saved "
+    "once this forward has ended. Where a forward holds so much (parameters that a parent reads by name stay until it "
     "returns), set update='blocking'."
 )
 """What is said where there is no room for an update beside a forward."""
@@ -86,9 +86,9 @@ class UpdateQueue:
         self._spent = spent
         self._ended = ended
         self._working = False
-        self._parameters: set[PagedTensor] = set()
+        self._parameters: set[Block] = set()
         # Nobody may read what they have: not yet what the step leaves, or already that, before it has been asked for.
-        self._withheld: dict[PagedTensor, Members] = {}
+        self._withheld: dict[Block, Members] = {}
         self._batches = Batches(compute, [], scale, hyper, stays=True, sent_for=sent_for)
         self._batches.sparing = True
         self._host = None if on_host is None else HostUpdates(on_host, scale, hyper, self._batches.add)
@@ -96,7 +96,7 @@ class UpdateQueue:
         self._lanes: list[Batches | HostUpdates] = (
             [self._batches] if self._host is None else [self._host, self._batches]
         )
-        self._pool.owed = self
+        self._pool.pending_updates = self
 
     # ---- what it takes on --------------------------------------------------------------------------------------
 
@@ -130,11 +130,11 @@ class UpdateQueue:
     def _takes(self, host: HostUpdates, entry: Entry) -> bool:
         """Whether the CPU takes an update over; members of one block are all updated where the first one is."""
         blocks = blocks_of(entry)
-        if any(block in self._batches.owed for block in blocks):
+        if any(block in self._batches.pending_updates for block in blocks):
             return False
         if host.take(entry):
             return True
-        while any(block in host.owed for block in blocks):
+        while any(block in host.pending_updates for block in blocks):
             self._go_on(host)
         return False
 
@@ -185,13 +185,13 @@ class UpdateQueue:
         """See `ptm_accel.model.following.Beside`: of parameters that are updated in parts nothing is planned."""
         return self._batches.pinned_bytes
 
-    def awaits(self, tensor: PagedTensor) -> bool:
+    def awaits(self, tensor: Block) -> bool:
         """Whether an update that is still to be done uses the tensor."""
-        return tensor in self._batches.owed or self.elsewhere(tensor)
+        return tensor in self._batches.pending_updates or self.elsewhere(tensor)
 
-    def elsewhere(self, tensor: PagedTensor) -> bool:
-        """See `Owed`."""
-        return self._host is not None and tensor in self._host.owed
+    def elsewhere(self, tensor: Block) -> bool:
+        """See `PendingUpdates`."""
+        return self._host is not None and tensor in self._host.pending_updates
 
     def refuse_open(self, what: str) -> None:
         """Says that `what` was done between a backward in which updates have begun and the step that they belong to.
@@ -208,7 +208,7 @@ class UpdateQueue:
     @property
     def ended(self) -> bool:
         """Whether nothing is left to be done, or what was left has been given up."""
-        return self._pool.owed is not self
+        return self._pool.pending_updates is not self
 
     # ---- carrying on -------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class UpdateQueue:
             self._pump(self._host)
 
     def _pump(self, lane: Batches | HostUpdates) -> None:
-        if lane.owed and not self._working and (lane.arrived() or lane.could_open):
+        if lane.pending_updates and not self._working and (lane.arrived() or lane.could_open):
             with self._at_work():
                 while lane.arrived():
                     self._update(lane)
@@ -238,8 +238,10 @@ class UpdateQueue:
         Raises:
             DiskError, BudgetError: a transfer failed, or there is no room; the step is not whole then.
         """
-        owed = self._batches.owed
-        while not self._working and most_bytes < sum(block.slot_bytes for block in owed if block.tag is Tag.GRAD):
+        pending_updates = self._batches.pending_updates
+        while not self._working and most_bytes < sum(
+            block.slot_bytes for block in pending_updates if block.tag is Tag.GRAD
+        ):
             self._go_on(self._batches)
 
     def finish(self) -> None:
@@ -251,10 +253,10 @@ class UpdateQueue:
         """
         self.refuse_open("the model or its optimizer was looked at as a whole")
         while not self._working and not self.ended:
-            self._go_on(next(lane for lane in reversed(self._lanes) if lane.owed))
+            self._go_on(next(lane for lane in reversed(self._lanes) if lane.pending_updates))
 
-    def before_use(self, tensor: PagedTensor) -> None:
-        """See `Owed`.
+    def before_use(self, tensor: Block) -> None:
+        """See `PendingUpdates`.
 
         Raises:
             StaleGraphError: a parameter is read whose gradient was complete, before the step has come.
@@ -269,11 +271,11 @@ class UpdateQueue:
                 "checkpoint."
             )
         for lane in self._lanes:
-            while tensor in lane.owed:
+            while tensor in lane.pending_updates:
                 self._go_on(lane)
 
     def give_way(self) -> bool:
-        """See `Owed`.
+        """See `PendingUpdates`.
 
         Raises:
             DiskError: a transfer failed.
@@ -302,12 +304,12 @@ class UpdateQueue:
         self._give_back(lane.update(), lane)
         self._end_if_done()
 
-    def _give_back(self, blocks: Iterable[PagedTensor], lane: Batches | HostUpdates) -> None:
+    def _give_back(self, blocks: Iterable[Block], lane: Batches | HostUpdates) -> None:
         """Gives parameters their values back, if they are what the step has asked for."""
         if not self.whole:
             return
         for block in blocks:
-            if block in self._withheld and block not in lane.owed:
+            if block in self._withheld and block not in lane.pending_updates:
                 self._withheld.pop(block).give_back()
 
     @contextmanager
@@ -315,7 +317,7 @@ class UpdateQueue:
         """Around work on updates.
 
         Args:
-            loses: the step is lost if there is no room for it; otherwise nothing is done yet, and all is still owed.
+            loses: the step is lost if there is no room for it; otherwise nothing is done yet, and all is still pending.
         """
         pool = self._pool
         begin = time.perf_counter() - pool.stats.stall_s
@@ -331,7 +333,7 @@ class UpdateQueue:
                         self.give_up(error)
                         raise
                     # Of a device's it is another, which callers who try smaller batches know.
-                    raise type(error)(_STILL_OWED.format(error)) from error
+                    raise type(error)(_STILL_PENDING.format(error)) from error
                 finally:
                     self._working = False
         finally:
@@ -365,7 +367,7 @@ class UpdateQueue:
                 ending.callback(lane.abandon)
 
     def _end_if_done(self) -> None:
-        if self.whole and not any(lane.owed for lane in self._lanes):
+        if self.whole and not any(lane.pending_updates for lane in self._lanes):
             self._end()
 
     def _end(self) -> None:
@@ -374,7 +376,7 @@ class UpdateQueue:
                 self._withheld.popitem()[1].give_back()
             if self._host is not None:
                 self._host.close()
-            self._pool.owed = None
+            self._pool.pending_updates = None
             self._ended(self)
 
 

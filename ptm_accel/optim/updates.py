@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ptm_accel.errors import LostStepError, UnsupportedError
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.block import Block
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.norms import NORM_TYPE
 from ptm_accel.model.run_ahead import RunAhead
@@ -65,7 +65,7 @@ class Updates:
         self._run_ahead = run_ahead
         # While updates may begin in a backward: the group of each parameter, and the gradients that have arrived.
         self._groups: dict[int, int] | None = None
-        self._arrived: dict[PagedTensor, list[GradSlot]] = {}
+        self._arrived: dict[Block, list[GradSlot]] = {}
         self._spent: list[GradSlot] = []
 
     # ---- in step() ---------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Updates:
 
     def _follow(self, states: Sequence[ParamState], gradient_bytes: Mapping[str, int]) -> None:
         """Makes known what updates beside passes use."""
-        used: dict[str, dict[PagedTensor, None]] = {}
+        used: dict[str, dict[Block, None]] = {}
         written = Counter(state.block_name for state in states if state.overwritten)
         parts = {state.block_name: state.slot.value.block.parts for state in states}
         for state in states:
@@ -305,7 +305,7 @@ class Updates:
             self.queue.finish()
 
     def refuse_lost(self) -> None:
-        """Carries out what is owed, and says that an update has failed since the state was loaded last.
+        """Carries out what is pending, and says that an update has failed since the state was loaded last.
 
         Raises:
             LostStepError: so it is.
@@ -329,7 +329,7 @@ class Updates:
             self.queue.give_up()
 
 
-def _is_viewed(value: PagedTensor) -> bool:
+def _is_viewed(value: Block) -> bool:
     """Whether somebody else holds a view of a parameter's values, which an update in place would change.
 
     Autograd does where a parameter was used outside of all forwards, without a gradient of it: of that nothing is known

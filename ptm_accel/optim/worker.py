@@ -10,7 +10,7 @@ from ptm_accel.memory.copies import raise_first
 from ptm_accel.optim.units import Unit
 
 
-class Job:
+class UpdateJob:
     """The arithmetic of one window, in another thread.
 
     Args:

@@ -17,7 +17,7 @@ Parts = Sequence[tuple[int, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class _TokenSlice:
     """What is computed at a time: some tokens of some rows.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Unit:
         return tensor[self.rows, self.begin : self.end]
 
 
-Under = tuple[list[_Unit], list[Slice]]
+Under = tuple[list[_TokenSlice], list[Slice]]
 """What a backward needs of its forward."""
 
 
@@ -154,7 +154,7 @@ class Pipeline:
         dist.all_gather(found, own, group=self._told)
         return found
 
-    def _receive(self, units: Sequence[_Unit], source: int) -> Iterator[torch.Tensor]:
+    def _receive(self, units: Sequence[_TokenSlice], source: int) -> Iterator[torch.Tensor]:
         """What another stage sends, in order; asked for all at once, so that it comes while others are used."""
         asked: list[tuple[Any, torch.Tensor]] = []
         for unit in units:
@@ -170,7 +170,7 @@ class Pipeline:
         return dist.isend(kept, group=self._group, group_dst=target), kept
 
 
-def _units(parts: Parts, rows: int, length: int) -> list[_Unit]:
+def _units(parts: Parts, rows: int, length: int) -> list[_TokenSlice]:
     """The units of a batch, in order.
 
     Raises:
@@ -180,7 +180,7 @@ def _units(parts: Parts, rows: int, length: int) -> list[_Unit]:
     for count, slices in parts:
         begin = 0
         for tokens in slices:
-            found.append(_Unit(slice(row, row + count), begin, begin + tokens, tokens == length))
+            found.append(_TokenSlice(slice(row, row + count), begin, begin + tokens, tokens == length))
             begin += tokens
         if begin != length:
             raise ConfigError(

@@ -18,7 +18,7 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.optim.hyperparameters import NAMES
 from ptm_accel.optim.states import MASTER_KEY
-from ptm_accel.recipes.linking import Place, counts, forget, places_of
+from ptm_accel.recipes.linking import LinkedParam, counts, forget, places_of
 
 _FIRST = ("exp_avg", "exp_inf", "momentum_buffer")
 """State that grows as the gradient does: in Adam, Adamax, SGD."""
@@ -77,12 +77,12 @@ def delink(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, 
     return len(places)
 
 
-def _order(place: Place) -> tuple[str, int]:
+def _order(place: LinkedParam) -> tuple[str, int]:
     """The list that a block is in, and its number: so much is copied at a time."""
     return place.source.partition(".")[0], place.block
 
 
-def _clone(places: Sequence[Place], shared: Mapping[str, nn.Parameter], engine: Engine | None) -> Clones:
+def _clone(places: Sequence[LinkedParam], shared: Mapping[str, nn.Parameter], engine: Engine | None) -> Clones:
     clones: Clones = {}
     for place in places:
         source = shared[place.source]

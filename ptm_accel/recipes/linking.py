@@ -21,7 +21,7 @@ from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.mapping import mapped_copies
 
 
-class Place(NamedTuple):
+class LinkedParam(NamedTuple):
     """Where a parameter of a block is, in whose place there is that of the first block.
 
     Attributes:
@@ -48,9 +48,9 @@ def is_linked(model: nn.Module) -> bool:
     return bool(places_of(model))
 
 
-def places_of(model: nn.Module) -> list[Place]:
+def places_of(model: nn.Module) -> list[LinkedParam]:
     """The parameters of a linked model that are others' now; of one that is not linked, none."""
-    found: list[Place] = model.__dict__.get(_PLACES, [])
+    found: list[LinkedParam] = model.__dict__.get(_PLACES, [])
     return found
 
 
@@ -96,7 +96,7 @@ def link(model: nn.Module) -> int:
     return len(places)
 
 
-def _find(model: nn.Module) -> Iterator[Place]:
+def _find(model: nn.Module) -> Iterator[LinkedParam]:
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     for path in lists:
         if any(path.startswith(f"{other}.") for other in lists):
@@ -109,7 +109,7 @@ def _find(model: nn.Module) -> Iterator[Place]:
             yield from _find_among(blocks)
 
 
-def _find_among(blocks: list[tuple[str, nn.Module]]) -> Iterator[Place]:
+def _find_among(blocks: list[tuple[str, nn.Module]]) -> Iterator[LinkedParam]:
     """The parameters of blocks of one class that the first of them with the like has as well."""
     first: dict[Any, str] = {}
     for number, (path, block) in enumerate(blocks):
@@ -122,7 +122,7 @@ def _find_among(blocks: list[tuple[str, nn.Module]]) -> Iterator[Place]:
                 first[key] = f"{path}.{name}"
                 continue
             owner, _, attribute = name.rpartition(".")
-            yield Place(block.get_submodule(owner), attribute, f"{path}.{name}", number, first[key])
+            yield LinkedParam(block.get_submodule(owner), attribute, f"{path}.{name}", number, first[key])
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _hold(engine: Engine, nbytes: int) -> Reservation:
     return engine.memory.budgets[Tier.HOST].reserve(nbytes, Tag.PARAM, name)
 
 
-def counts(places: list[Place]) -> Mapping[str, int]:
+def counts(places: list[LinkedParam]) -> Mapping[str, int]:
     """How many blocks share each parameter, by its name."""
     found: dict[str, int] = defaultdict(lambda: 1)
     for place in places:

@@ -12,7 +12,7 @@ class Move(enum.Enum):
     """Which way a tensor is moved."""
 
     LOAD = "load"
-    """From the home into the compute tier."""
+    """From the backing store into the compute tier."""
     EVICT = "evict"
     """Out of the compute tier; stored first if it is dirty."""
 

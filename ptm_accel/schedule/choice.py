@@ -46,7 +46,7 @@ _WORTH_THE_CPU = 1.02
 """Updates are carried out on the CPU where that is simulated to be faster by this factor."""
 
 
-class Way(NamedTuple):
+class BudgetSplit(NamedTuple):
     """How the budget is divided.
 
     Attributes:
@@ -70,7 +70,7 @@ class Choice:
         on_host: the parameters whose updates are carried out on the CPU beside a device, by name.
     """
 
-    way: Way
+    way: BudgetSplit
     trace: Trace
     plan: Plan | None
     simulated: Simulation | None
@@ -112,7 +112,7 @@ def choose_plan(
         repeats: whether the same pass follows it.
         between_bytes: what the passes of other kinds that come before the next of this kind can make use of: state
             stays over them in what they leave of the budget, and no more.
-        rates: of the link between the compute tier and the home; None where they are not known.
+        rates: of the link between the compute tier and the backing store; None where they are not known.
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
         host_s: the same for updates on the CPU beside a device; None where there are none.
     """
@@ -121,10 +121,10 @@ def choose_plan(
         recorded, capacity_bytes, updates, overwritten, in_backward, repeats, stays_bytes, rates, update_s, host_s
     )
     if rates is None:
-        return task.choice(Way(0.0, _AHEAD_UNKNOWN), frozenset())
+        return task.choice(BudgetSplit(0.0, _AHEAD_UNKNOWN), frozenset())
     on_host = task.best_on_host()
     kept_shares = _KEPT_SHARES if updates and stays_bytes else _KEPT_SHARES[:1]
-    found = [task.choice(Way(kept, ahead), on_host) for kept in kept_shares for ahead in _AHEAD_SHARES]
+    found = [task.choice(BudgetSplit(kept, ahead), on_host) for kept in kept_shares for ahead in _AHEAD_SHARES]
     least_s = min(each.seconds for each in found)
     good = [each for each in found if each.simulated and each.seconds <= least_s * _AS_GOOD]
     steady = [each for each in good if _holds_enough(each, updates)]
@@ -180,7 +180,7 @@ class _Task:
         if self.in_backward:
             final = set(final_gradients(self.recorded).values())
             updates = {name: used for name, used in updates.items() if name in final}
-        way = Way(0.0, _AHEAD_UNKNOWN)
+        way = BudgetSplit(0.0, _AHEAD_UNKNOWN)
         found = {share: self.choice(way, behind(self.recorded, updates, share)) for share in SHARES}
         first = min(found, key=lambda share: found[share].seconds)
         for share in (first - SHARES[0] / 2, first + SHARES[0] / 2):
@@ -189,7 +189,7 @@ class _Task:
         best = min(found.values(), key=lambda each: each.seconds)
         return best.on_host if best.seconds * _WORTH_THE_CPU < self.choice(way, nobody).seconds else nobody
 
-    def choice(self, way: Way, on_host: frozenset[str]) -> Choice:
+    def choice(self, way: BudgetSplit, on_host: frozenset[str]) -> Choice:
         """One plan, with what it should come to."""
         kept_share, ahead_share = way
         updates = {name: used for name, used in self.updates.items() if name not in on_host}

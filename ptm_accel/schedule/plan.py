@@ -199,7 +199,7 @@ def _brought_forward(
     pass before: then the first is counted from the end, and is below zero.
     """
     count = len(used)
-    shelf = _Shelf(trace, used, capacity_bytes, ahead_bytes)
+    headroom = _Headroom(trace, used, capacity_bytes, ahead_bytes)
     left_at: dict[int, list[int]] = {}
     for index, items in enumerate(leaving):
         for item in items:
@@ -209,7 +209,7 @@ def _brought_forward(
     for index, item in loading:
         # Not before it has left, and not before the load that is needed sooner.
         left = [at + 1 for at in left_at.get(item, ()) if at < index]
-        begin = shelf.put(item, index, max([earliest, *left]))
+        begin = headroom.put(item, index, max([earliest, *left]))
         begins.append(begin)
         earliest = begin if begin < index else earliest
     # What the next pass begins with comes after all that this one still needs.
@@ -217,13 +217,13 @@ def _brought_forward(
         if begins[place] > 0 or item not in absent:
             break
         left = [at + 1 for at in left_at.get(item, ()) if at >= index]
-        begin = shelf.put(item, count, max([earliest, index + 1, *left]))
+        begin = headroom.put(item, count, max([earliest, index + 1, *left]))
         begins[place] = begin - count
         earliest = begin if begins[place] < index else earliest
     return [(begin, index, item) for begin, (index, item) in zip(begins, loading, strict=True) if begin < index]
 
 
-class _Shelf:
+class _Headroom:
     """The part of the budget for what is not used yet, over the accesses of a pass.
 
     Items take it one after the other, each from no earlier and up to no earlier than the one before. So an item takes

@@ -68,7 +68,7 @@ def simulate(
         update_s: seconds of arithmetic that the update takes which uses a gradient up, by the gradient.
         on_host: what is updated on the CPU beside a device.
     """
-    run = _Run(trace, plan, rates, update_s, on_host)
+    run = _SimulatedPass(trace, plan, rates, update_s, on_host)
     before = run.totals()
     for _ in range(_ROUNDS):
         before = run.totals()
@@ -102,7 +102,7 @@ class _Waiting:
     made: int | None = None
 
 
-class _Run:
+class _SimulatedPass:
     """The state of the machine on paper."""
 
     def __init__(

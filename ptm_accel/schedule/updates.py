@@ -23,7 +23,7 @@ Otherwise they would fill the room that the plan has for state.
 """
 
 
-class Updates(enum.Enum):
+class UpdateTiming(enum.Enum):
     """When the updates of a step are carried out, as a pass sees it."""
 
     APART = "apart"

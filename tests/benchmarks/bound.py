@@ -107,7 +107,7 @@ def child(kind: str, directory: Path, steps: int, *, fp32: bool) -> None:
     import ptm_accel
 
     what = KINDS[kind]
-    model, dials = small_llama(HOST_MEMORY, directory, fp32=fp32)
+    model, options = small_llama(HOST_MEMORY, directory, fp32=fp32)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=steps,
@@ -126,7 +126,7 @@ def child(kind: str, directory: Path, steps: int, *, fp32: bool) -> None:
     watch = Watch()
     callbacks = [watch, *([Looks()] if what.looked_at else [])]
     tokens = Tokens(512, what.length, VOCABULARY)
-    trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=callbacks, ptm_config=dials)
+    trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=callbacks, ptm_config=options)
     trainer.train()
     engine = ptm_accel.engine_of(model)
     assert engine is not None

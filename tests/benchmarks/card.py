@@ -131,12 +131,12 @@ def confine(options: argparse.Namespace, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 
-def build(kind: str, name: str, dials: Result, options: argparse.Namespace, device: torch.device) -> Any:
+def build(kind: str, name: str, ptm_options: Result, options: argparse.Namespace, device: torch.device) -> Any:
     """The model, with the same initial values on pages and off them."""
     torch.manual_seed(0)
     if kind not in ("plain", "deepspeed"):
         confine(options, device)
-        return ptm_accel.from_config(AutoModelForCausalLM, llama(name), dials, dtype=torch.bfloat16)
+        return ptm_accel.from_config(AutoModelForCausalLM, llama(name), ptm_options, dtype=torch.bfloat16)
     with device, initialization.no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(llama(name), dtype=torch.bfloat16)
     # Outside of `device`: buffers are computed on the CPU, as they are for the other.
@@ -150,7 +150,9 @@ def build(kind: str, name: str, dials: Result, options: argparse.Namespace, devi
     return model
 
 
-def trainer_of(kind: str, model: Any, options: argparse.Namespace, fixed: Result, dials: Result, **common: Any) -> Any:
+def trainer_of(
+    kind: str, model: Any, options: argparse.Namespace, fixed: Result, ptm_options: Result, **common: Any
+) -> Any:
     """The Trainer of that kind."""
     if kind == "deepspeed":
         import card_deepspeed
@@ -160,7 +162,7 @@ def trainer_of(kind: str, model: Any, options: argparse.Namespace, fixed: Result
         return Trainer(model, TrainingArguments(**fixed), **common)
     from ptm_accel.integrations.transformers import Trainer as PagedTrainer
 
-    return PagedTrainer(model, TrainingArguments(**fixed), **common, ptm_config=dials)
+    return PagedTrainer(model, TrainingArguments(**fixed), **common, ptm_config=ptm_options)
 
 
 def train(kind: str, name: str, options: argparse.Namespace, directory: str) -> Result:
@@ -168,14 +170,17 @@ def train(kind: str, name: str, options: argparse.Namespace, directory: str) -> 
     cuda = not options.smoke
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     repeats = settle_determinism(device) if options.deterministic else "not asked for"
-    dials: Result = {"device_memory": options.device_memory, "master_weights": "fp32" if options.masters else None}
-    dials |= {} if cuda else {"host_memory": "10MiB", "disk": directory, "page_size": "64KiB"}
-    dials |= dict(dial.split("=", 1) for dial in options.dial)
+    ptm_options: Result = {
+        "device_memory": options.device_memory,
+        "master_weights": "fp32" if options.masters else None,
+    }
+    ptm_options |= {} if cuda else {"host_memory": "10MiB", "disk": directory, "page_size": "64KiB"}
+    ptm_options |= dict(ptm_option.split("=", 1) for ptm_option in options.option)
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
-    model = build(kind, name, dials, options, device)
+    model = build(kind, name, ptm_options, options, device)
     seen: Result = {"repeats": repeats, "built_s": time.perf_counter() - begin}
     # What DeepSpeed has taken apart is empty, and says elsewhere how much it is.
     seen["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
@@ -190,7 +195,7 @@ def train(kind: str, name: str, options: argparse.Namespace, directory: str) -> 
     rows = options.steps * options.batch * options.accum
     tokens = torch.randint(0, vocabulary, (rows, sequence), generator=random)
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = trainer_of(kind, model, options, fixed, dials, train_dataset=dataset, callbacks=[meter])
+    trainer = trainer_of(kind, model, options, fixed, ptm_options, train_dataset=dataset, callbacks=[meter])
     begin = time.perf_counter()
     trainer.train()
     seen |= {"marks": meter.marks, "trace": meter.trace, "prepared_s": meter.marks[0]["at"] - begin}
@@ -335,7 +340,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device-memory", default="16GB", help="budget of the paged runs, and size of their card")
-    parser.add_argument("--dial", action="append", default=[], help="another dial, as in host_memory=64GiB")
+    parser.add_argument("--option", action="append", default=[], help="another option, as in host_memory=64GiB")
     parser.add_argument("--masters", action="store_true", help="all but the plain runs update fp32 masters")
     parser.add_argument("--deepspeed", action="store_true", help="runs of DeepSpeed too, which must be installed")
     parser.add_argument("--steps", type=int, default=8)

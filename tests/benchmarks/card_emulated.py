@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
+from ptm_accel.memory.activation_reserve import ActivationReserve
 from ptm_accel.memory.setup import Capacities, build_memory
-from ptm_accel.memory.tide import Tide
 from ptm_accel.units import GIB, MIB, parse_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -71,7 +71,7 @@ def paged(name: str, card_bytes: int, count: int, expected: list[float]) -> list
     engine = Engine.attach(model, PTMConfig(page_size=4 * MIB // SCALE), memory=memory)
     pool, failed = engine.pool, ""
     assert pool.card is not None
-    assert isinstance(pool.room.tide, Tide)
+    assert isinstance(pool.admission.activation_reserve, ActivationReserve)
     flushes, card.peak_reserved = card.flushes, card.reserved
     before = tier.counts["bytes_in"], pool.stats.faults, pool.stats.hits
     with OnCard(card, {ATTENTION: WORKSPACE[name] // SCALE}):
@@ -85,7 +85,10 @@ def paged(name: str, card_bytes: int, count: int, expected: list[float]) -> list
             failed = str(error)
     with _disable_current_modes():
         cells = [f"{name}, {card_bytes / GIB:.2f} GiB", f"{states / GIB:.2f}"]
-        cells += [f"{SCALE * nbytes / GIB:.2f}" for nbytes in (pool.card.held_bytes, pool.room.tide.high_water_bytes)]
+        cells += [
+            f"{SCALE * nbytes / GIB:.2f}"
+            for nbytes in (pool.card.held_bytes, pool.admission.activation_reserve.high_water_bytes)
+        ]
         cells += [f"{SCALE * card.peak_reserved / GIB:.2f}", str(card.flushes - flushes)]
         cells.append(f"{SCALE * (tier.counts['bytes_in'] - before[0]) / GIB:.2f}")
         cells.append(f"{pool.stats.faults - before[1]} / {pool.stats.hits - before[2]}")

@@ -45,8 +45,8 @@ def trained(folder: Path, hidden: int, layers: int) -> Trainer:
     args = TrainingArguments(
         str(folder), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no"
     )
-    dials = {"host_memory": "70%", "disk": str(folder)}
-    trainer = Trainer(model=LlamaForCausalLM(shape), args=args, train_dataset=rows, ptm_config=dials)
+    options = {"host_memory": "70%", "disk": str(folder)}
+    trainer = Trainer(model=LlamaForCausalLM(shape), args=args, train_dataset=rows, ptm_config=options)
     trainer.train()
     return trainer
 

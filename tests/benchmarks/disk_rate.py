@@ -162,14 +162,14 @@ def main() -> None:
     ):
         charge = host.reserve(TOTAL_BYTES, Tag.PARAM, name)
         blocks = [arena.allocate(size) for _ in range(TOTAL_BYTES // size)]
-        buffers = [block.buffer.random_(0, 256) for block in blocks if block.buffer is not None]
+        buffers = [buffer.octets.random_(0, 256) for buffer in blocks if buffer.octets is not None]
         case = kind(tier, buffers)
         rows += measure(plain, Case(name, case.write, case.read))
         del case, buffers
         charge.release()
-        for block in blocks:
-            block.buffer = None
-            arena.recycle(block)
+        for buffer in blocks:
+            buffer.octets = None
+            arena.recycle(buffer)
     print(
         "# Rate of the disk tier\n\n"
         "The tier's `store` and `load` against a plain loop of `pwritev` and `preadv` on huge-page buffers: one\n"

@@ -97,9 +97,9 @@ def plainly(script: list[str], *rest: str) -> dict[str, Any]:
     return told(done.stdout)
 
 
-def capped(cap: int, command: list[str], dials: dict[str, str]) -> dict[str, Any]:
+def capped(cap: int, command: list[str], ptm_options: dict[str, str]) -> dict[str, Any]:
     """What a script says in a process whose memory the kernel caps."""
-    done = capping.run_capped(cap, [sys.executable, *command], env={**environment(), **dials}, timeout_s=3600)
+    done = capping.run_capped(cap, [sys.executable, *command], env={**environment(), **ptm_options}, timeout_s=3600)
     if done.returncode != 0:
         raise SystemExit(f"{command[0]} ended with {done.returncode}, {done.kills} kills:\n{done.stderr[-3000:]}")
     return told(done.stdout)
@@ -135,7 +135,7 @@ def run(directory: Path, kind: str, dtype: str, options: argparse.Namespace) -> 
     own = hosts_own_s(directory, kind, dtype, options.layers)
     as_it_is = (kind, dtype) == ("Llama", "float32")
     # As `accelerate launch --use_ptm` starts it; the launcher itself, which takes memory of its own, is left out.
-    dials = {"ACCELERATE_USE_PTM": "true", "PTM_HOST_MEMORY": str(host), "PTM_DISK": str(directory)}
+    ptm_options = {"ACCELERATE_USE_PTM": "true", "PTM_HOST_MEMORY": str(host), "PTM_DISK": str(directory)}
     pairs: list[tuple[float, float, float]] = []
 
     def looped() -> float:
@@ -147,7 +147,7 @@ def run(directory: Path, kind: str, dtype: str, options: argparse.Namespace) -> 
 
     def paged(steps: int) -> dict[str, Any]:
         cold(checkpoint)
-        return capped(cap, [*script, str(out), dtype, str(steps)], dials)
+        return capped(cap, [*script, str(out), dtype, str(steps)], ptm_options)
 
     for number in range(options.pairs):
         # The one that is first in one pair is second in the next.

@@ -72,13 +72,13 @@ def ours(spec: peer_common.Spec) -> None:
     import ptm_accel
 
     masters = spec.extra["masters"]
-    dials: dict[str, Any] = {"host_memory": spec.host_memory, "disk": spec.directory}
+    options: dict[str, Any] = {"host_memory": spec.host_memory, "disk": spec.directory}
     if masters:
-        dials["master_weights"] = "fp32"
+        options["master_weights"] = "fp32"
     peer_common.same_initial_weights()
     dtype = torch.bfloat16 if masters else torch.float32
-    model = ptm_accel.from_config(LlamaForCausalLM, spec.config(), dials, dtype=dtype)
-    watch = train(spec, model, arguments(spec, bf16=not (masters or spec.fp32)), PagedTrainer, ptm_config=dials)
+    model = ptm_accel.from_config(LlamaForCausalLM, spec.config(), options, dtype=dtype)
+    watch = train(spec, model, arguments(spec, bf16=not (masters or spec.fp32)), PagedTrainer, ptm_config=options)
     engine = ptm_accel.engine_of(model)
     assert engine is not None
     peaks = {tier.value: count for tier, count in engine.metrics.peaks().items()}

@@ -59,7 +59,7 @@ def child(kind: str, directory: Path, steps: int, host_memory: str) -> None:
         Pages.planned = False
     elif kind == "planned":
         Training._may_overlap = lambda self: False  # type: ignore[method-assign]
-    model, dials = small_llama(host_memory, directory)
+    model, options = small_llama(host_memory, directory)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=steps,
@@ -75,7 +75,7 @@ def child(kind: str, directory: Path, steps: int, host_memory: str) -> None:
     )
     clock = Clock()
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=Tokens(256, 128, VOCABULARY), callbacks=[clock], ptm_config=dials
+        model=model, args=arguments, train_dataset=Tokens(256, 128, VOCABULARY), callbacks=[clock], ptm_config=options
     )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -34,7 +34,7 @@ from ptm_accel.memory.budget import Tier
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Trace
-from ptm_accel.schedule.updates import Updates
+from ptm_accel.schedule.updates import UpdateTiming
 from ptm_accel.schedule.watch import LinkUse, rates_as_seen
 from ptm_accel.units import parse_bytes
 
@@ -150,7 +150,7 @@ class Turns(TrainerCallback):
         args.max_grad_norm = self._turn.configuration.clip
         engine.settle()
         engine.pool.budget.capacity_bytes = parse_bytes(self._turn.configuration.host_memory)
-        engine.pool.room.shrink()
+        engine.pool.admission.shrink()
         engine.adapt()
 
 
@@ -170,12 +170,12 @@ def foretell(engine: Engine, seen: Turn, warm: Tally, moved: LinkUse) -> dict[Co
         moved: what the disk had moved then.
     """
     run_ahead, pool = engine.run_ahead, engine.pool
-    (route,) = (route for route in run_ahead.routes.values() if route.updates is Updates.FORWARD)
+    (route,) = (route for route in run_ahead.routes.values() if route.updates is UpdateTiming.FORWARD)
     assert run_ahead.rates is not None
     # What lies between two passes, and in holes of the heap, is the same under each budget. Medians throughout, as of
     # what is measured: one step beside a busy neighbour says nothing of the others.
     outside_s = statistics.median(step - a_pass for step, a_pass in zip(seen.times, seen.passes, strict=True))
-    holes_bytes = pool.room.limit_bytes - pool.budget.capacity_bytes
+    holes_bytes = pool.admission.limit_bytes - pool.budget.capacity_bytes
     # The pass that was recorded is one of many; its arithmetic is what others took. The difference is not taken off
     # what is simulated with more of it: what is moved would be hidden behind arithmetic that there is not.
     recorded = at_pace(route.recorded, statistics.median(seen.computes))
@@ -206,7 +206,7 @@ def at_pace(trace: Trace, compute_s: float) -> Trace:
 
 def train(directory: Path, turns: list[Turn], *, fp32: bool) -> None:
     """One training, through all the turns."""
-    model, dials = small_llama(CALIBRATION.host_memory, directory, fp32=fp32)
+    model, options = small_llama(CALIBRATION.host_memory, directory, fp32=fp32)
     arguments = TrainingArguments(
         output_dir=str(directory / "run"),
         max_steps=sum(turn.settle + MEASURED for turn in turns),
@@ -221,7 +221,7 @@ def train(directory: Path, turns: list[Turn], *, fp32: bool) -> None:
         max_grad_norm=CALIBRATION.clip,
     )
     tokens = Tokens(256, 128, VOCABULARY)
-    Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[Turns(turns)], ptm_config=dials).train()
+    Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[Turns(turns)], ptm_config=options).train()
 
 
 def order(rounds: int) -> list[Turn]:

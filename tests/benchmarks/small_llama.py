@@ -19,7 +19,7 @@ def numerics(*, fp32: bool) -> str:
 
 
 def small_llama(host_memory: str, directory: Path, *, fp32: bool = False) -> tuple[Any, dict[str, str]]:
-    """The model on pages, and the dials it is on pages with.
+    """The model on pages, and the options it is on pages with.
 
     Args:
         host_memory: what it may use of host memory.
@@ -34,9 +34,9 @@ def small_llama(host_memory: str, directory: Path, *, fp32: bool = False) -> tup
         vocab_size=VOCABULARY,
         use_cache=False,
     )
-    dials = {"host_memory": host_memory, "disk": str(directory)}
+    options = {"host_memory": host_memory, "disk": str(directory)}
     if not fp32:
-        dials["master_weights"] = "fp32"
+        options["master_weights"] = "fp32"
     torch.manual_seed(0)
     dtype = torch.float32 if fp32 else torch.bfloat16
-    return ptm_accel.from_config(AutoModelForCausalLM, shape, dials, dtype=dtype), dials
+    return ptm_accel.from_config(AutoModelForCausalLM, shape, options, dtype=dtype), options

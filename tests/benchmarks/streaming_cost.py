@@ -108,9 +108,9 @@ def main() -> None:
             page_bytes = 4096 if options.hidden <= 64 else 1 << 20
             host_bytes = int(share * STATE_BYTES * count)
             tiers = Capacities(page_bytes=page_bytes, host_bytes=host_bytes, disk_paths=(Path(folder),))
-            dials = PTMConfig(page_size=page_bytes, master_weights="fp32")
+            ptm_options = PTMConfig(page_size=page_bytes, master_weights="fp32")
             memory = build_memory(tiers, torch.device("cpu"))
-            engines[title] = engine = stack.enter_context(closing(Engine.attach(model, dials, memory=memory)))
+            engines[title] = engine = stack.enter_context(closing(Engine.attach(model, ptm_options, memory=memory)))
             contenders[title] = Trained(model, engine)
         costs: dict[str, list[Cost]] = {title: [] for title in contenders}
         for contender in contenders.values():

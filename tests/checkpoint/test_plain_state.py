@@ -50,8 +50,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def paged(model: nn.Module, folder: Path, make: Make, **dials: Any) -> tuple[Engine, PagedOptimizer]:
-    config = PTMConfig(host_memory=120 << 10, page_size=4096, disk=str(folder), **dials)
+def paged(model: nn.Module, folder: Path, make: Make, **options: Any) -> tuple[Engine, PagedOptimizer]:
+    config = PTMConfig(host_memory=120 << 10, page_size=4096, disk=str(folder), **options)
     engine = Engine.attach(model, config, device=torch.device("cpu"))
     return engine, engine.bind_optimizer(make(model))
 

@@ -117,8 +117,8 @@ def sums_of_unequal_precision_are_shared(rank: int, folder: Path) -> None:
     """One process has bf16 gradients or none where the other has fp32 sums."""
     expected = gradients_of(net(0).bfloat16(), rank)
     model = net(0).bfloat16()
-    dials = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder), master_weights="fp32")
-    engine = Engine.attach(model, dials, device=torch.device("cpu"))
+    options = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder), master_weights="fp32")
+    engine = Engine.attach(model, options, device=torch.device("cpu"))
     engine.training.replicate()
     engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for number, batch in enumerate(batches(rank)[: 2 - rank]):
@@ -146,8 +146,8 @@ def one_process_without_gradients(rank: int, folder: Path, *, training: bool) ->
     """Its backward reaches no parameter of the model; it takes part all the same, be it without dropout (`eval()`)."""
     plain = DistributedDataParallel(net(0), find_unused_parameters=True).train(training)
     model = net(0).train(training)
-    dials = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder))
-    engine = Engine.attach(model, dials, device=torch.device("cpu"))
+    options = PTMConfig(host_memory=200 << 10, page_size=4096, disk=str(folder))
+    engine = Engine.attach(model, options, device=torch.device("cpu"))
     engine.training.replicate()
     paged = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
     stock = torch.optim.SGD(plain.parameters(), lr=1e-2)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import ptm_accel
 from ptm_accel.engine import Engine, engine_of
-from tests.integrations.least import least_dials
+from tests.integrations.least import least_options
 
 LORA: dict[str, Any] = {
     "r": 4,
@@ -59,11 +59,11 @@ class Bench:
         paged: which of the two.
         tied: whether the base's embeddings are tied.
         base: where the base was saved.
-        dials: the least ones, or roomier.
+        options: the least ones, or roomier.
     """
 
     def __init__(
-        self, tiny: ModuleType, folder: Path, paged: bool, tied: bool, base: Path, dials: dict[str, Any]
+        self, tiny: ModuleType, folder: Path, paged: bool, tied: bool, base: Path, options: dict[str, Any]
     ) -> None:
         self.tiny = tiny
         self.folder = folder / ("paged" if paged else "plain")
@@ -71,7 +71,7 @@ class Bench:
         self.paged = paged
         self.tied = tied
         self.base = base
-        self.dials = dials
+        self.options = options
         self.engines: list[Engine] = []
 
     def read(self, directory: Path | None = None, auto_cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
@@ -79,7 +79,7 @@ class Bench:
         torch.manual_seed(5)
         directory = directory or self.base
         if self.paged:
-            model = ptm_accel.from_pretrained(auto_cls, directory, self.dials, **options)
+            model = ptm_accel.from_pretrained(auto_cls, directory, self.options, **options)
             engine = engine_of(model)
             assert engine is not None
             self.engines.append(engine)
@@ -102,7 +102,7 @@ class Bench:
     ) -> list[dict[str, Any]]:
         """The log of a short training."""
         torch.manual_seed(0)
-        given = {"ptm_config": self.dials} if self.paged else {}
+        given = {"ptm_config": self.options} if self.paged else {}
         options = {"max_steps": 3, "learning_rate": 1e-2, "gradient_accumulation_steps": 2, **changes}
         trainer = (cls if self.paged else plain)(
             model=model,
@@ -137,7 +137,7 @@ class Bench:
 
 
 Bases = dict[bool, tuple[Path, dict[str, Any]]]
-"""The base, tied or not, with the least dials for it."""
+"""The base, tied or not, with the least options for it."""
 
 Story = Callable[[Bench], tuple[Any, Any]]
 """Returns a model, and everything that must be the same."""
@@ -145,13 +145,13 @@ Story = Callable[[Bench], tuple[Any, Any]]
 
 @pytest.fixture(scope="module")
 def bases(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    """The base, tied or not, with the least dials for it."""
+    """The base, tied or not, with the least options for it."""
     found = {}
     for tied in (False, True):
         directory = tmp_path_factory.mktemp("base")
         tiny.model(num_hidden_layers=2, tie_word_embeddings=tied).save_pretrained(directory)
         scratch = tmp_path_factory.mktemp("scratch")
-        found[tied] = directory, least_dials(directory, scratch)
+        found[tied] = directory, least_options(directory, scratch)
     return found
 
 
@@ -172,15 +172,15 @@ def compare(
     base, least = bases[tied]
 
     def tell(story: Story, room: float = 1.0) -> None:
-        dials = {**least, "host_memory": int(least["host_memory"] * room)}
-        plain, expected = story(Bench(tiny, tmp_path, False, tied, base, dials))
-        bench = Bench(tiny, tmp_path, True, tied, base, dials)
+        options = {**least, "host_memory": int(least["host_memory"] * room)}
+        plain, expected = story(Bench(tiny, tmp_path, False, tied, base, options))
+        bench = Bench(tiny, tmp_path, True, tied, base, options)
         model, values = story(bench)
         assert values == expected
         assert tiny.same(tiny.weights(model), tiny.weights(plain))
         for engine in bench.engines:
             assert engine.pool.stats.evictions > 0
-            assert engine.pool.budget.peak_bytes <= dials["host_memory"]
+            assert engine.pool.budget.peak_bytes <= options["host_memory"]
             if not engine.memory.closed:
                 engine.check_integrity()
                 engine.close()

@@ -1,6 +1,6 @@
 """Trains the tiny model in a process of its own, which is sent a signal in the middle of a step.
 
-Started by tests with one argument, a JSON object: the folder, the dials, which signal, how often, and where.
+Started by tests with one argument, a JSON object: the folder, the options, which signal, how often, and where.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(job: dict[str, Any]) -> None:
         model=tiny.model(),
         args=tiny.arguments(Path(job["folder"]), **changes),
         train_dataset=tiny.data(),
-        ptm_config=job["dials"],
+        ptm_config=job["options"],
         callbacks=[faulty_disk.call_at(job["place"], send, patch)],
     )
     patch.setattr(trainer_jit_checkpoint, "threading", SimpleNamespace(Timer=AtOnce))

@@ -1,4 +1,4 @@
-"""Dials just above the least budget that the engine names: there, the pages of a model move."""
+"""Options just above the least budget that the engine names: there, the pages of a model move."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.tiers import PAGE
 _NAMED = r"Set host_memory to at least (\d+) bytes"
 
 
-def least_dials(directory: Path, scratch: Path, auto_cls: Any = AutoModelForCausalLM, **options: Any) -> dict[str, Any]:
-    """Dials under which a saved model can just be read and trained by AdamW, in full.
+def least_options(
+    directory: Path, scratch: Path, auto_cls: Any = AutoModelForCausalLM, **options: Any
+) -> dict[str, Any]:
+    """Options under which a saved model can just be read and trained by AdamW, in full.
 
     Args:
         directory: where the model was saved.
@@ -26,13 +28,13 @@ def least_dials(directory: Path, scratch: Path, auto_cls: Any = AutoModelForCaus
         auto_cls: what reads it.
         **options: for `from_pretrained`.
     """
-    dials: dict[str, Any] = {"host_memory": 17 * PAGE, "page_size": PAGE, "disk": str(scratch)}
+    ptm_options: dict[str, Any] = {"host_memory": 17 * PAGE, "page_size": PAGE, "disk": str(scratch)}
     with pytest.raises(BudgetError, match=_NAMED) as refusal:
-        from_pretrained(auto_cls, directory, dials, **options)
+        from_pretrained(auto_cls, directory, ptm_options, **options)
     named = re.search(_NAMED, str(refusal.value))
     assert named is not None
-    dials["host_memory"] = int(named[1])
-    engine = engine_of(from_pretrained(auto_cls, directory, dials, **options))
+    ptm_options["host_memory"] = int(named[1])
+    engine = engine_of(from_pretrained(auto_cls, directory, ptm_options, **options))
     assert engine is not None
     engine.close()
-    return dials
+    return ptm_options

@@ -56,7 +56,7 @@ LEAST = {"mixtral": 1_090_000, "qwen2-moe": 380_000, "mamba": 470_000}
 """Budgets a little above the floor, where it is high."""
 
 
-def dials(directory: Path, budget: int | None = None, name: str = "mixtral") -> dict[str, Any]:
+def options(directory: Path, budget: int | None = None, name: str = "mixtral") -> dict[str, Any]:
     """A budget so small that parameters must leave."""
     return {"host_memory": budget or LEAST.get(name, 230_000), "disk": str(directory), "page_size": PAGE}
 

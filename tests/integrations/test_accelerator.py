@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture(params=["roomy", "tight"])
-def dials(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
+def ptm_options(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
     return tiny.budget(request.param, tmp_path)
 
 
@@ -54,10 +54,10 @@ def _loop(accelerator: Accelerator, tiny: ModuleType, *, by_value: float | None 
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}])
 @pytest.mark.parametrize("by_value", [None, 1e-3])
 def test_a_loop_gives_the_same_numbers(
-    changes: dict[str, Any], by_value: float | None, tiny: ModuleType, dials: dict[str, Any]
+    changes: dict[str, Any], by_value: float | None, tiny: ModuleType, ptm_options: dict[str, Any]
 ) -> None:
     plain = _loop(Accelerator(cpu=True, **changes), tiny, by_value=by_value)
-    ours = _loop(PTMAccelerator(cpu=True, ptm_config=dials, **changes), tiny, by_value=by_value)
+    ours = _loop(PTMAccelerator(cpu=True, ptm_config=ptm_options, **changes), tiny, by_value=by_value)
     assert ours[0] == plain[0]
     assert tiny.same(ours[1], plain[1])
     assert tiny.same(ours[2], plain[2])
@@ -83,7 +83,7 @@ accelerator.prepare(model)
         ("PTMAccelerator.is_main_process = False", None),
     ],
 )
-def test_the_dials_are_shown_once_unless_the_script_logs_in_its_own_way(
+def test_the_options_are_shown_once_unless_the_script_logs_in_its_own_way(
     setup: str, prefix: str | None, tmp_path: Path
 ) -> None:
     done = run_prepared("-c", _SHOWN % setup, cwd=tmp_path)
@@ -93,8 +93,8 @@ def test_the_dials_are_shown_once_unless_the_script_logs_in_its_own_way(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_steps_of_a_loop_are_counted(accumulation: int, tiny: ModuleType, dials: dict[str, Any]) -> None:
-    accelerator = PTMAccelerator(cpu=True, ptm_config=dials, gradient_accumulation_steps=accumulation)
+def test_the_steps_of_a_loop_are_counted(accumulation: int, tiny: ModuleType, ptm_options: dict[str, Any]) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=ptm_options, gradient_accumulation_steps=accumulation)
     model = tiny.model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     for row in tiny.data(6):
@@ -147,12 +147,12 @@ def _scaled(scaler: Any, accelerator: Accelerator, tiny: ModuleType, fused: bool
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaling_skips_the_same_steps(
-    fused: bool, tiny: ModuleType, dials: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    fused: bool, tiny: ModuleType, ptm_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
     options = {"init_scale": 256.0, "growth_interval": 2}
     plain = _scaled(torch.amp.GradScaler("cpu", **options), Accelerator(cpu=True), tiny, fused)
-    paged = PTMAccelerator(cpu=True, ptm_config=dials)
+    paged = PTMAccelerator(cpu=True, ptm_config=ptm_options)
     ours = _scaled(PagedGradScaler("cpu", **options), paged, tiny, fused)
     assert ours[0] == plain[0]
     assert (True in plain[0]) is not fused
@@ -178,8 +178,8 @@ def test_zeros_that_zero_grad_leaves_for_a_layer_that_is_skipped(make: Any, memo
             seen += [param.grad is None for param in model.parameters()]
         return seen
 
-    dials = {"host_memory": memory, "page_size": 4096, "disk": str(tmp_path)}
-    assert loop(PTMAccelerator(cpu=True, ptm_config=dials)) == loop(Accelerator(cpu=True))
+    ptm_options = {"host_memory": memory, "page_size": 4096, "disk": str(tmp_path)}
+    assert loop(PTMAccelerator(cpu=True, ptm_config=ptm_options)) == loop(Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("forgets", ["optimizer", "model", "by hand", "nobody"])

@@ -126,18 +126,18 @@ CALLBACKS = {
 }
 
 
-def run(tiny: ModuleType, name: str, clip: float, folder: Path, dials: dict[str, Any] | None) -> dict[str, Any]:
+def run(tiny: ModuleType, name: str, clip: float, folder: Path, options: dict[str, Any] | None) -> dict[str, Any]:
     arguments = tiny.arguments(folder, max_steps=STEPS, max_grad_norm=clip)
     callback = CALLBACKS[name]()
-    cls, given = (transformers.Trainer, {}) if dials is None else (Trainer, {"ptm_config": dials})
+    cls, given = (transformers.Trainer, {}) if options is None else (Trainer, {"ptm_config": options})
     trainer = cls(model=tiny.model(), args=arguments, train_dataset=tiny.data(), callbacks=[callback], **given)
     callback.trainer = trainer
     torch.manual_seed(5)
     trainer.train()
-    if dials is not None:
+    if options is not None:
         engine = engine_of(trainer.model)
         assert engine is not None
-        assert engine.pool.stats.evictions > 0 or "disk" not in dials
+        assert engine.pool.stats.evictions > 0 or "disk" not in options
     return {"seen": callback.seen, "log": tiny.history(trainer), "weights": tiny.weights(trainer.model)}
 
 

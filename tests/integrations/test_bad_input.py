@@ -31,14 +31,14 @@ from tests.prepared import run_prepared
 CHILD = Path(__file__).with_name("trainer_child.py")
 
 
-def build(tiny: ModuleType, folder: Path, dials: Any, model: nn.Module | None = None, **changes: Any) -> Any:
+def build(tiny: ModuleType, folder: Path, options: Any, model: nn.Module | None = None, **changes: Any) -> Any:
     optimizers = changes.pop("optimizers", (None, None))
     callbacks = changes.pop("callbacks", None)
     return Trainer(
         model=tiny.model() if model is None else model,
         args=tiny.arguments(folder, **changes),
         train_dataset=tiny.data(),
-        ptm_config=dials,
+        ptm_config=options,
         optimizers=optimizers,
         callbacks=callbacks,
     )
@@ -56,11 +56,11 @@ def assert_still_trains(tiny: ModuleType, model: Any, folder: Path) -> None:
     assert runs[0] == runs[1]
 
 
-# ---- the dials -------------------------------------------------------------------------------------------------
+# ---- the options -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("dials", "message"),
+    ("options", "message"),
     [
         ({"host_memroy": "1GB"}, r"unknown key 'host_memroy'; did you mean 'host_memory'\?"),
         ({"disk": {"path": "/tmp"}}, r"disk: unknown key 'path'; did you mean 'paths'\?"),
@@ -70,9 +70,9 @@ def assert_still_trains(tiny: ModuleType, model: Any, folder: Path) -> None:
     ],
     ids=["unknown", "nested", "size", "contradiction", "update"],
 )
-def test_dials_are_refused_at_once(dials: dict[str, Any], message: str, tiny: ModuleType, tmp_path: Path) -> None:
+def test_options_are_refused_at_once(options: dict[str, Any], message: str, tiny: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(tiny, tmp_path, dials)
+        build(tiny, tmp_path, options)
 
 
 def _no_folder(folder: Path) -> tuple[dict[str, Any], type[Exception], str]:
@@ -93,14 +93,18 @@ def _more_than_the_machine(folder: Path) -> tuple[dict[str, Any], type[Exception
 
 
 def _below_the_floor(folder: Path) -> tuple[dict[str, Any], type[Exception], str]:
-    dials = {"host_memory": "100KiB", "page_size": 4096, "disk": str(folder)}
+    options = {"host_memory": "100KiB", "page_size": 4096, "disk": str(folder)}
     # The figure, and the tensor that is the reason.
-    return dials, BudgetError, r"cannot train under less than .*embed_tokens\.weight.*Set host_memory to at least \d+ b"
+    return (
+        options,
+        BudgetError,
+        r"cannot train under less than .*embed_tokens\.weight.*Set host_memory to at least \d+ b",
+    )
 
 
 def _no_tier_below(folder: Path) -> tuple[dict[str, Any], type[Exception], str]:
-    dials = {"host_memory": "1MiB", "page_size": 4096}
-    return dials, BudgetError, r"no tier below for what does not fit\. Set disk to a directory on an SSD, or host_mem"
+    options = {"host_memory": "1MiB", "page_size": 4096}
+    return options, BudgetError, r"no tier below for what does not fit\. Set disk to a directory on an SSD, or host_mem"
 
 
 @pytest.mark.parametrize("case", [_no_folder, _no_permission, _more_than_the_machine, _below_the_floor, _no_tier_below])
@@ -109,8 +113,8 @@ def test_memory_that_is_not_there_is_refused_before_the_first_step(
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    dials, error, message = case(scratch)
-    trainer = build(tiny, tmp_path / "run", dials)
+    options, error, message = case(scratch)
+    trainer = build(tiny, tmp_path / "run", options)
     with pytest.raises(error, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -120,12 +124,12 @@ def test_memory_that_is_not_there_is_refused_before_the_first_step(
 
 
 def test_the_least_budget_that_is_named_is_enough(tiny: ModuleType, tmp_path: Path) -> None:
-    dials = {"host_memory": "100KiB", "page_size": 4096, "disk": str(tmp_path)}
+    options = {"host_memory": "100KiB", "page_size": 4096, "disk": str(tmp_path)}
     with pytest.raises(BudgetError) as caught:
-        build(tiny, tmp_path, dials).train()
+        build(tiny, tmp_path, options).train()
     least = re.search(r"Set host_memory to at least (\d+) bytes", str(caught.value))
     assert least is not None
-    trainer = build(tiny, tmp_path, {**dials, "host_memory": int(least[1])})
+    trainer = build(tiny, tmp_path, {**options, "host_memory": int(least[1])})
     trainer.train()
     assert trainer.state.global_step == 5
 
@@ -136,7 +140,7 @@ def test_a_limit_of_the_cgroup_below_the_budget(tiny: ModuleType, tmp_path: Path
         pytest.skip(f"cannot cap memory: {reason}")
     result = tmp_path / "result.json"
     job = {"sizes": {}, "changes": {}, "folder": str(tmp_path / "run"), "result": str(result)}
-    job["dials"] = {"host_memory": "2GiB"}
+    job["options"] = {"host_memory": "2GiB"}
     with capping.memory_group(1 << 30) as group:
         done = run_prepared(CHILD, json.dumps(job), cwd=tmp_path, group=group)
         assert capping.kills(group) == 0
@@ -353,23 +357,23 @@ def test_a_whole_model_in_one_compiled_region_that_does_not_fit(tiny: ModuleType
 
 
 def test_a_checkpoint_of_another_optimizer(tiny: ModuleType, tmp_path: Path) -> None:
-    dials = tiny.budget("tight", tmp_path)
+    options = tiny.budget("tight", tmp_path)
     run = tmp_path / "run"
-    build(tiny, run, dials, max_steps=1, save_strategy="steps", save_steps=1).train()
-    trainer = build(tiny, run, dials, max_steps=2, optim="sgd")
+    build(tiny, run, options, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer = build(tiny, run, options, max_steps=2, optim="sgd")
     with pytest.raises(CheckpointError, match=r"AdamW.*SGD|SGD.*AdamW"):
         trainer.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
 def test_a_checkpoint_with_a_file_cut_short(kind: str, tiny: ModuleType, tmp_path: Path) -> None:
-    dials = tiny.budget("tight", tmp_path)
+    options = tiny.budget("tight", tmp_path)
     run = tmp_path / "run"
-    build(tiny, run, dials, max_steps=1, save_strategy="steps", save_steps=1).train()
+    build(tiny, run, options, max_steps=1, save_strategy="steps", save_steps=1).train()
     (file,) = (run / "checkpoint-1").glob(f"{kind}*.safetensors")
     with safe_open(file, framework="pt") as whole:
         assert len(whole.keys()) > 10
     os.truncate(file, file.stat().st_size - 1000)
-    trainer = build(tiny, run, dials, max_steps=2)
+    trainer = build(tiny, run, options, max_steps=2)
     with pytest.raises(CheckpointError, match=re.escape(file.name)):
         trainer.train(resume_from_checkpoint=True)

@@ -21,7 +21,7 @@ from tests.integrations.saved_models import (
     Save,
     assert_same_model,
     close,
-    dials,
+    options,
 )
 from tests.zoo import ENTRIES
 
@@ -41,7 +41,7 @@ def test_a_model_is_built_on_pages(name: str, saved: Save, tmp_path: Path) -> No
     plain = reference(ARCHITECTURES[name], configuration)
     after = torch.rand(1)
     torch.manual_seed(11)
-    ours = from_config(ARCHITECTURES[name], configuration, dials(tmp_path, name=name))
+    ours = from_config(ARCHITECTURES[name], configuration, options(tmp_path, name=name))
     assert torch.rand(1) == after
     assert_same_model(ours, plain)
     assert not any(value.isnan().any() for value in ours.state_dict().values())
@@ -52,7 +52,7 @@ def test_a_model_is_built_on_pages(name: str, saved: Save, tmp_path: Path) -> No
 
 def test_a_model_is_built_in_the_dtype_that_is_asked_for(saved: Save, tmp_path: Path) -> None:
     configuration = transformers.AutoConfig.from_pretrained(saved("llama"))
-    ours = from_config(AutoModelForCausalLM, configuration, dials(tmp_path), dtype=torch.bfloat16)
+    ours = from_config(AutoModelForCausalLM, configuration, options(tmp_path), dtype=torch.bfloat16)
     assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
     close(ours)
 
@@ -61,7 +61,7 @@ def test_a_model_class_can_be_built(saved: Save, tmp_path: Path) -> None:
     configuration = transformers.AutoConfig.from_pretrained(saved("gpt2"))
     plain = reference(AutoModelForCausalLM, configuration)
     torch.manual_seed(11)
-    ours = from_config(transformers.GPT2LMHeadModel, configuration, dials(tmp_path))
+    ours = from_config(transformers.GPT2LMHeadModel, configuration, options(tmp_path))
     assert_same_model(ours, plain)
     close(ours)
 
@@ -79,7 +79,7 @@ class Forgetful(transformers.PreTrainedModel):
 def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
     message = r"1 parameters of Forgetful are not set by its _init_weights \(first: table\), so they have no initial"
     with pytest.raises(UnsupportedError, match=message):
-        from_config(Forgetful, transformers.LlamaConfig(), dials(tmp_path))
+        from_config(Forgetful, transformers.LlamaConfig(), options(tmp_path))
 
 
 class Direct(transformers.PreTrainedModel):
@@ -113,7 +113,7 @@ def test_any_way_to_initialise_finds_its_pages(tmp_path: Path) -> None:
         plain = Direct(transformers.LlamaConfig())
     plain.initialize_weights()
     torch.manual_seed(11)
-    ours = from_config(Direct, transformers.LlamaConfig(), dials(tmp_path, 230_000))
+    ours = from_config(Direct, transformers.LlamaConfig(), options(tmp_path, 230_000))
     assert_same_model(ours, plain)
     close(ours)
 
@@ -121,4 +121,4 @@ def test_any_way_to_initialise_finds_its_pages(tmp_path: Path) -> None:
 def test_a_budget_too_small_to_build_under(saved: Save, tmp_path: Path) -> None:
     configuration = transformers.AutoConfig.from_pretrained(saved("llama"))
     with pytest.raises(BudgetError, match="this model cannot train under less than"):
-        from_config(AutoModelForCausalLM, configuration, dials(tmp_path, 100_000))
+        from_config(AutoModelForCausalLM, configuration, options(tmp_path, 100_000))

@@ -27,9 +27,9 @@ CHANGES = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "lr_schedu
 
 
 def build(tiny: ModuleType, folder: Path, seed: int = 0, **changes: Any) -> Trainer:
-    dials = {**tiny.budget("roomy", folder), **changes.pop("dials", {})}
+    options = {**tiny.budget("roomy", folder), **changes.pop("options", {})}
     arguments = tiny.arguments(folder, **{**CHANGES, **changes})
-    return Trainer(model=tiny.model(seed, **SIZES), args=arguments, train_dataset=tiny.data(), ptm_config=dials)
+    return Trainer(model=tiny.model(seed, **SIZES), args=arguments, train_dataset=tiny.data(), ptm_config=options)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_a_checkpoint_without_a_manifest_resumes(run: dict[str, Any], tiny: Modu
 def test_another_optimizer_is_refused_before_weights_are_loaded(
     run: dict[str, Any], tiny: ModuleType, checkpoint: Path
 ) -> None:
-    for changes in ({"optim": "sgd"}, {"dials": {"master_weights": "fp32"}}):
+    for changes in ({"optim": "sgd"}, {"options": {"master_weights": "fp32"}}):
         trainer = build(tiny, checkpoint.parent, **changes)
         with pytest.raises(CheckpointError, match=r"cannot load the optimizer state in .*The optimizer is as it was"):
             trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -269,7 +269,7 @@ def test_hashes_are_left_out_on_request(run: dict[str, Any], tiny: ModuleType, t
     edit(checkpoint / "trainer_state.json", lambda c: c.update(best_metric=1.0))
     with pytest.raises(CheckpointError, match=r"trainer_state.json is damaged: .* set checkpoint_hashes to false"):
         build(tiny, tmp_path / "run").train(resume_from_checkpoint=True)
-    trainer = build(tiny, tmp_path / "run", dials={"checkpoint_hashes": False})
+    trainer = build(tiny, tmp_path / "run", options={"checkpoint_hashes": False})
     trainer.train(resume_from_checkpoint=True)
     assert tiny.digest(trainer.model) == run["end"]
     assert MANIFEST_NAME not in os.listdir(tmp_path / "run" / "checkpoint-5")

@@ -50,11 +50,11 @@ def small(tiny: ModuleType) -> Any:
 
 def trained(tiny: ModuleType, folder: Path, budget: str, model: Any = None, **given: Any) -> Any:
     arguments = tiny.arguments(folder, max_steps=2, **given.pop("arguments", {}))
-    dials = {**tiny.budget(budget, folder), **given.pop("dials", {})}
+    options = {**tiny.budget(budget, folder), **given.pop("options", {})}
     if budget == "tight":
-        dials["host_memory"] = "384KiB"
+        options["host_memory"] = "384KiB"
     model = small(tiny) if model is None else model
-    trainer = Trainer(model=model, args=arguments, train_dataset=tiny.data(), ptm_config=dials, **given)
+    trainer = Trainer(model=model, args=arguments, train_dataset=tiny.data(), ptm_config=options, **given)
     trainer.train()
     return trainer
 
@@ -117,7 +117,7 @@ def of_adapters(tiny: ModuleType, folder: Path, budget: str) -> None:
 
 
 def of_checkpointing_and_masters(tiny: ModuleType, folder: Path, budget: str) -> None:
-    given = {"arguments": {"gradient_checkpointing": True}, "dials": {"master_weights": "fp32"}}
+    given = {"arguments": {"gradient_checkpointing": True}, "options": {"master_weights": "fp32"}}
     trained(tiny, folder, budget, small(tiny).bfloat16(), **given)
 
 

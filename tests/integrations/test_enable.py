@@ -72,7 +72,7 @@ def test_a_trainer_that_is_on_pages_anyway_keeps_its_class(tiny: ModuleType, tmp
     assert trainer.ptm_config.host_memory == "32MiB"
 
 
-def test_enabled_twice_with_other_dials(tmp_path: Path) -> None:
+def test_enabled_twice_with_other_options(tmp_path: Path) -> None:
     ptm_accel.enable({"host_memory": "64MiB"})
     ptm_accel.enable({"host_memory": "64MiB"})
     with pytest.raises(

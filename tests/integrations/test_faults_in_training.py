@@ -64,9 +64,9 @@ def test_a_disk_that_fails_ends_training_with_a_name_and_the_last_checkpoint_res
 
     armed = threading.Event()
     monkeypatch.setattr("ptm_accel.memory.disk.Io", failing_io(armed, call, code))
-    dials = tiny.budget("tight", scratch)
+    options = tiny.budget("tight", scratch)
     threads = set(threading.enumerate())
-    trainer = build(tiny, Trainer, run, ptm_config=dials, callbacks=[_Arms(armed)])
+    trainer = build(tiny, Trainer, run, ptm_config=options, callbacks=[_Arms(armed)])
     with pytest.raises(DiskError, match=os.strerror(code)) as caught:
         trainer.train()
     assert caught.value.errno == code
@@ -80,7 +80,7 @@ def test_a_disk_that_fails_ends_training_with_a_name_and_the_last_checkpoint_res
     assert not set(threading.enumerate()) - threads, "an I/O thread was left"
     assert list(scratch.iterdir()) == [], "a scratch file was left"
 
-    again = build(tiny, Trainer, run, ptm_config=dials)
+    again = build(tiny, Trainer, run, ptm_config=options)
     again.train(resume_from_checkpoint=True)
     assert tiny.digest(again.model) == tiny.digest(plain.model)
     later = engine_of(again.model)

@@ -61,7 +61,7 @@ def plain(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture
-def dials(tmp_path: Path) -> dict[str, Any]:
+def options(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "scratch").mkdir()
     # Larger pages than in other tests, so that a step makes about a hundred system calls; parameters do not all stay.
     return {"host_memory": "1MiB", "page_size": 32768, "disk": str(tmp_path / "scratch")}
@@ -82,11 +82,13 @@ def _assert_as_plain(tiny: ModuleType, trainer: Any, plain: dict[str, Any]) -> N
     assert tiny.same(tiny.weights(trainer.model), plain["weights"][STEPS])
 
 
-def _assert_last_checkpoint_resumes(tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], run: Path) -> None:
+def _assert_last_checkpoint_resumes(
+    tiny: ModuleType, plain: dict[str, Any], options: dict[str, Any], run: Path
+) -> None:
     # The place of a fault may be first come to after the step that ends with the second checkpoint.
     assert {path.name for path in run.iterdir()} in ({"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"})
-    assert list(Path(dials["disk"]).iterdir()) == [], "a scratch file was left"
-    again = build(tiny, Trainer, run, ptm_config=dials)
+    assert list(Path(options["disk"]).iterdir()) == [], "a scratch file was left"
+    again = build(tiny, Trainer, run, ptm_config=options)
     again.train(resume_from_checkpoint=True)
     _assert_as_plain(tiny, again, plain)
 
@@ -101,13 +103,13 @@ def test_a_disk_that_is_slow_or_hangs_for_a_while_changes_no_number(
     delay_s: float,
     tiny: ModuleType,
     plain: dict[str, Any],
-    dials: dict[str, Any],
+    options: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = FaultyDisk("preadv", "pwritev", delay_s=delay_s, hangs=hangs)
     disk.install(monkeypatch)
-    trainer = build(tiny, Trainer, tmp_path / "run", FromStep(3, disk.armed.set), ptm_config=dials)
+    trainer = build(tiny, Trainer, tmp_path / "run", FromStep(3, disk.armed.set), ptm_config=options)
     trainer.train()
     assert disk.met.is_set()
     assert disk.gave_up == 2 * hangs
@@ -125,7 +127,7 @@ def test_ctrl_c_ends_training_after_the_step(
     call: str,
     tiny: ModuleType,
     plain: dict[str, Any],
-    dials: dict[str, Any],
+    options: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -136,7 +138,7 @@ def test_ctrl_c_ends_training_after_the_step(
     disk.on_hang = lambda: os.kill(os.getpid(), signal.SIGINT)
     with monkeypatch.context() as patch:
         disk.install(patch)
-        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=dials)
+        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=options)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     assert disk.gave_up == 1
@@ -159,7 +161,7 @@ def test_a_second_ctrl_c_does_not_wait(
     call: str,
     tiny: ModuleType,
     plain: dict[str, Any],
-    dials: dict[str, Any],
+    options: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -172,13 +174,13 @@ def test_a_second_ctrl_c_does_not_wait(
     disk.hangs_s, disk.on_hang = 30.0, press_twice
     with monkeypatch.context() as patch:
         disk.install(patch)
-        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=dials)
+        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=options)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         assert not disk.gave_up
         disk.answers.set()
         _engine(trainer).close()
-    _assert_last_checkpoint_resumes(tiny, plain, dials, tmp_path / "run")
+    _assert_last_checkpoint_resumes(tiny, plain, options, tmp_path / "run")
 
 
 # ---- failing and full ------------------------------------------------------------------------------------------
@@ -199,40 +201,40 @@ def test_a_disk_that_fails_in_the_middle(
     code: int,
     tiny: ModuleType,
     plain: dict[str, Any],
-    dials: dict[str, Any],
+    options: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = FaultyDisk(call, code=code)
     with monkeypatch.context() as patch:
         disk.install(patch)
-        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=dials)
+        trainer = build(tiny, Trainer, tmp_path / "run", call_at(place, disk.armed.set, patch), ptm_config=options)
         what = "read" if call == "preadv" else "write"
         text = rf"{what} of \S+ failed: .*{os.strerror(code)} \(errno {code}\)"
         with pytest.raises(DiskError, match=text) as caught:
             trainer.train()
-        assert (caught.value.errno, caught.value.filename) == (code, dials["disk"])
+        assert (caught.value.errno, caught.value.filename) == (code, options["disk"])
     lanes = _engine(trainer).memory.disk._lanes  # type: ignore[union-attr]
     # Closing works although the disk still fails.
     _engine(trainer).close()
     assert not any(thread.is_alive() for thread in lanes._threads), "an I/O thread was left"
-    _assert_last_checkpoint_resumes(tiny, plain, dials, tmp_path / "run")
+    _assert_last_checkpoint_resumes(tiny, plain, options, tmp_path / "run")
 
 
 def test_a_disk_that_is_full_when_the_scratch_file_grows(
-    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FaultyDisk("posix_fallocate", code=errno.ENOSPC)
     disk.install(monkeypatch)
     monkeypatch.setattr("ptm_accel.memory.slots.GROWTH_BYTES", 1 << 16)
-    trainer = build(tiny, Trainer, tmp_path / "run", FromStep(0, disk.armed.set), ptm_config=dials)
+    trainer = build(tiny, Trainer, tmp_path / "run", FromStep(0, disk.armed.set), ptm_config=options)
     text = r"the scratch file in .* cannot grow by .*: No space left on device, .* free on .*; free space there"
     with pytest.raises(DiskError, match=text):
         trainer.train()
     # No step was made, so the model is an ordinary one again, of which nothing was lost.
     assert engine_of(trainer.model) is None
     assert tiny.same(tiny.weights(trainer.model), tiny.weights(tiny.model()))
-    assert list(Path(dials["disk"]).iterdir()) == [], "a scratch file was left"
+    assert list(Path(options["disk"]).iterdir()) == [], "a scratch file was left"
 
 
 @pytest.mark.parametrize("place", ["at once", "update"])
@@ -240,7 +242,7 @@ def test_an_update_that_raises_is_told_to_the_user(
     place: str,
     tiny: ModuleType,
     plain: dict[str, Any],
-    dials: dict[str, Any],
+    options: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -255,11 +257,11 @@ def test_an_update_that_raises_is_told_to_the_user(
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", raising)
         arm = FromStep(2, armed.set) if place == "at once" else call_at(place, armed.set, patch)
-        trainer = build(tiny, Trainer, tmp_path / "run", arm, ptm_config=dials)
+        trainer = build(tiny, Trainer, tmp_path / "run", arm, ptm_config=options)
         with pytest.raises(ArithmeticError, match="no such update"):
             trainer.train()
     _engine(trainer).close()
-    _assert_last_checkpoint_resumes(tiny, plain, dials, tmp_path / "run")
+    _assert_last_checkpoint_resumes(tiny, plain, options, tmp_path / "run")
 
 
 # ---- processes -------------------------------------------------------------------------------------------------
@@ -268,25 +270,25 @@ def test_an_update_that_raises_is_told_to_the_user(
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize(("sent", "times"), [("SIGTERM", 1), ("SIGINT", 2)])
 def test_a_process_ends_and_its_last_checkpoint_resumes(
-    sent: str, times: int, tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path
+    sent: str, times: int, tiny: ModuleType, plain: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    code, told = _child({"folder": str(run), "dials": dials, "signal": sent, "times": times, "place": "update"})
+    code, told = _child({"folder": str(run), "options": options, "signal": sent, "times": times, "place": "update"})
     assert code == -getattr(signal, sent), told
-    _assert_last_checkpoint_resumes(tiny, plain, dials, run)
+    _assert_last_checkpoint_resumes(tiny, plain, options, run)
 
 
 @pytest.mark.slow
 def test_sigterm_with_a_checkpoint_on_request(
-    tiny: ModuleType, plain: dict[str, Any], dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, plain: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """`enable_jit_checkpoint`: the Trainer saves between a backward and its step, and ends after that step."""
     run = tmp_path / "run"
-    code, told = _child({"folder": str(run), "dials": dials, "signal": "SIGTERM", "place": "arrival", "jit": True})
+    code, told = _child({"folder": str(run), "options": options, "signal": "SIGTERM", "place": "arrival", "jit": True})
     assert code == 0, told
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
     assert list((tmp_path / "scratch").iterdir()) == [], "a scratch file was left"
-    trainer = build(tiny, Trainer, run, ptm_config=dials)
+    trainer = build(tiny, Trainer, run, ptm_config=options)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-3"))
     _assert_as_plain(tiny, trainer, plain)
 

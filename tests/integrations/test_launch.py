@@ -17,13 +17,13 @@ from accelerate.commands.config import config_args
 from safetensors.torch import load_file
 
 from ptm_accel.config import DiskConfig
-from ptm_accel.environment import TEXT_DIALS, from_environment
+from ptm_accel.environment import TEXT_OPTIONS, from_environment
 from tests.prepared import Run, run_alone, run_prepared, run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch")
-TOLD = {f"PTM_{dial.upper()}" for dial in (*TEXT_DIALS, "config_file")}
-DIALS = {"host_memory": "2200KB", "page_size": "4096"}
+TOLD = {f"PTM_{option.upper()}" for option in (*TEXT_OPTIONS, "config_file")}
+OPTIONS = {"host_memory": "2200KB", "page_size": "4096"}
 """What the tiny model's states do not fit; they go to a disk."""
 
 
@@ -49,14 +49,14 @@ def run_plain(*command: str, cwd: Path, processes: int = 1) -> Run:
 
 
 def flags(folder: Path) -> list[str]:
-    dials = (part for dial, text in DIALS.items() for part in (f"--ptm_{dial}", text))
-    return ["--use_ptm", *dials, "--ptm_disk", str(folder)]
+    options = (part for option, text in OPTIONS.items() for part in (f"--ptm_{option}", text))
+    return ["--use_ptm", *options, "--ptm_disk", str(folder)]
 
 
 def environment_of(folder: Path) -> dict[str, str]:
     """What the launcher tells the processes of a script by `flags`."""
-    dials = {f"PTM_{dial.upper()}": text for dial, text in DIALS.items()}
-    return {**dials, "PTM_DISK": str(folder), "ACCELERATE_USE_PTM": "true"}
+    options = {f"PTM_{option.upper()}": text for option, text in OPTIONS.items()}
+    return {**options, "PTM_DISK": str(folder), "ACCELERATE_USE_PTM": "true"}
 
 
 @pytest.fixture(scope="session")
@@ -123,19 +123,19 @@ def test_an_unchanged_script_gives_the_same(
 )
 def test_other_ways_to_say_it(way: str, folder: Path, plain_runs: PlainRuns, tmp_path: Path) -> None:
     plain, saved = plain_runs("with_trainer.py", 1)
-    dials = environment_of(tmp_path)
+    options = environment_of(tmp_path)
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [str(SCRIPTS / "with_trainer.py"), str(folder), str(tmp_path / "ours")]
     if way == "module":
-        ours = run(*ACCELERATE, "--cpu", "-m", "ptm_accel", *command, cwd=tmp_path, **dials, **off)
+        ours = run(*ACCELERATE, "--cpu", "-m", "ptm_accel", *command, cwd=tmp_path, **options, **off)
     elif way == "launch as a module":
         ours = run("-m", "accelerate.commands.launch", "--cpu", *flags(tmp_path), *command, cwd=tmp_path)
     elif way == "torchrun":
-        ours = run("-m", "torch.distributed.run", "--standalone", *command, cwd=tmp_path, **dials)
+        ours = run("-m", "torch.distributed.run", "--standalone", *command, cwd=tmp_path, **options)
     else:
         ours = run("-m", "ptm_accel.cli", "launch", "--cpu", *flags(tmp_path)[1:], *command, cwd=tmp_path, **off)
     assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
-    assert "host_memory: " in ours.err, "the resolved dials are shown"
+    assert "host_memory: " in ours.err, "the resolved options are shown"
     assert ours.result == plain.result
     assert_same(tmp_path / "ours", saved)
 
@@ -199,7 +199,7 @@ def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_pat
         (["--use_ptm", "--use_deepspeed"], "DeepSpeed (--use_deepspeed) and ptm_accel (--use_ptm, or ptm_config"),
         (["--use_ptm", "--use_fsdp"], "FSDP (--use_fsdp) and ptm_accel"),
         (["--config_file", "typo.yaml"], "unknown key 'host_memroy'; did you mean 'host_memory'?"),
-        (["--config_file", "list.yaml"], "expected a mapping of dials, got list"),
+        (["--config_file", "list.yaml"], "expected a mapping of options, got list"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_starts(
@@ -228,7 +228,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(launch, "options_to_group", dict(launch.options_to_group))
     # A configuration of whoever runs this must not count.
     monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "none.yaml"))
-    for name in (*(f"PTM_{dial.upper()}" for dial in TEXT_DIALS), "ACCELERATE_USE_PTM"):
+    for name in (*(f"PTM_{option.upper()}" for option in TEXT_OPTIONS), "ACCELERATE_USE_PTM"):
         # Set and taken away, so that what a test sets is taken away as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -246,12 +246,12 @@ def test_a_flag_behind_the_script_is_refused(host: ModuleType, capsys: pytest.Ca
 
 
 def test_what_was_asked_is_told_to_the_processes(host: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "dials.yaml").write_text("host_memory: 8GB\nupdate: blocking\n")
-    flags = ["--use_ptm", "--ptm_config_file", "dials.yaml", "--ptm-host-memory", "4GB", "--num_processes", "1"]
+    (tmp_path / "options.yaml").write_text("host_memory: 8GB\nupdate: blocking\n")
+    flags = ["--use_ptm", "--ptm_config_file", "options.yaml", "--ptm-host-memory", "4GB", "--num_processes", "1"]
     host._validate_launch_command(host.launch_command_parser().parse_args([*flags, "script.py"]))
     told = {name: value for name, value in os.environ.items() if name in TOLD}
-    dials = {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB"}
-    assert told == {**dials, "PTM_CHECKPOINT_HASHES": "True"}
+    options = {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB"}
+    assert told == {**options, "PTM_CHECKPOINT_HASHES": "True"}
     assert os.environ["ACCELERATE_USE_PTM"] == "true"
 
 
@@ -264,11 +264,11 @@ def test_a_section_of_the_configuration_file_switches_it_on_and_flags_win(host: 
     told = {name: value for name, value in os.environ.items() if name in TOLD}
     assert os.environ["ACCELERATE_USE_PTM"] == "true"
     assert told["PTM_HOST_MEMORY"] == "32MiB"
-    dials = from_environment(os.environ)
-    assert dials is not None
-    assert (dials.host_memory, dials.page_size) == ("32MiB", "4096")
-    assert isinstance(dials.disk, DiskConfig)
-    assert dials.disk.paths == (str(tmp_path),)
+    options = from_environment(os.environ)
+    assert options is not None
+    assert (options.host_memory, options.page_size) == ("32MiB", "4096")
+    assert isinstance(options.disk, DiskConfig)
+    assert options.disk.paths == (str(tmp_path),)
 
 
 def test_without_flag_and_section_nothing_is_told(host: ModuleType) -> None:

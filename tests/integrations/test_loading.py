@@ -40,8 +40,8 @@ from tests.integrations.saved_models import (
     Save,
     assert_same_model,
     close,
-    dials,
     names_of_ties,
+    options,
     truncate_a_shard,
 )
 from tests.plain_loop import same_bits
@@ -56,7 +56,7 @@ def test_a_model_is_read_as_ever(name: str, dtype: torch.dtype | None, saved: Sa
     directory = saved(name)
     assert len(list(directory.glob("*.safetensors"))) > 1
     plain = ARCHITECTURES[name].from_pretrained(directory, dtype=dtype)
-    ours = from_pretrained(ARCHITECTURES[name], directory, dials(tmp_path, name=name), dtype=dtype)
+    ours = from_pretrained(ARCHITECTURES[name], directory, options(tmp_path, name=name), dtype=dtype)
     engine = engine_of(ours)
     assert engine is not None
     # Mamba's floor is above its size; half the bytes may fit.
@@ -74,7 +74,7 @@ def test_a_model_is_read_as_ever(name: str, dtype: torch.dtype | None, saved: Sa
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "t5"])
 def test_a_model_that_was_read_trains_as_ever(name: str, saved: Save, tmp_path: Path) -> None:
     plain = ARCHITECTURES[name].from_pretrained(saved(name))
-    ours = from_pretrained(ARCHITECTURES[name], saved(name), dials(tmp_path, name=name))
+    ours = from_pretrained(ARCHITECTURES[name], saved(name), options(tmp_path, name=name))
     engine = engine_of(ours)
     assert engine is not None
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -106,7 +106,7 @@ def test_a_model_is_read_onto_a_device(saved: Save, tmp_path: Path) -> None:
 
 def test_a_saved_copy_has_the_same_bytes(saved: Save, tmp_path: Path) -> None:
     directory = saved("mixtral", "1GB")
-    ours = from_pretrained(AutoModelForCausalLM, directory, dials(tmp_path))
+    ours = from_pretrained(AutoModelForCausalLM, directory, options(tmp_path))
     ours.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
     assert (tmp_path / "again/config.json").read_bytes() == (directory / "config.json").read_bytes()
@@ -122,7 +122,7 @@ def test_a_new_head_has_the_initial_values_of_the_plain_call(saved: Save, tmp_pa
         plain, info = AutoModelForSequenceClassification.from_pretrained(directory, **arguments)
         after = torch.rand(1)
         torch.manual_seed(5)
-        ours, our_info = from_pretrained(AutoModelForSequenceClassification, directory, dials(tmp_path), **arguments)
+        ours, our_info = from_pretrained(AutoModelForSequenceClassification, directory, options(tmp_path), **arguments)
         assert torch.rand(1) == after
         assert our_info["missing_keys"] == info["missing_keys"] != set()
         assert our_info["unexpected_keys"] == info["unexpected_keys"]
@@ -132,7 +132,7 @@ def test_a_new_head_has_the_initial_values_of_the_plain_call(saved: Save, tmp_pa
 
 def test_a_base_model_is_read_from_the_checkpoint_of_a_larger_one(saved: Save, tmp_path: Path) -> None:
     plain = AutoModel.from_pretrained(saved("llama"))
-    ours = from_pretrained(AutoModel, saved("llama"), dials(tmp_path))
+    ours = from_pretrained(AutoModel, saved("llama"), options(tmp_path))
     assert_same_model(ours, plain)
     close(ours)
 
@@ -160,7 +160,7 @@ def test_a_tied_weight_that_is_saved_under_both_names(
         torch.manual_seed(5)
         plain = cls.from_pretrained(tmp_path / "both", **more)
         torch.manual_seed(5)
-        ours = from_pretrained(cls, tmp_path / "both", dials(tmp_path), **more)
+        ours = from_pretrained(cls, tmp_path / "both", options(tmp_path), **more)
         assert bool(names_of_ties(plain)) == (equal and cls is AutoModelForCausalLM)
         assert_same_model(ours, plain)
         close(ours)
@@ -171,13 +171,13 @@ def test_subfolder_and_variant(saved: Save, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "repository" / "sub", variant="half", max_shard_size="60KB")
     where: dict[str, Any] = {"subfolder": "sub", "variant": "half"}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "repository", **where)
-    ours = from_pretrained(AutoModelForCausalLM, tmp_path / "repository", dials(tmp_path), **where)
+    ours = from_pretrained(AutoModelForCausalLM, tmp_path / "repository", options(tmp_path), **where)
     assert_same_model(ours, plain)
     close(ours)
 
 
 def test_a_model_class_will_do(saved: Save, tmp_path: Path) -> None:
-    ours = from_pretrained(transformers.LlamaForCausalLM, str(saved("llama")), dials(tmp_path))
+    ours = from_pretrained(transformers.LlamaForCausalLM, str(saved("llama")), options(tmp_path))
     assert_same_model(ours, AutoModelForCausalLM.from_pretrained(saved("llama")))
     close(ours)
 
@@ -187,7 +187,7 @@ def test_the_model_outlives_its_checkpoint(saved: Save, tmp_path: Path) -> None:
     shutil.copytree(saved("bert"), directory)
     plain = ENTRIES["bert"].build(seed=3).eval()
     plain.load_state_dict(AutoModelForMaskedLM.from_pretrained(saved("bert")).state_dict())
-    ours = from_pretrained(AutoModelForMaskedLM, directory, dials(tmp_path, 8 << 20))
+    ours = from_pretrained(AutoModelForMaskedLM, directory, options(tmp_path, 8 << 20))
     for file in directory.glob("*.safetensors"):
         with file.open("r+b") as opened:
             opened.write(bytes(file.stat().st_size))
@@ -209,7 +209,7 @@ def test_transformers_is_as_before(saved: Save, tmp_path: Path) -> None:
             seen.append((core_model_loading.set_param_for_module, os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")))
             return super().from_pretrained(*args, **kwargs)
 
-    close(from_pretrained(Watching, saved("llama"), dials(tmp_path)))
+    close(from_pretrained(Watching, saved("llama"), options(tmp_path)))
     assert seen[0][0] is not setter
     assert seen[0][1] == "1"
     assert core_model_loading.set_param_for_module is setter
@@ -229,7 +229,7 @@ def test_another_thread_reads_a_plain_model_meanwhile(saved: Save, tmp_path: Pat
             thread.join()
             return super().from_pretrained(*args, **kwargs)
 
-    ours = from_pretrained(Meanwhile, saved("llama"), dials(tmp_path))
+    ours = from_pretrained(Meanwhile, saved("llama"), options(tmp_path))
     assert engine_of(found[0]) is None
     assert not any(p.isnan().any() for p in found[0].parameters())
     close(ours)
@@ -255,7 +255,7 @@ def test_arguments_that_contradict_pages(kwargs: dict[str, Any], message: str, t
 @pytest.mark.parametrize("call", [from_pretrained, from_config])
 def test_a_class_that_is_left_out(call: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        call("my-model", dials(tmp_path))
+        call("my-model", options(tmp_path))
     assert str(caught.value) == (
         "'my-model' is a str, and not the class of a model. Give the class first, such as "
         "from_pretrained(AutoModelForCausalLM, id_or_path, ptm_config)."
@@ -270,8 +270,8 @@ def test_a_damaged_checkpoint_is_refused(
     shutil.copytree(saved("llama"), directory)
     damage(directory)
     with pytest.raises(CheckpointError, match=message):
-        from_pretrained(AutoModelForCausalLM, directory, dials(tmp_path))
-    ours = from_pretrained(AutoModelForCausalLM, saved("llama"), dials(tmp_path))
+        from_pretrained(AutoModelForCausalLM, directory, options(tmp_path))
+    ours = from_pretrained(AutoModelForCausalLM, saved("llama"), options(tmp_path))
     before = {name: value.clone() for name, value in ours.state_dict().items()}
     with pytest.raises(CheckpointError, match=message):
         load_weights(ours, directory)
@@ -315,7 +315,7 @@ def test_a_checkpoint_of_another_model_does_not_fill_the_memory(saved: Save, tmp
     other = ENTRIES["llama"].build().config  # type: ignore[union-attr]
     other.hidden_size, other.intermediate_size, other.num_hidden_layers = 64, 4096, 8
     with pytest.raises(BudgetError, match=r"cannot place .* for \d+ parameters that the checkpoint lacks"):
-        from_pretrained(AutoModelForCausalLM, saved("vit"), {**dials(tmp_path), "host_memory": "8MiB"}, config=other)
+        from_pretrained(AutoModelForCausalLM, saved("vit"), {**options(tmp_path), "host_memory": "8MiB"}, config=other)
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -331,10 +331,10 @@ from tests.anonymous_memory import Peak
 config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
                      num_attention_heads=8, num_key_value_heads=8)
 where = Path(sys.argv[1])
-dials = {"host_memory": "128MiB", "disk": str(where)}
+options = {"host_memory": "128MiB", "disk": str(where)}
 torch.manual_seed(0)
 with Peak() as building:
-    model = from_config(AutoModelForCausalLM, config, dials)
+    model = from_config(AutoModelForCausalLM, config, options)
 nbytes = sum(p.nbytes for p in model.parameters())
 largest = max(p.nbytes for p in model.parameters())
 model.save_pretrained(where / "model", max_shard_size="100MB")
@@ -346,7 +346,7 @@ del model
 peaks = {"building": building.grown, "writing": writing.grown}
 for dtype in (torch.float32, torch.float64):
     with Peak() as reading:
-        model = from_pretrained(AutoModelForCausalLM, where / "model", dials, dtype=dtype)
+        model = from_pretrained(AutoModelForCausalLM, where / "model", options, dtype=dtype)
     found = model.state_dict()["model.layers.5.mlp.up_proj.weight"][:2]
     assert torch.equal(found, probe.to(dtype))
     peaks[str(dtype)] = reading.grown
@@ -375,7 +375,7 @@ def test_an_adapter_is_put_into_a_base_that_has_its_values(saved: Save, tmp_path
     adapted.save_pretrained(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     before = {name: inspect.getattr_static(PreTrainedModel, name) for name in dir(PreTrainedModel)}
-    ours = from_pretrained(AutoModelForCausalLM, tmp_path / "adapter", dials(tmp_path))
+    ours = from_pretrained(AutoModelForCausalLM, tmp_path / "adapter", options(tmp_path))
     assert {name: inspect.getattr_static(PreTrainedModel, name) for name in dir(PreTrainedModel)} == before
     engine = engine_of(ours)
     assert engine is not None
@@ -386,7 +386,7 @@ def test_an_adapter_is_put_into_a_base_that_has_its_values(saved: Save, tmp_path
 
 
 def test_what_is_larger_than_memory_is_read_onto_pages_by_an_unchanged_script(saved: Save, tmp_path: Path) -> None:
-    wanted = PTMConfig.load(dials(tmp_path))
+    wanted = PTMConfig.load(options(tmp_path))
     plain = AutoModelForCausalLM.from_pretrained(saved("llama"))
     torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
     plain.config.save_pretrained(tmp_path)

@@ -128,8 +128,8 @@ def test_updates_begin_in_backward_with_the_same_numbers(
     plain = build(tiny, tmp_path / "plain", transformers.Trainer, max_grad_norm=clip)
     plain.train()
     (tmp_path / "scratch").mkdir()
-    dials = {"ptm_config": tiny.budget("tight", tmp_path / "scratch")}
-    paged = build(tiny, tmp_path / "paged", given=dials, max_grad_norm=clip)
+    options = {"ptm_config": tiny.budget("tight", tmp_path / "scratch")}
+    paged = build(tiny, tmp_path / "paged", given=options, max_grad_norm=clip)
     paged.train()
     assert tiny.history(paged) == tiny.history(plain)
     weights = tiny.weights(paged.model)
@@ -144,8 +144,8 @@ def test_a_backward_within_the_loss_is_not_the_one_that_the_step_follows(tiny: M
     plain = build(tiny, tmp_path / "plain", EarlyBackward)
     plain.train()
     (tmp_path / "scratch").mkdir()
-    dials = {"ptm_config": tiny.budget("tight", tmp_path / "scratch")}
-    paged = build(tiny, tmp_path / "paged", ptm_trainer(EarlyBackward), dials)
+    options = {"ptm_config": tiny.budget("tight", tmp_path / "scratch")}
+    paged = build(tiny, tmp_path / "paged", ptm_trainer(EarlyBackward), options)
     paged.train()
     assert paged.seen == plain.seen
     paged.model = paged.model_wrapped = paged.callback_handler.model = None

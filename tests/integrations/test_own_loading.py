@@ -30,8 +30,8 @@ OURS = ("optimizer.json", "optimizer-00001-of-00001.safetensors")
 @pytest.fixture
 def tight(tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "scratch").mkdir()
-    dials: dict[str, Any] = tiny.budget("tight", tmp_path / "scratch")
-    return dials
+    options: dict[str, Any] = tiny.budget("tight", tmp_path / "scratch")
+    return options
 
 
 class OwnParts(transformers.Trainer):
@@ -75,20 +75,20 @@ class OwnParts(transformers.Trainer):
             self.note("loaded optimizer", checkpoint)
 
 
-def _run(tiny: ModuleType, cls: Any, run: Path, dials: Any, **changes: Any) -> Any:
-    extra = {} if dials is None else {"ptm_config": dials}
+def _run(tiny: ModuleType, cls: Any, run: Path, options: Any, **changes: Any) -> Any:
+    extra = {} if options is None else {"ptm_config": options}
     every_two = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     args = tiny.arguments(run, max_steps=6, **every_two, load_best_model_at_end=True, **changes)
     return cls(model=tiny.model(), args=args, train_dataset=tiny.data(), eval_dataset=tiny.data(6), **extra)
 
 
-def _story(tiny: ModuleType, cls: Any, run: Path, dials: Any) -> dict[str, Any]:
+def _story(tiny: ModuleType, cls: Any, run: Path, options: Any) -> dict[str, Any]:
     """Saves, resumes and loads the best, and gives all that must be the same."""
-    first = _run(tiny, cls, run, dials)
+    first = _run(tiny, cls, run, options)
     first.train()
     for number in (4, 6):
         shutil.rmtree(run / f"checkpoint-{number}")
-    resumed = _run(tiny, cls, run, dials)
+    resumed = _run(tiny, cls, run, options)
     resumed.train(resume_from_checkpoint=True)
 
     def plainly(names: list[str]) -> list[str]:
@@ -346,18 +346,18 @@ def test_what_a_checkpoint_lacks_is_told_of_as_in_the_plain_trainer(
 ) -> None:
     changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
-    def build(dials: dict[str, Any] | None, run: Path) -> Any:
-        cls, extra = (transformers.Trainer, {}) if dials is None else (Trainer, {"ptm_config": dials})
+    def build(options: dict[str, Any] | None, run: Path) -> Any:
+        cls, extra = (transformers.Trainer, {}) if options is None else (Trainer, {"ptm_config": options})
         args = tiny.arguments(run, **changes, save_only_model=saved == "without optimizer")
         return cls(model=make(tiny), args=args, train_dataset=tiny.data(), **extra)
 
     resumed = []
-    for dials in (None, tight):
-        run = tmp_path / ("plain" if dials is None else "ours")
-        build(dials if saved == "by ours" else None, run).train()
+    for options in (None, tight):
+        run = tmp_path / ("plain" if options is None else "ours")
+        build(options if saved == "by ours" else None, run).train()
         _without(run / "checkpoint-2", lacks, **more)
         told.clear()
-        trainer = build(dials, run)
+        trainer = build(options, run)
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
         resumed.append((list(told), tiny.history(trainer), tiny.digest(trainer.model)))
     assert len(resumed[0][0]) == (make is _frozen) + bool(more)

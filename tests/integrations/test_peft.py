@@ -66,12 +66,12 @@ def test_layers_are_recomputed_after_a_forward_with_the_adapter_off(
     reentrant: bool, room: float, tiny: ModuleType, bases: Bases, tmp_path: Path
 ) -> None:
     base, least = bases[False]
-    dials = {**least, "host_memory": int(least["host_memory"] * room)}
+    options = {**least, "host_memory": int(least["host_memory"] * room)}
     given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     outcomes = []
     classes = {"cls": with_reference(Trainer), "plain": with_reference(transformers.Trainer)}
     for paged in (False, True):
-        bench = Bench(tiny, tmp_path, paged, False, base, dials)
+        bench = Bench(tiny, tmp_path, paged, False, base, options)
         model = peft.get_peft_model(bench.read(), lora(target_modules="all-linear"))
         history = bench.train(model, max_steps=4, **classes, **given)
         outcomes.append((history, bench.loss(model), {k: v.tolist() for k, v in bench.tiny.weights(model).items()}))
@@ -109,7 +109,7 @@ def test_generation(compare: Callable[..., None]) -> None:
 
 def _evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if slot.value.block in engine.pool.shelf:
+        if slot.value.block in engine.pool.eviction:
             engine.pool.evict(slot.value.block)
 
 
@@ -157,8 +157,8 @@ def test_the_base_is_never_written_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the base has been read, only what is trained and its state wear the disk."""
-    base, dials = bases[False]
-    bench = Bench(tiny, tmp_path, True, False, base, dials)
+    base, options = bases[False]
+    bench = Bench(tiny, tmp_path, True, False, base, options)
     model = bench.read()
     engine = bench.engines[0]
     disk = engine.memory.disk
@@ -191,10 +191,10 @@ def test_lora_over_a_base_of_eight_times_the_memory(
     plain = tiny.model(num_hidden_layers=32).bfloat16()
     plain.save_pretrained(base)
     nbytes = sum(param.nbytes for param in plain.parameters())
-    dials = {"host_memory": nbytes // 8, "page_size": 4096, "disk": str(tmp_path)}
+    options = {"host_memory": nbytes // 8, "page_size": 4096, "disk": str(tmp_path)}
     stories = []
     for paged in (False, True):
-        bench = Bench(tiny, tmp_path, paged, False, base, dials)
+        bench = Bench(tiny, tmp_path, paged, False, base, options)
         model = bench.read()
         if paged:
             written = Written(bench.engines[0], monkeypatch)
@@ -232,10 +232,10 @@ class Params4bit(nn.Parameter):
 
 
 def test_quantised_bases_are_refused(tiny: ModuleType, bases: Bases, tmp_path: Path) -> None:
-    base, dials = bases[False]
+    base, options = bases[False]
     quantised = BitsAndBytesConfig(load_in_4bit=True)
     with pytest.raises(UnsupportedError, match=r"(?s)not take quantization_config=.*quantised parameters cannot"):
-        ptm_accel.from_pretrained(AutoModelForCausalLM, base, dials, quantization_config=quantised)
+        ptm_accel.from_pretrained(AutoModelForCausalLM, base, options, quantization_config=quantised)
     model = tiny.model()
     for layer in model.model.layers:
         weight = layer.mlp.up_proj.weight
@@ -248,8 +248,8 @@ def test_quantised_bases_are_refused(tiny: ModuleType, bases: Bases, tmp_path: P
 
 
 def test_a_model_with_adapters_is_not_copied_whole(tiny: ModuleType, bases: Bases, tmp_path: Path) -> None:
-    base, dials = bases[True]
-    bench = Bench(tiny, tmp_path, True, True, base, dials)
+    base, options = bases[True]
+    bench = Bench(tiny, tmp_path, True, True, base, options)
     model = peft.get_peft_model(bench.read(), lora())
     with pytest.raises(PagedModelError, match=r"cannot be copied by copy\.deepcopy"):
         copy.deepcopy(model)

@@ -161,7 +161,7 @@ def test_the_directory_of_an_adapter_is_read(case: str, compare: Callable[..., N
             _pissa_again(bench.folder / "adapter")
         torch.manual_seed(5)
         if bench.paged:
-            again = ptm_accel.from_pretrained(auto_cls, bench.folder / "adapter", bench.dials)
+            again = ptm_accel.from_pretrained(auto_cls, bench.folder / "adapter", bench.options)
             engine = engine_of(again)
             assert engine is not None
             assert all(engine.slots.of(param) is not None for param in again.parameters())

@@ -30,15 +30,15 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def build(tiny: ModuleType, folder: Path, dials: Any, recipe: dict[str, Any], **changes: Any) -> Any:
+def build(tiny: ModuleType, folder: Path, options: Any, recipe: dict[str, Any], **changes: Any) -> Any:
     given: dict[str, Any] = {
         "args": tiny.arguments(folder, **{**CHANGES, **changes}),
         "train_dataset": tiny.data(),
         "eval_dataset": tiny.data(6),
     }
-    if dials is None:
+    if options is None:
         return transformers.Trainer(model=tiny.model(), callbacks=[PseudoToReal(**recipe)], **given)
-    return Trainer(model=tiny.model(), ptm_config={**dials, "pseudo_to_real": recipe}, **given)
+    return Trainer(model=tiny.model(), ptm_config={**options, "pseudo_to_real": recipe}, **given)
 
 
 def run(trainer: Any, tiny: ModuleType, **how: Any) -> tuple[Any, Any]:
@@ -74,12 +74,12 @@ def test_both_stages_are_resumed(budget: str, saved: int, plain: Any, tiny: Modu
         again = build(tiny, tmp_path, None, {**recipe, "resume_from_checkpoint": checkpoint})
     else:
         (tmp_path / "scratch").mkdir()
-        dials = tiny.budget("tight", tmp_path / "scratch")
-        trainer = build(tiny, tmp_path / "first", dials, recipe)
+        options = tiny.budget("tight", tmp_path / "scratch")
+        trainer = build(tiny, tmp_path / "first", options, recipe)
         run(trainer, tiny)
         checkpoint = tmp_path / "first" / f"checkpoint-{saved}"
         trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
-        again = build(tiny, tmp_path, dials, recipe)
+        again = build(tiny, tmp_path, options, recipe)
     found, values = run(again, tiny, resume_from_checkpoint=str(checkpoint))
     assert values == weights
     assert [line for line in found if "loss" in line] == [line for line in history if "loss" in line]
@@ -131,10 +131,10 @@ def test_the_launchers_flags(tiny: ModuleType, tmp_path: Path, monkeypatch: pyte
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dials", [None, {"host_memory": "64MiB"}])
-def test_delinking_beyond_the_last_step(dials: Any, tiny: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [None, {"host_memory": "64MiB"}])
+def test_delinking_beyond_the_last_step(options: Any, tiny: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"8 steps, but the training has {STEPS}.*set it to at most 7"):
-        build(tiny, tmp_path, dials, {"delink": STEPS}).train()
+        build(tiny, tmp_path, options, {"delink": STEPS}).train()
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 0.0, "soon", True, {"delink": "later"}])

@@ -1,4 +1,4 @@
-"""A refusal at any stage leaves the model as it was, though the error is kept: other dials can be tried at once."""
+"""A refusal at any stage leaves the model as it was, though the error is kept: other options can be tried at once."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def named(stage: tuple[Any, str, int]) -> str:
 
 
 @pytest.fixture
-def dials(tmp_path: Path) -> dict[str, Any]:
+def options(tmp_path: Path) -> dict[str, Any]:
     """A tight budget."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     return {"host_memory": "1MiB", "page_size": 4096, "disk": str(folder)}
 
 
-def other(dials: dict[str, Any]) -> dict[str, Any]:
-    return {**dials, "host_memory": "1536KiB"}
+def other(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "host_memory": "1536KiB"}
 
 
 def look(model: nn.Module) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_a_trainer_that_refuses_leaves_the_model_as_it_was(
     stage: tuple[Any, str, int],
     tiny: ModuleType,
     plain: dict[str, torch.Tensor],
-    dials: dict[str, Any],
+    options: dict[str, Any],
     nothing_left: Callable[[], None],
     tmp_path: Path,
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_trainer_that_refuses_leaves_the_model_as_it_was(
     with pytest.MonkeyPatch.context() as patched:
         refuse_at(patched, *stage)
         with pytest.raises(RefusedError) as caught:
-            build(tiny, Trainer, model, tmp_path, ptm_config=dials).train()
+            build(tiny, Trainer, model, tmp_path, ptm_config=options).train()
         kept.append(caught.value)
     nothing_left()
     after = look(model)
@@ -174,14 +174,14 @@ def test_a_trainer_that_refuses_leaves_the_model_as_it_was(
     assert same_bits(after, before)
     if not drops_gradients:
         assert same_bits(*({name: g for name, g in each.items() if g is not None} for each in reversed(gradients)))
-    trainer = build(tiny, Trainer, model, tmp_path, ptm_config=other(dials))
+    trainer = build(tiny, Trainer, model, tmp_path, ptm_config=other(options))
     trainer.train()
     assert tiny.same(tiny.weights(trainer.model), plain)
     assert kept
 
 
 def test_the_figure_that_an_error_names_works_while_the_error_is_kept(
-    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Rprop updates whole tensors and needs more than AdamW, which is counted with before the optimizer is known."""
     kept = []
@@ -195,19 +195,19 @@ def test_the_figure_that_an_error_names_works_while_the_error_is_kept(
     nbytes = 17 * 4096
     for _ in range(2):
         with pytest.raises(BudgetError, match=r"to at least (\d+) bytes") as caught:
-            train(Trainer, ptm_config={**dials, "host_memory": nbytes})
+            train(Trainer, ptm_config={**options, "host_memory": nbytes})
         kept.append(caught.value)
         named = re.search(r"to at least (\d+) bytes", str(caught.value))
         assert named is not None
         nbytes = int(named[1])
-    ours = train(Trainer, ptm_config={**dials, "host_memory": nbytes})
+    ours = train(Trainer, ptm_config={**options, "host_memory": nbytes})
     assert tiny.same(ours, train(transformers.Trainer))
 
 
 def test_the_same_trainer_can_be_tried_again(
-    tiny: ModuleType, plain: dict[str, torch.Tensor], dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, plain: dict[str, torch.Tensor], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=dials)
+    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=options)
     with pytest.MonkeyPatch.context() as patched:
         refuse_at(patched, transformers.trainer_callback.DefaultFlowCallback, "on_epoch_begin")
         with pytest.raises(RefusedError):
@@ -219,9 +219,9 @@ def test_the_same_trainer_can_be_tried_again(
 
 
 def test_a_model_that_has_been_trained_stays_on_its_pages(
-    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=dials)
+    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=options)
     with pytest.MonkeyPatch.context() as patched:
         refuse_at(patched, transformers.trainer_callback.DefaultFlowCallback, "on_step_begin", 2)
         with pytest.raises(RefusedError):
@@ -234,11 +234,11 @@ def test_a_model_that_has_been_trained_stays_on_its_pages(
 def test_a_model_that_was_evaluated_before_comes_off_as_well(
     tiny: ModuleType,
     plain: dict[str, torch.Tensor],
-    dials: dict[str, Any],
+    options: dict[str, Any],
     nothing_left: Callable[[], None],
     tmp_path: Path,
 ) -> None:
-    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=dials, eval_dataset=tiny.data(4))
+    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=options, eval_dataset=tiny.data(4))
     trainer.evaluate()
     assert engine_of(trainer.model) is not None
     with pytest.MonkeyPatch.context() as patched:
@@ -246,7 +246,7 @@ def test_a_model_that_was_evaluated_before_comes_off_as_well(
         with pytest.raises(RefusedError) as caught:
             trainer.train()
     nothing_left()
-    again = build(tiny, Trainer, trainer.model, tmp_path, ptm_config=other(dials))
+    again = build(tiny, Trainer, trainer.model, tmp_path, ptm_config=other(options))
     again.train()
     assert tiny.same(tiny.weights(again.model), plain)
     del caught
@@ -274,7 +274,7 @@ def test_a_reference_model_is_as_it_was_too(
     stage: str,
     again: str,
     tiny: ModuleType,
-    dials: dict[str, Any],
+    options: dict[str, Any],
     nothing_left: Callable[[], None],
     tmp_path: Path,
 ) -> None:
@@ -284,7 +284,7 @@ def test_a_reference_model_is_as_it_was_too(
     before = look(model), look(reference)
     kept = []
     with pytest.MonkeyPatch.context() as patched:
-        given: dict[str, Any] = {"reference": reference, "ptm_config": dials}
+        given: dict[str, Any] = {"reference": reference, "ptm_config": options}
         if stage == "made":
             with pytest.raises(RefusedError) as caught:
                 build(tiny, cls, model, tmp_path, refuses=True, **given)
@@ -299,7 +299,7 @@ def test_a_reference_model_is_as_it_was_too(
     assert same_bits(look(model), before[0])
     assert same_bits(look(reference), before[1])
     if again == "another" or stage == "made":
-        trainer = build(tiny, cls, model, tmp_path, reference=reference, ptm_config=other(dials))
+        trainer = build(tiny, cls, model, tmp_path, reference=reference, ptm_config=other(options))
     trainer.train()
     assert tiny.same(tiny.weights(trainer.model), tiny.weights(plain.model))
     assert engine_of(reference) is not None, "on pages again"
@@ -307,14 +307,14 @@ def test_a_reference_model_is_as_it_was_too(
 
 @pytest.mark.parametrize("how", ["attached", "read"])
 def test_a_model_that_was_on_pages_before_stays_there(
-    how: str, tiny: ModuleType, plain: dict[str, torch.Tensor], dials: dict[str, Any], tmp_path: Path
+    how: str, tiny: ModuleType, plain: dict[str, torch.Tensor], options: dict[str, Any], tmp_path: Path
 ) -> None:
     if how == "attached":
         model = tiny.model()
-        Engine.attach(model, PTMConfig.load(dials))
+        Engine.attach(model, PTMConfig.load(options))
     else:
         tiny.model().save_pretrained(tmp_path / "saved")
-        model = from_pretrained(AutoModelForCausalLM, tmp_path / "saved", dials)
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "saved", options)
         # As a model that is built.
         model.train()
     engine = engine_of(model)
@@ -322,7 +322,7 @@ def test_a_model_that_was_on_pages_before_stays_there(
     with pytest.MonkeyPatch.context() as patched:
         refuse_at(patched, PagedOptimizer, "__init__")
         with pytest.raises(RefusedError):
-            build(tiny, Trainer, model, tmp_path, ptm_config=dials).train()
+            build(tiny, Trainer, model, tmp_path, ptm_config=options).train()
     assert engine_of(model) is engine
     engine.check_integrity()
     text = (
@@ -330,27 +330,29 @@ def test_a_model_that_was_on_pages_before_stays_there(
         r"it is\. Use the same ptm_config, or call `engine_of\(model\)\.detach\(\)` first\."
     )
     with pytest.raises(ConfigError, match=text):
-        build(tiny, Trainer, model, tmp_path, ptm_config=other(dials)).train()
-    build(tiny, Trainer, model, tmp_path, ptm_config=dials).train()
+        build(tiny, Trainer, model, tmp_path, ptm_config=other(options)).train()
+    build(tiny, Trainer, model, tmp_path, ptm_config=options).train()
     assert tiny.same(tiny.weights(model), plain)
 
 
 def test_layers_are_whole_again(
-    tiny: ModuleType, dials: dict[str, Any], nothing_left: Callable[[], None], tmp_path: Path
+    tiny: ModuleType, options: dict[str, Any], nothing_left: Callable[[], None], tmp_path: Path
 ) -> None:
     model = tiny.model()
     before = look(model)
     with pytest.MonkeyPatch.context() as patched:
         refuse_at(patched, PTMAccelerator, "prepare_optimizer")
         with pytest.raises(RefusedError):
-            build(tiny, Trainer, model, tmp_path, ptm_config={**dials, "token_slices": 2}).train()
+            build(tiny, Trainer, model, tmp_path, ptm_config={**options, "token_slices": 2}).train()
     nothing_left()
     assert same_bits(look(model), before)
 
 
-def test_what_was_frozen_for_training_is_garbage_again(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_what_was_frozen_for_training_is_garbage_again(
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
+) -> None:
     """`gc.freeze` beside a device: whatever ends training ends it."""
-    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=dials)
+    trainer = build(tiny, Trainer, tiny.model(), tmp_path, ptm_config=options)
     callback = next(each for each in trainer.callback_handler.callbacks if isinstance(each, PTMCallback))
     with pytest.MonkeyPatch.context() as patched:
         thawed: list[None] = []
@@ -387,13 +389,13 @@ def stepped(tiny: ModuleType) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_an_accelerator_that_refuses_leaves_model_and_optimizer_as_they_were(
     stage: tuple[Any, str, int],
     tiny: ModuleType,
-    dials: dict[str, Any],
+    options: dict[str, Any],
     nothing_left: Callable[[], None],
 ) -> None:
     plain, stock = stepped(tiny)
     model, optimizer = stepped(tiny)
     before, state = look(model), copy.deepcopy(optimizer.state_dict())
-    accelerator = PTMAccelerator(cpu=True, ptm_config=dials)
+    accelerator = PTMAccelerator(cpu=True, ptm_config=options)
     with pytest.MonkeyPatch.context() as patched:
         refuse_at(patched, *stage)
         with pytest.raises(RefusedError) as caught:
@@ -403,7 +405,7 @@ def test_an_accelerator_that_refuses_leaves_model_and_optimizer_as_they_were(
     assert not accelerator._optimizers
     assert same_bits(look(model), before)
     assert same_bits(optimizer.state_dict(), state)
-    again = PTMAccelerator(cpu=True, ptm_config=other(dials))
+    again = PTMAccelerator(cpu=True, ptm_config=other(options))
     prepared, paged = again.prepare(model, optimizer)
     paged.zero_grad()
     stock.zero_grad()
@@ -413,10 +415,12 @@ def test_an_accelerator_that_refuses_leaves_model_and_optimizer_as_they_were(
     del caught
 
 
-def test_a_model_that_was_prepared_before_its_optimizer_stays_on_pages(tiny: ModuleType, dials: dict[str, Any]) -> None:
+def test_a_model_that_was_prepared_before_its_optimizer_stays_on_pages(
+    tiny: ModuleType, options: dict[str, Any]
+) -> None:
     model, optimizer = stepped(tiny)
     state = copy.deepcopy(optimizer.state_dict())
-    accelerator = PTMAccelerator(cpu=True, ptm_config=dials)
+    accelerator = PTMAccelerator(cpu=True, ptm_config=options)
     prepared = accelerator.prepare(model)
     with pytest.MonkeyPatch.context() as patched:
         refuse_at(patched, states.States, "put", 3)
@@ -430,8 +434,8 @@ def test_a_model_that_was_prepared_before_its_optimizer_stays_on_pages(tiny: Mod
     accelerator.prepare(optimizer)
 
 
-def test_free_memory_leaves_a_model_alone_that_has_left_its_pages(tiny: ModuleType, dials: dict[str, Any]) -> None:
-    accelerator = PTMAccelerator(cpu=True, ptm_config=dials)
+def test_free_memory_leaves_a_model_alone_that_has_left_its_pages(tiny: ModuleType, options: dict[str, Any]) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=options)
     engine = accelerator.attach(model := tiny.model())
     engine.detach()
     with_gradient(model)

@@ -30,9 +30,11 @@ def fresh(fresh_accelerate: Callable[[], None]) -> Callable[[], None]:
 class Loop:
     """A loop that can be saved and resumed at any step."""
 
-    def __init__(self, tiny: ModuleType, folder: Path, dials: dict[str, Any] | None, **changes: Any) -> None:
+    def __init__(self, tiny: ModuleType, folder: Path, ptm_options: dict[str, Any] | None, **changes: Any) -> None:
         options = {"cpu": True, "project_config": ProjectConfiguration(project_dir=str(folder), **changes)}
-        self.accelerator = Accelerator(**options) if dials is None else PTMAccelerator(**options, ptm_config=dials)
+        self.accelerator = (
+            Accelerator(**options) if ptm_options is None else PTMAccelerator(**options, ptm_config=ptm_options)
+        )
         torch.manual_seed(0)
         model = tiny.model(attention_dropout=0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -64,16 +66,16 @@ def test_resuming_goes_on_exactly(
     first: str, second: str, budget: str, tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]
 ) -> None:
     (tmp_path / "scratch").mkdir()
-    dials = tiny.budget(budget, tmp_path / "scratch")
+    ptm_options = tiny.budget(budget, tmp_path / "scratch")
     whole = Loop(tiny, tmp_path, None)
     losses, expected = whole.run(0, 6), whole.end()
     fresh()
-    loop = Loop(tiny, tmp_path, dials if first == "paged" else None)
+    loop = Loop(tiny, tmp_path, ptm_options if first == "paged" else None)
     assert loop.run(0, 3) == losses[:3]
     loop.accelerator.save_state(str(tmp_path / "state"))
     assert loop.run(3, 6) == losses[3:], "saving changes nothing"
     fresh()
-    resumed = Loop(tiny, tmp_path, dials if second == "paged" else None)
+    resumed = Loop(tiny, tmp_path, ptm_options if second == "paged" else None)
     if (first, second) == ("paged", "plain"):
         assert not (tmp_path / "state" / "optimizer.bin").exists(), "nothing is pickled unasked"
         write_plain_state(tmp_path / "state", tmp_path / "state" / "optimizer.bin")
@@ -84,8 +86,8 @@ def test_resuming_goes_on_exactly(
 
 
 def test_weights_are_those_of_the_plain_run(tiny: ModuleType, tmp_path: Path, fresh: Callable[[], None]) -> None:
-    for name, dials in (("plain", None), ("paged", tiny.budget("tight", tmp_path))):
-        loop = Loop(tiny, tmp_path, dials)
+    for name, ptm_options in (("plain", None), ("paged", tiny.budget("tight", tmp_path))):
+        loop = Loop(tiny, tmp_path, ptm_options)
         loop.run(0, 2)
         loop.accelerator.save_state(tmp_path / name)
         loop.accelerator.save_model(loop.model, str(tmp_path / f"{name} model"), max_shard_size="300KB")
@@ -210,8 +212,8 @@ def test_the_same_of_two_optimizers(tiny: ModuleType, tmp_path: Path, fresh: Cal
     expected: list[Any] = []
     for stage, kind in enumerate(["ours", "plain", "ours"]):
         fresh()
-        dials = {"ptm_config": tiny.budget("roomy", tmp_path)} if kind == "ours" else {}
-        accelerator = (PTMAccelerator if dials else Accelerator)(cpu=True, **dials)
+        ptm_options = {"ptm_config": tiny.budget("roomy", tmp_path)} if kind == "ours" else {}
+        accelerator = (PTMAccelerator if ptm_options else Accelerator)(cpu=True, **ptm_options)
         models = [tiny.model(seed) for seed in (0, 1)]
         optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in models]
         prepared = accelerator.prepare(*models, *optimizers)

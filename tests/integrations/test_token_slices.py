@@ -30,13 +30,13 @@ def test_losses_are_those_of_whole_sequences(
     if checkpointing is not None:
         changes |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": checkpointing}}
     found = []
-    for dials in (None, {**tiny.budget("tight", tmp_path / "scratch"), "token_slices": slices}):
+    for options in (None, {**tiny.budget("tight", tmp_path / "scratch"), "token_slices": slices}):
         model: Any = tiny.model()
         if adapters:
             model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0))
         given: dict[str, Any] = {"model": model, "train_dataset": tiny.data()}
         given["args"] = tiny.arguments(tmp_path, **changes)
-        found.append(losses(transformers.Trainer(**given) if dials is None else Trainer(**given, ptm_config=dials)))
+        found.append(losses(transformers.Trainer(**given) if options is None else Trainer(**given, ptm_config=options)))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 

@@ -44,10 +44,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _build(
-    tiny: ModuleType, cls: Any, folder: Path, dials: Any = None, *, model: Any = None, given: Any = None, **changes: Any
+    tiny: ModuleType,
+    cls: Any,
+    folder: Path,
+    options: Any = None,
+    *,
+    model: Any = None,
+    given: Any = None,
+    **changes: Any,
 ) -> transformers.Trainer:
     sizes = changes.pop("sizes", {})
-    extra = {"ptm_config": dials} if dials is not None else {}
+    extra = {"ptm_config": options} if options is not None else {}
     return cls(
         model=model or tiny.model(**sizes),
         args=tiny.arguments(folder, **changes),
@@ -72,7 +79,7 @@ def plain(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(params=["roomy", "tight"])
-def dials(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
+def options(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "scratch").mkdir()
     return tiny.budget(request.param, tmp_path / "scratch")
 
@@ -80,15 +87,15 @@ def dials(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> d
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers_as_the_plain_trainer(
-    name: str, tiny: ModuleType, plain: Any, dials: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, tiny: ModuleType, plain: Any, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     history, weights = plain(name)
     before = tiny.weights(tiny.model(**CASES[name].get("sizes", {})))
-    trainer = _build(tiny, Trainer, tmp_path, dials, **CASES[name])
+    trainer = _build(tiny, Trainer, tmp_path, options, **CASES[name])
     trainer.train()
     engine = engine_of(trainer.model)
     assert engine is not None
-    assert (engine.pool.stats.evictions > 0) == ("disk" in dials)
+    assert (engine.pool.stats.evictions > 0) == ("disk" in options)
     assert tiny.history(trainer) == history
     assert len(history) >= 5
     assert tiny.same(tiny.weights(trainer.model), weights)
@@ -97,10 +104,10 @@ def test_same_numbers_as_the_plain_trainer(
 
 
 def test_a_second_train_goes_on_as_in_the_plain_trainer(
-    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
 ) -> None:
     runs = []
-    for cls, config in ((transformers.Trainer, None), (Trainer, dials)):
+    for cls, config in ((transformers.Trainer, None), (Trainer, options)):
         trainer = _build(tiny, cls, tmp_path, config, max_steps=3)
         trainer.train()
         trainer.train()
@@ -109,9 +116,11 @@ def test_a_second_train_goes_on_as_in_the_plain_trainer(
     assert tiny.same(runs[1][1], runs[0][1])
 
 
-def test_a_second_trainer_on_the_same_model_takes_over(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_a_second_trainer_on_the_same_model_takes_over(
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
+) -> None:
     runs = []
-    for cls, config in ((transformers.Trainer, None), (Trainer, dials)):
+    for cls, config in ((transformers.Trainer, None), (Trainer, options)):
         model = tiny.model()
         first = _build(tiny, cls, tmp_path, config, model=model, max_steps=3)
         first.train()
@@ -125,10 +134,10 @@ def test_a_second_trainer_on_the_same_model_takes_over(tiny: ModuleType, dials: 
 
 
 def test_a_trainer_whose_model_was_resized_is_told_why_its_optimizer_is_of_no_use(
-    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """In the plain Trainer AdamW fails on sizes that differ, in its step."""
-    trainer = _build(tiny, Trainer, tmp_path, dials, max_steps=1)
+    trainer = _build(tiny, Trainer, tmp_path, options, max_steps=1)
     trainer.train()
     trainer.model.resize_token_embeddings(tiny.VOCABULARY + 8)
     with pytest.raises(UnsupportedError, match=r"given up, .* some of its parameters were replaced or resized"):
@@ -138,9 +147,9 @@ def test_a_trainer_whose_model_was_resized_is_told_why_its_optimizer_is_of_no_us
 
 
 def test_a_model_that_is_no_longer_used_takes_its_pages_with_it(
-    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    trainer = _build(tiny, Trainer, tmp_path, dials, max_steps=1)
+    trainer = _build(tiny, Trainer, tmp_path, options, max_steps=1)
     trainer.train()
     engine = engine_of(trainer.model)
     assert engine is not None
@@ -148,19 +157,19 @@ def test_a_model_that_is_no_longer_used_takes_its_pages_with_it(
     assert list(memory.pool.tensors())
     del engine, trainer
     # As in a notebook: the name is given to the next Trainer.
-    trainer = _build(tiny, Trainer, tmp_path, dials, max_steps=1)
+    trainer = _build(tiny, Trainer, tmp_path, options, max_steps=1)
     trainer.train()
     assert model() is None
     assert memory.closed
     assert not list(memory.pool.tensors())
 
 
-def test_model_init_frees_the_model_before(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_model_init_frees_the_model_before(tiny: ModuleType, options: dict[str, Any], tmp_path: Path) -> None:
     trainer = Trainer(
         model_init=lambda: tiny.model(),
         args=tiny.arguments(tmp_path, max_steps=2),
         train_dataset=tiny.data(),
-        ptm_config=dials,
+        ptm_config=options,
     )
     trainer.train()
     first = weakref.ref(trainer.model)
@@ -171,9 +180,9 @@ def test_model_init_frees_the_model_before(tiny: ModuleType, dials: dict[str, An
     assert first() is None
 
 
-def test_optimizers_that_are_given(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_optimizers_that_are_given(tiny: ModuleType, options: dict[str, Any], tmp_path: Path) -> None:
     runs = []
-    for cls, config in ((transformers.Trainer, None), (Trainer, dials)):
+    for cls, config in ((transformers.Trainer, None), (Trainer, options)):
         model = tiny.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
@@ -186,9 +195,11 @@ def test_optimizers_that_are_given(tiny: ModuleType, dials: dict[str, Any], tmp_
     assert tiny.same(runs[1][1], runs[0][1])
 
 
-def test_layers_frozen_and_unfrozen_between_two_trains(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_layers_frozen_and_unfrozen_between_two_trains(
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
+) -> None:
     runs = []
-    for cls, config in ((transformers.Trainer, None), (Trainer, dials)):
+    for cls, config in ((transformers.Trainer, None), (Trainer, options)):
         model = tiny.model()
         model.model.layers[0].requires_grad_(False)
         trainer = _build(tiny, cls, tmp_path, config, model=model, max_steps=2)
@@ -213,10 +224,10 @@ class _NotANumber(transformers.Trainer):
 
 
 def test_nan_gradients_as_the_plain_trainer_treats_them(
-    tiny: ModuleType, dials: dict[str, Any], tmp_path: Path
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path
 ) -> None:
     runs = []
-    for cls, config in ((_NotANumber, None), (ptm_trainer(_NotANumber), dials)):
+    for cls, config in ((_NotANumber, None), (ptm_trainer(_NotANumber), options)):
         trainer = _build(tiny, cls, tmp_path, config)
         trainer.train()
         runs.append((repr(tiny.history(trainer)), tiny.weights(trainer.model)))
@@ -235,14 +246,14 @@ class _Stops(TrainerCallback):
 
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("where", ["callback", "forward", "checkpointed forward"])
-def test_save_and_train_on_after_ctrl_c(where: str, tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_save_and_train_on_after_ctrl_c(where: str, tiny: ModuleType, options: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"callbacks": [_Stops()]} if where == "callback" else {}
     changes = {
         "gradient_checkpointing": where == "checkpointed forward",
         "gradient_accumulation_steps": 2,
         "bf16": True,
     }
-    trainer = _build(tiny, Trainer, tmp_path, dials, given=given, **changes)
+    trainer = _build(tiny, Trainer, tmp_path, options, given=given, **changes)
     calls = []
 
     def interrupt(module: torch.nn.Module, *rest: Any) -> None:
@@ -266,12 +277,12 @@ def test_save_and_train_on_after_ctrl_c(where: str, tiny: ModuleType, dials: dic
     assert trainer.state.global_step == 5
 
 
-def test_evaluate_and_predict_without_training(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_evaluate_and_predict_without_training(tiny: ModuleType, options: dict[str, Any], tmp_path: Path) -> None:
     def accuracy(given: Any) -> dict[str, float]:
         return {"accuracy": float((given.predictions.argmax(-1) == given.label_ids).mean())}
 
     runs = []
-    for cls, config in ((transformers.Trainer, None), (Trainer, dials)):
+    for cls, config in ((transformers.Trainer, None), (Trainer, options)):
         trainer = _build(tiny, cls, tmp_path, config, given={"compute_metrics": accuracy})
         metrics = trainer.evaluate()
         runs.append(
@@ -299,13 +310,13 @@ def test_evaluation_in_another_dtype_is_refused_outside_of_training(
     assert "eval_loss" in trainer(tiny.model().to(torch.bfloat16)).evaluate()
 
 
-def test_auto_find_batch_size(tiny: ModuleType, dials: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_find_batch_size(tiny: ModuleType, options: dict[str, Any], tmp_path: Path) -> None:
     def too_much(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if len(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]) > 2:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     runs = []
-    for cls, config in ((transformers.Trainer, None), (Trainer, dials)):
+    for cls, config in ((transformers.Trainer, None), (Trainer, options)):
         trainer = _build(tiny, cls, tmp_path, config, auto_find_batch_size=True, per_device_train_batch_size=4)
         trainer.model.model.layers[2].mlp.register_forward_pre_hook(too_much, with_kwargs=True)
         trainer.train()
@@ -349,11 +360,11 @@ def test_seq2seq_with_generation(budget: str, tiny: ModuleType, tmp_path: Path) 
     sizes = {"vocab_size": 96, "d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4}
     rows = [{**row, "labels": row["input_ids"][:6] % 96} for row in tiny.data(12, length=10)]
     rows = [{"input_ids": row["input_ids"] % 96, "labels": row["labels"]} for row in rows]
-    dials = tiny.budget(budget, tmp_path)
+    options = tiny.budget(budget, tmp_path)
     if budget == "tight":
-        dials["host_memory"] = 600 << 10
+        options["host_memory"] = 600 << 10
     runs = []
-    for cls, config in ((Seq2SeqTrainer, {}), (ptm_trainer(Seq2SeqTrainer), {"ptm_config": dials})):
+    for cls, config in ((Seq2SeqTrainer, {}), (ptm_trainer(Seq2SeqTrainer), {"ptm_config": options})):
         torch.manual_seed(0)
         model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
         args = tiny.arguments(
@@ -404,7 +415,7 @@ def test_the_callback_is_there_once(tiny: ModuleType, tmp_path: Path) -> None:
 
 
 def test_configurations_from_a_file_and_wrong_ones(tiny: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "dials.yaml"
+    file = tmp_path / "options.yaml"
     file.write_text("host_memory: 64MiB\npage_size: 64KiB\n")
     trainer = _build(tiny, Trainer, tmp_path, str(file), max_steps=1)
     trainer.train()

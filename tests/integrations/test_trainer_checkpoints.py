@@ -39,8 +39,8 @@ def _child(job: dict[str, Any], folder: Path) -> tuple[int, Any]:
     return done.code, json.loads(result.read_text()) if result.exists() else None
 
 
-def _build(tiny: ModuleType, cls: Any, folder: Path, dials: Any = None, given: Any = None, **changes: Any) -> Any:
-    extra = {"ptm_config": dials} if dials is not None else {}
+def _build(tiny: ModuleType, cls: Any, folder: Path, options: Any = None, given: Any = None, **changes: Any) -> Any:
+    extra = {"ptm_config": options} if options is not None else {}
     model = (given or {}).pop("model", None)
     return cls(
         model=model or tiny.model(**SIZES),
@@ -88,15 +88,15 @@ def _steps(outcome: dict[str, Any]) -> list[Any]:
 def test_ten_steps_are_five_and_five_in_a_new_process(
     first: str, second: str, tiny: ModuleType, tight: dict[str, Any], uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
-    dials = {"tight": tight, "roomy": tiny.budget("roomy", tmp_path)}
+    options = {"tight": tight, "roomy": tiny.budget("roomy", tmp_path)}
     run = tmp_path / "run"
-    trainer = _build(tiny, Trainer, run, dials[first], {"callbacks": [_Ends(5)]}, max_steps=10, save_strategy="steps")
+    trainer = _build(tiny, Trainer, run, options[first], {"callbacks": [_Ends(5)]}, max_steps=10, save_strategy="steps")
     trainer.train()
     assert trainer.state.global_step == 5
     names = {path.name for path in (run / "checkpoint-5").iterdir()}
     assert names >= {"model.safetensors", "optimizer.json", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
     assert "optimizer.pt" not in names
-    code, outcome = _child({"folder": str(run), "dials": dials[second], "resume": True}, tmp_path)
+    code, outcome = _child({"folder": str(run), "options": options[second], "resume": True}, tmp_path)
     assert code == 0
     assert _steps(outcome) == _steps(uninterrupted)
     assert outcome["weights"] == uninterrupted["weights"]
@@ -106,7 +106,7 @@ def test_killed_in_the_middle_of_a_save(
     tiny: ModuleType, tight: dict[str, Any], uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    code, _ = _child({"folder": str(run), "dials": tight, "save_steps": 4, "kill_at": 8}, tmp_path)
+    code, _ = _child({"folder": str(run), "options": tight, "save_steps": 4, "kill_at": 8}, tmp_path)
     assert code == -signal.SIGKILL
     left = [path.name for path in run.iterdir() if path.name != "checkpoint-4"]
     assert len(left) == 1
@@ -123,7 +123,7 @@ def test_killed_in_the_middle_of_a_step(
     tiny: ModuleType, tight: dict[str, Any], uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    code, _ = _child({"folder": str(run), "dials": tight, "save_steps": 4, "kill_in_step": 6}, tmp_path)
+    code, _ = _child({"folder": str(run), "options": tight, "save_steps": 4, "kill_in_step": 6}, tmp_path)
     assert code == -signal.SIGKILL
     assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
     assert list((tmp_path / "scratch").iterdir()) == [], "a scratch file was left"
@@ -252,9 +252,9 @@ def test_runs_with_and_without_pages_resume_one_another(
 ) -> None:
     run = tmp_path / "run"
     plain, paged = (transformers.Trainer, None), (Trainer, tight)
-    (cls, dials), (other, others) = (plain, paged) if first == "plain" else (paged, plain)
+    (cls, options), (other, others) = (plain, paged) if first == "plain" else (paged, plain)
     changes = {"max_steps": 10, "save_strategy": "steps", "save_steps": 4}
-    _build(tiny, cls, run, dials, {"callbacks": [_Ends(4)]}, **changes).train()
+    _build(tiny, cls, run, options, {"callbacks": [_Ends(4)]}, **changes).train()
     if first == "paged":
         assert not (run / "checkpoint-4" / "optimizer.pt").exists(), "nothing is pickled unasked"
         write_plain_state(run / "checkpoint-4", run / "checkpoint-4" / "optimizer.pt")
@@ -272,8 +272,8 @@ def test_of_two_states_in_a_checkpoint_the_last_counts(
     run = tmp_path / "run"
     changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     kinds = [(Trainer, tight), (transformers.Trainer, None)]
-    for cls, dials in kinds if last == "plain" else reversed(kinds):
-        trainer = _build(tiny, cls, run, dials, {"callbacks": [_Ends(2)]}, **changes)
+    for cls, options in kinds if last == "plain" else reversed(kinds):
+        trainer = _build(tiny, cls, run, options, {"callbacks": [_Ends(2)]}, **changes)
         trainer.train_dataset = tiny.data()[:: 1 if cls is Trainer else -1]
         trainer.train()
     names = os.listdir(run / "checkpoint-2")
@@ -349,9 +349,9 @@ def test_an_optimizer_over_a_part_resumes_also_where_weights_are_new(
             given: dict[str, Any] = {"model": model}
             if made == "given":
                 given["optimizers"] = (torch.optim.AdamW(model.head.parameters(), lr=1e-2), None)
-            dials = tight if host is Trainer else None
+            options = tight if host is Trainer else None
             changes = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2}
-            trainer = _build(tiny, cls, tmp_path / host.__module__.partition(".")[0], dials, given, **changes)
+            trainer = _build(tiny, cls, tmp_path / host.__module__.partition(".")[0], options, given, **changes)
             trainer.train(resume_from_checkpoint=last)
         found.append((tiny.digest(trainer.model), tiny.history(trainer)))
     assert found[0] == found[1]
@@ -413,14 +413,14 @@ def test_fused_experts_resume_exactly(tiny: ModuleType, tmp_path: Path) -> None:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
         return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
 
-    dials = {"host_memory": "1MiB", "page_size": 4096, "disk": str(tmp_path)}
+    options = {"host_memory": "1MiB", "page_size": 4096, "disk": str(tmp_path)}
     plain = _build(tiny, transformers.Trainer, tmp_path / "plain", given={"model": mixtral()}, max_steps=4)
     plain.train()
     run = tmp_path / "run"
     changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    _build(tiny, Trainer, run, dials, {"model": mixtral()}, **changes).train()
+    _build(tiny, Trainer, run, options, {"model": mixtral()}, **changes).train()
     shutil.rmtree(run / "checkpoint-4")
-    resumed = _build(tiny, Trainer, run, dials, {"model": mixtral()}, **changes)
+    resumed = _build(tiny, Trainer, run, options, {"model": mixtral()}, **changes)
     resumed.train(resume_from_checkpoint=True)
     assert engine_of(resumed.model).pool.stats.evictions > 0
     assert tiny.digest(resumed.model) == tiny.digest(plain.model)
@@ -428,7 +428,7 @@ def test_fused_experts_resume_exactly(tiny: ModuleType, tmp_path: Path) -> None:
     stock = tmp_path / "stock"
     ends = {"model": mixtral(), "callbacks": [_Ends(2)]}
     _build(tiny, transformers.Trainer, stock, given=ends, **changes).train()
-    resumed = _build(tiny, Trainer, stock, dials, {"model": mixtral()}, **changes)
+    resumed = _build(tiny, Trainer, stock, options, {"model": mixtral()}, **changes)
     resumed.train(resume_from_checkpoint=str(stock / "checkpoint-2"))
     assert tiny.digest(resumed.model) == tiny.digest(plain.model)
 
@@ -517,8 +517,8 @@ class _Notes(transformers.TrainerCallback):
 def test_files_that_others_put_into_a_checkpoint_stay(tiny: ModuleType, tight: dict[str, Any], tmp_path: Path) -> None:
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     found = {}
-    for name, cls, dials in (("plain", transformers.Trainer, None), ("paged", Trainer, tight)):
-        trainer = _build(tiny, cls, tmp_path / name, dials, {"callbacks": [_Notes()]}, **changes)
+    for name, cls, options in (("plain", transformers.Trainer, None), ("paged", Trainer, tight)):
+        trainer = _build(tiny, cls, tmp_path / name, options, {"callbacks": [_Notes()]}, **changes)
         trainer.train()
         saved = tmp_path / name / "checkpoint-2"
         assert [path.name for path in (tmp_path / name).iterdir()] == ["checkpoint-2"]

@@ -26,7 +26,7 @@ import ptm_accel
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.plain_mode import PlainMode
-from tests.integrations.least import least_dials
+from tests.integrations.least import least_options
 from tests.plain_loop import same_bits
 
 SENTENCE = "the quick brown fox jumps over the lazy dog while many people look at the sky and wonder what comes next"
@@ -141,24 +141,24 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Bench:
-    """A saved model with its tokenizer, and the least dials for it."""
+    """A saved model with its tokenizer, and the least options for it."""
 
     tiny: ModuleType
     base: Path
     tokenizer: Any
-    dials: dict[str, Any]
+    ptm_options: dict[str, Any]
 
     def read(self, case: Case, paged: bool) -> Any:
         if paged:
-            return ptm_accel.from_pretrained(case.auto_cls, self.base, self.dials_of(case), **case.options)
+            return ptm_accel.from_pretrained(case.auto_cls, self.base, self.options_of(case), **case.options)
         return case.auto_cls.from_pretrained(self.base, **case.options)
 
-    def dials_of(self, case: Case) -> dict[str, Any]:
-        """The least dials for all models of a case, which share them."""
-        return {**self.dials, "host_memory": self.dials["host_memory"] * case.models}
+    def options_of(self, case: Case) -> dict[str, Any]:
+        """The least options for all models of a case, which share them."""
+        return {**self.ptm_options, "host_memory": self.ptm_options["host_memory"] * case.models}
 
-    def run(self, case: Case, way: str, folder: Path, dials: dict[str, Any] | None = None) -> Any:
-        """The Trainer after a short training; under the least dials if others are not given."""
+    def run(self, case: Case, way: str, folder: Path, ptm_options: dict[str, Any] | None = None) -> Any:
+        """The Trainer after a short training; under the least options if others are not given."""
         torch.manual_seed(5)
         paged = way == "read onto pages"
         fixed = {"max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True, "gradient_checkpointing": False}
@@ -180,10 +180,10 @@ class Bench:
         if way == "plain":
             trainer = case.trainer(**given)
         elif way == "enabled":
-            with ptm_accel.enable(self.dials_of(case)):
+            with ptm_accel.enable(self.options_of(case)):
                 trainer = case.trainer(**given)
         else:
-            trainer = ptm_trainer(case.trainer)(ptm_config=dials or self.dials_of(case), **given)
+            trainer = ptm_trainer(case.trainer)(ptm_config=ptm_options or self.options_of(case), **given)
         assert isinstance(trainer, PTMTrainerMixin) == (way != "plain")
         trainer.train()
         return trainer
@@ -197,7 +197,7 @@ def bench(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<end>", pad_token="<pad>")
     fast.save_pretrained(base)
     tiny.model(num_hidden_layers=2).save_pretrained(base)
-    return Bench(tiny, base, fast, least_dials(base, tmp_path_factory.mktemp("scratch")))
+    return Bench(tiny, base, fast, least_options(base, tmp_path_factory.mktemp("scratch")))
 
 
 def figures(trainer: transformers.Trainer) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ def test_same_numbers_as_the_plain_trainer(
     assert moved
     on_pages = engines(trainer)
     assert len(on_pages) == CASES[name].models
-    given = bench.dials_of(CASES[name])["host_memory"]
+    given = bench.options_of(CASES[name])["host_memory"]
     [budget] = {engine.pool.budget for engine in on_pages}
     assert budget.peak_bytes <= budget.capacity_bytes == given
     for engine in on_pages:
@@ -270,13 +270,13 @@ def test_layers_are_recomputed_as_in_the_plain_trainer(
     checkpoints = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", {"use_reentrant": reentrant}))
     case = dataclasses.replace(CASES[name], arguments=(*CASES[name].arguments, *checkpoints))
     plain = bench.run(case, "plain", tmp_path / "plain")
-    dials = bench.dials_of(case)
+    ptm_options = bench.options_of(case)
     fits = FITS["lora" if case.lora else "full" if case.models == 1 else "with a reference"]
-    dials["host_memory"] = {"fits": fits, "half": fits * 2 // 5, "least": dials["host_memory"]}[budget]
+    ptm_options["host_memory"] = {"fits": fits, "half": fits * 2 // 5, "least": ptm_options["host_memory"]}[budget]
     begins: list[PlainMode] = []
     begin = PlainMode._begin
     monkeypatch.setattr(PlainMode, "_begin", lambda mode, *given: (begins.append(mode), begin(mode, *given)))
-    trainer = bench.run(case, "class", tmp_path, dials)
+    trainer = bench.run(case, "class", tmp_path, ptm_options)
     assert str(figures(trainer)) == str(figures(plain))
     assert bench.tiny.same(bench.tiny.weights(trainer.model), bench.tiny.weights(plain.model))
     # It is not entered beside another model.
@@ -299,7 +299,7 @@ def test_a_fused_head_finds_its_weight_in_forward_and_backward(
     """It never calls `lm_head`, but reads its weight in the model's forward, and again in backward."""
     labels = tiny.data(2)[0]["input_ids"][None]
     tiny.model(tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
-    dials = least_dials(tmp_path / "base", tmp_path)
+    ptm_options = least_options(tmp_path / "base", tmp_path)
 
     def loss_of(model: Any) -> torch.Tensor:
         trl_utils.add_fused_lm_head(model)
@@ -311,7 +311,7 @@ def test_a_fused_head_finds_its_weight_in_forward_and_backward(
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     expected = loss_of(theirs)
     expected.backward()
-    ours = ptm_accel.from_pretrained(AutoModelForCausalLM, tmp_path / "base", dials)
+    ours = ptm_accel.from_pretrained(AutoModelForCausalLM, tmp_path / "base", ptm_options)
     called: list[object] = []
     ours.lm_head.register_forward_hook(lambda *args: called.append(args))
     loss = loss_of(ours)
@@ -319,10 +319,10 @@ def test_a_fused_head_finds_its_weight_in_forward_and_backward(
     engine = engine_of(ours)
     assert engine is not None
     for slot in engine.slots:
-        if slot.value.block in engine.pool.shelf:
+        if slot.value.block in engine.pool.eviction:
             engine.pool.evict(slot.value.block)
-    engine.pool.room.collect()
-    assert engine.pool.room.leaving_bytes == 0
+    engine.pool.admission.collect()
+    assert engine.pool.admission.leaving_bytes == 0
     loss.backward()
     assert not called
     assert engine.gradients is not None
@@ -370,6 +370,6 @@ def test_it_is_refused_before_anything_is_on_pages(bench: Bench, tmp_path: Path)
             args=arguments,
             train_dataset=Dataset.from_list(PAIRS),
             processing_class=bench.tokenizer,
-            ptm_config=bench.dials,
+            ptm_config=bench.ptm_options,
         )
     assert engine_of(reference) is None

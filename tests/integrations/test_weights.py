@@ -24,7 +24,7 @@ from tests.integrations.saved_models import (
     LEAST,
     Save,
     close,
-    dials,
+    options,
 )
 from tests.plain_loop import same_bits
 from tests.tiers import config, open_memory
@@ -79,7 +79,7 @@ def test_an_index_that_is_a_pipe_is_none(tmp_path: Path) -> None:
 
 def test_masters_follow_weights_that_are_read(saved: Save, tmp_path: Path) -> None:
     ours = from_pretrained(
-        AutoModelForCausalLM, saved("llama"), {**dials(tmp_path), "master_weights": "fp32"}, dtype=torch.bfloat16
+        AutoModelForCausalLM, saved("llama"), {**options(tmp_path), "master_weights": "fp32"}, dtype=torch.bfloat16
     )
     engine = engine_of(ours)
     assert engine is not None
@@ -186,7 +186,7 @@ def test_of_different_values_for_tied_embeddings_the_last_in_the_model_counts(sa
     ],
 )
 def test_weights_of_another_model_are_refused(name: str, other: str, message: str, saved: Save, tmp_path: Path) -> None:
-    ours = from_pretrained(ARCHITECTURES[name], saved(name), dials(tmp_path))
+    ours = from_pretrained(ARCHITECTURES[name], saved(name), options(tmp_path))
     before = {key: value.clone() for key, value in ours.state_dict().items()}
     with pytest.raises(CheckpointError, match=message):
         load_weights(ours, saved(other))
@@ -197,7 +197,7 @@ def test_weights_of_another_model_are_refused(name: str, other: str, message: st
 def test_weights_of_another_size_are_refused(saved: Save, tmp_path: Path) -> None:
     configuration = transformers.AutoConfig.from_pretrained(saved("mixtral"))
     configuration.num_local_experts = 6
-    ours = from_config(AutoModelForCausalLM, configuration, dials(tmp_path, 4 << 20))
+    ours = from_config(AutoModelForCausalLM, configuration, options(tmp_path, 4 << 20))
     message = r"experts.\w+ is of shape \(4, \d+, \d+\) there and of \(6, \d+, \d+\) in the model"
     with pytest.raises(CheckpointError, match=message):
         load_weights(ours, saved("mixtral"))
@@ -219,7 +219,7 @@ def test_a_tensor_that_cannot_be_made_is_said(saved: Save, tmp_path: Path) -> No
     lost = next(name for name in tensors if "experts.1.w1" in name or "experts.1.gate_proj" in name)
     del tensors[lost]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    ours = from_pretrained(AutoModelForCausalLM, saved("mixtral"), dials(tmp_path))
+    ours = from_pretrained(AutoModelForCausalLM, saved("mixtral"), options(tmp_path))
     with pytest.raises(CheckpointError, match="are not of this MixtralForCausalLM"):
         load_weights(ours, directory)
     close(ours)
@@ -244,7 +244,7 @@ def test_a_tensor_that_only_fails_with_its_values_is_named(
     on_meta: str, with_values: str, message: str, saved: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where an operation cannot run without values, the comparison beforehand does not see what is wrong."""
-    ours = from_pretrained(AutoModelForCausalLM, saved("llama"), dials(tmp_path))
+    ours = from_pretrained(AutoModelForCausalLM, saved("llama"), options(tmp_path))
     stock = core_model_loading.convert_and_load_state_dict_in_model
 
     def failing(model: Any, tensors: Any, load_config: Any) -> Any:

@@ -44,7 +44,7 @@ def arguments(output_dir: Path, cls: type[TrainingArguments] = TrainingArguments
 
 
 def budget(name: str, folder: Path) -> dict[str, Any]:
-    """Dials under which everything fits (`roomy`), or most must be on disk (`tight`)."""
+    """Options under which everything fits (`roomy`), or most must be on disk (`tight`)."""
     if name == "roomy":
         return {"host_memory": "64MiB"}
     return {"host_memory": TIGHT_BYTES, "page_size": 4096, "disk": str(folder)}

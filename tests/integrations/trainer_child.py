@@ -1,6 +1,6 @@
 """Trains the tiny model in a process of its own; prints the log and the digest of the weights as JSON.
 
-Started by tests with one argument, a JSON object: the folder, the dials, when to be killed.
+Started by tests with one argument, a JSON object: the folder, the options, when to be killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(job: dict[str, Any]) -> None:
             folder, max_steps=STEPS, save_strategy="steps", save_steps=job.get("save_steps", 100), **job["changes"]
         ),
         train_dataset=tiny.data(),
-        ptm_config=job["dials"],
+        ptm_config=job["options"],
     )
     trainer.kill_at = job.get("kill_at")
     trainer.kill_in_step = job.get("kill_in_step")

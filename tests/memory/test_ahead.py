@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ptm_accel.errors import BudgetError, DiskError
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
 from tests.tiers import PAGE, memory_of
@@ -53,7 +53,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return gate
 
 
-def made(pool: Pool, name: str, value: float, pages: int = 1) -> PagedTensor:
+def made(pool: Pool, name: str, value: float, pages: int = 1) -> Block:
     tensor = pool.create(name, Tag.PARAM, torch.Size([1024 * pages]), torch.float32)
     pool.fault(tensor, write=True).fill_(value)
     return tensor
@@ -89,7 +89,7 @@ def test_nothing_is_moved_and_nothing_waited_for(gate: Gate, tmp_path: Path) -> 
         assert b.place is Place.AWAY
         assert not pool.ahead.prefetch(a), "the room comes free as the store ends"
         gate.open.set()
-        pool.room.settle()
+        pool.admission.settle()
         assert pool.ahead.prefetch(a)
         assert not pool.ahead.prefetch(b)
         assert (pool.fault(a) == 1.0).all()
@@ -199,14 +199,14 @@ def test_a_tensor_that_arrives_stays_for_each_of_its_windows(tmp_path: Path) -> 
         first, second, third = (pool.windows.open(tensor, 0, 1024) for _ in range(3))
         pool.windows.ready(first)
         pool.windows.close(first, wrote=False)
-        assert tensor not in pool.shelf, "the others have not been closed"
+        assert tensor not in pool.eviction, "the others have not been closed"
         with pytest.raises(BudgetError):
-            pool.room.reserve(2 * PAGE, Tag.STAGING, "somebody else")
+            pool.admission.reserve(2 * PAGE, Tag.STAGING, "somebody else")
         faults = pool.stats.faults
         assert (pool.windows.ready(second) == 3.0).all()
         pool.windows.close(second, wrote=True)
         pool.windows.close(third, wrote=False)
-        assert tensor in pool.shelf
+        assert tensor in pool.eviction
         assert (pool.stats.faults, tensor.place) == (faults, Place.DIRTY)
 
 
@@ -222,8 +222,8 @@ def test_windows_of_a_tensor_that_did_not_come_end_without_harm(gate: Gate, tmp_
             pool.windows.ready(window)
         pool.windows.close(window, wrote=False)
         assert tensor.place is Place.AWAY
-        pool.room.collect()
-        assert pool.room.available_bytes() == 3 * PAGE
+        pool.admission.collect()
+        assert pool.admission.available_bytes() == 3 * PAGE
 
 
 def test_a_load_that_fails_is_told_to_who_reads(gate: Gate, tmp_path: Path) -> None:
@@ -247,12 +247,12 @@ def test_a_store_behind_that_fails_is_told_to_the_next_who_needs_the_disk(gate: 
         gate.failing.add("pwritev")
         other = made(pool, "b", 2.0)
         pool.ahead.evict(tensor)
-        pool.room.settle()
+        pool.admission.settle()
         for use in (pool.fault, pool.snapshot, pool.ahead.prefetch):
             with pytest.raises(DiskError, match="write of a failed"):
                 use(tensor)
         with pytest.raises(DiskError, match="write of a failed"):
-            pool.room.reserve(2 * PAGE, Tag.STAGING, "somebody else")
+            pool.admission.reserve(2 * PAGE, Tag.STAGING, "somebody else")
         assert (pool.fault(other) == 2.0).all()
 
 
@@ -270,7 +270,7 @@ def test_what_leaves_behind_comes_back_as_it_was(kind: str, tmp_path: Path) -> N
                 pool.ahead.prefetch(tensors[(n + 2) % 6])
 
 
-def test_a_full_home_keeps_what_should_leave(tmp_path: Path) -> None:
+def test_a_full_backing_store_keeps_what_should_leave(tmp_path: Path) -> None:
     with memory_of(4, tmp_path) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
@@ -290,13 +290,13 @@ class Adviser:
         self.told: list[tuple[str, bool | None]] = []
         self.waited_for: list[str] = []
 
-    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+    def accessed(self, tensor: Block, *, write: bool) -> None:
         self.told.append((tensor.name, write))
 
-    def awaited(self, tensor: PagedTensor) -> None:
+    def awaited(self, tensor: Block) -> None:
         self.waited_for.append(tensor.name)
 
-    def created(self, tensor: PagedTensor) -> None:
+    def created(self, tensor: Block) -> None:
         self.told.append((tensor.name, None))
 
 
@@ -340,13 +340,13 @@ class EndsUnseen:
 
 def test_a_transfer_that_ends_between_two_looks_is_no_reason_to_refuse(tmp_path: Path) -> None:
     with memory_of(1, tmp_path) as memory:
-        room = memory.pool.room
-        reservation, block = room.take_block(PAGE, Tag.STAGING, "a window")
-        octets = block.buffer
+        admission = memory.pool.admission
+        reservation, buffer = admission.take_buffer(PAGE, Tag.STAGING, "a window")
+        octets = buffer.octets
         assert octets is not None
-        room.leave(octets, block, reservation, EndsUnseen())
+        admission.leave(octets, buffer, reservation, EndsUnseen())
         del octets
-        room.reserve(PAGE, Tag.STAGING, "the next window").release()
+        admission.reserve(PAGE, Tag.STAGING, "the next window").release()
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -358,7 +358,7 @@ def test_an_error_that_was_caught_holds_no_memory(call: str, tmp_path: Path, gat
         for tensor in tensors:
             if tensor.place.resident:
                 pool.evict(tensor)
-        pool.room.settle()
+        pool.admission.settle()
         gc.collect()
         gc.disable()
         try:
@@ -375,7 +375,7 @@ def test_an_error_that_was_caught_holds_no_memory(call: str, tmp_path: Path, gat
                     finally:
                         pool.windows.close(window, wrote=False)
             gate.failing = set()
-            pool.room.collect()
+            pool.admission.collect()
             assert pool.budget.used_by_tag() == before
         finally:
             gc.enable()

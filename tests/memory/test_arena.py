@@ -16,7 +16,7 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.mapping import HUGE_PAGE_BYTES
-from ptm_accel.memory.transfer import Block
+from ptm_accel.memory.transfer import Buffer
 
 MIB = 1 << 20
 _MS_ASYNC = 1
@@ -28,17 +28,17 @@ class Held:
     def __init__(self, budget: Budget, arena: HostArena, nbytes: int) -> None:
         self.arena = arena
         self.charge: Reservation = budget.reserve(nbytes, Tag.PARAM, "test", allocates=True)
-        self.block: Block = arena.allocate(nbytes)
+        self.buffer: Buffer = arena.allocate(nbytes)
 
     @property
-    def buffer(self) -> torch.Tensor:
-        assert self.block.buffer is not None
-        return self.block.buffer
+    def octets(self) -> torch.Tensor:
+        assert self.buffer.octets is not None
+        return self.buffer.octets
 
     def give_back(self) -> None:
-        self.block.buffer = None
+        self.buffer.octets = None
         self.charge.release()
-        self.arena.recycle(self.block)
+        self.arena.recycle(self.buffer)
 
 
 def make(capacity: int = 16 * MIB) -> tuple[Budget, HostArena]:
@@ -50,8 +50,8 @@ def make(capacity: int = 16 * MIB) -> tuple[Budget, HostArena]:
 def test_a_block_is_aligned_writable_bytes(nbytes: int) -> None:
     budget, arena = make()
     held = Held(budget, arena, nbytes)
-    buffer = held.buffer
-    assert (buffer.dtype, tuple(buffer.shape), held.block.nbytes) == (torch.uint8, (nbytes,), nbytes)
+    buffer = held.octets
+    assert (buffer.dtype, tuple(buffer.shape), held.buffer.nbytes) == (torch.uint8, (nbytes,), nbytes)
     assert buffer.data_ptr() % (HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 4096) == 0
     buffer.view(torch.float32).fill_(1.5)
     assert bool((buffer.view(torch.float32) == 1.5).all())
@@ -65,7 +65,7 @@ def test_a_block_is_aligned_writable_bytes(nbytes: int) -> None:
 def test_large_blocks_ask_for_huge_pages() -> None:
     budget, arena = make()
     held = Held(budget, arena, 2 * HUGE_PAGE_BYTES + 4096)
-    address = held.buffer.data_ptr()
+    address = held.octets.data_ptr()
     flags = ""
     inside = False
     with open("/proc/self/smaps") as lines:
@@ -83,13 +83,13 @@ def test_large_blocks_ask_for_huge_pages() -> None:
 def test_a_run_is_reused_for_the_same_size_only() -> None:
     budget, arena = make()
     held = Held(budget, arena, 8192)
-    address = held.buffer.data_ptr()
+    address = held.octets.data_ptr()
     held.give_back()
     assert (arena.live_bytes, arena.kept_bytes) == (0, 8192)
     other = Held(budget, arena, 4096)
-    assert other.buffer.data_ptr() != address
+    assert other.octets.data_ptr() != address
     again = Held(budget, arena, 8192)
-    assert again.buffer.data_ptr() == address
+    assert again.octets.data_ptr() == address
     assert (arena.live_bytes, arena.kept_bytes) == (12288, 0)
 
 
@@ -101,14 +101,14 @@ def test_blocks_keep_their_bytes_while_others_come_and_go() -> None:
         nbytes = 4096 * rng.choice([1, 100, 511, 512, 513, 1024, 1408, 2048, 4000])
         while budget.free_bytes < nbytes:
             block, mark = held.pop(rng.randrange(len(held)))
-            assert bool((block.buffer == mark).all())
+            assert bool((block.octets == mark).all())
             block.give_back()
         block, mark = Held(budget, arena, nbytes), step % 251
-        block.buffer.fill_(mark)
+        block.octets.fill_(mark)
         held.append((block, mark))
         arena.check_integrity()
         budget.check_integrity()
-    assert all(bool((block.buffer == mark).all()) for block, mark in held)
+    assert all(bool((block.octets == mark).all()) for block, mark in held)
 
 
 def test_kept_runs_make_way_least_recently_freed_size_first() -> None:
@@ -134,11 +134,11 @@ def is_mapped(address: int) -> bool:
 def test_a_run_that_comes_back_to_a_full_budget_is_not_kept() -> None:
     budget, arena = make(4 * MIB)
     held = Held(budget, arena, 2 * MIB)
-    held.block.buffer = None
+    held.buffer.octets = None
     held.charge.release()
     # Another thread is faster than the recycling.
     charge = budget.reserve(3 * MIB, Tag.GRAD, "quick")
-    arena.recycle(held.block)
+    arena.recycle(held.buffer)
     assert arena.kept_bytes == 0
     budget.check_integrity()
     charge.release()
@@ -147,7 +147,7 @@ def test_a_run_that_comes_back_to_a_full_budget_is_not_kept() -> None:
 def test_a_view_that_is_still_alive_keeps_its_bytes_mapped() -> None:
     budget, arena = make()
     held = Held(budget, arena, 3 * MIB)
-    view = held.buffer[MIB:].fill_(7)
+    view = held.octets[MIB:].fill_(7)
     held.give_back()
     arena.close()
     assert int(view.sum()) == 7 * 2 * MIB
@@ -161,7 +161,7 @@ def test_recycling_twice_is_found() -> None:
     held = Held(budget, arena, 4096)
     held.give_back()
     with pytest.raises(AssertionError, match="recycled twice"):
-        arena.recycle(held.block)
+        arena.recycle(held.buffer)
     with pytest.raises(AssertionError, match="block of 100 bytes"):
         arena.allocate(100)
 
@@ -180,7 +180,7 @@ def test_close_gives_all_back() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, (1 << 20) + 4096])
-def test_a_machine_without_memory_names_the_numbers_and_the_dial(nbytes: int) -> None:
+def test_a_machine_without_memory_names_the_numbers_and_the_option(nbytes: int) -> None:
     budget, arena = make(1 << 51)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
@@ -215,12 +215,12 @@ for step in range(400):
     nbytes = 4096 * rng.choice([1, 3, 100, 511, 512, 513, 1000, 2049, 5000, 12000])
     while budget.free_bytes < nbytes:
         block, charge = held.pop(rng.randrange(len(held)))
-        block.buffer = None
+        block.octets = None
         charge.release()
         arena.recycle(block)
     charge = budget.reserve(nbytes, Tag.PARAM, "x", allocates=step % 2 == 0)
     block = arena.allocate(nbytes)
-    block.buffer.fill_(1)
+    block.octets.fill_(1)
     held.append((block, charge))
     budget.check_integrity(), arena.check_integrity()
     most = max(most, arena.live_bytes + arena.kept_bytes)

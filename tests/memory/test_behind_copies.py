@@ -10,14 +10,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.device import CopyDirection
-from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from ptm_accel.units import MIB
 from tests.card import Card, CardTier
-from tests.memory.test_frame_home import PAGE, UNIT, Setup
+from tests.memory.test_host_store import PAGE, UNIT, Setup
 from tests.mock_device import MockCopy, MockDevice
 
 
@@ -50,7 +50,7 @@ def card(pages: int, delay: Gate, *, small: bool = False) -> Iterator[tuple[Pool
         memory.close()
 
 
-def made(pool: Pool, value: float) -> PagedTensor:
+def made(pool: Pool, value: float) -> Block:
     tensor = pool.create(f"t{value:g}", Tag.STATE, torch.Size([1024]), torch.float32)
     pool.fault(tensor, write=True).fill_(value)
     return tensor
@@ -112,8 +112,8 @@ def test_memory_without_a_slab_is_kept_until_its_store_has_ended(of_torch: bool)
         else:
             pool.fault(first, write=True).fill_(1)
         pool.ahead.evict(first)
-        pool.room.collect()
-        assert pool.room.leaving_bytes == 4096, "charged until then, too"
+        pool.admission.collect()
+        assert pool.admission.leaving_bytes == 4096, "charged until then, too"
         second = made(pool, 2)
         threading.Timer(0.2, gate.open).start()
         third = made(pool, 3)
@@ -132,7 +132,7 @@ def test_a_view_keeps_its_memory_however_the_store_stands(small: bool) -> None:
         pool.ahead.evict(first)
         second = made(pool, 2)
         assert kept.eq(1).all()
-        assert pool.room.leaving_bytes == 4096
+        assert pool.admission.leaving_bytes == 4096
         gate.open()
         del kept
         assert pool.fault(first).eq(1).all()
@@ -172,11 +172,11 @@ def test_a_frame_is_freed_without_waiting_for_copies_of_the_device() -> None:
     handle = s.new(1)
     s.store(handle, 5)
     into = s.block(PAGE)
-    load = s.home.load(handle, 0, into)
-    s.home.free(handle)
+    load = s.backing.load(handle, 0, into)
+    s.backing.free(handle)
     assert not load.done()
     assert s.host.used_bytes == PAGE, "the copy still reads it"
-    s.home.check_integrity()
+    s.backing.check_integrity()
     other = s.new(1, "other")
     s.store(other, 6)
     assert s.host.used_bytes == 2 * PAGE
@@ -195,14 +195,14 @@ def test_a_page_is_held_while_it_is_read_and_changed_after_that() -> None:
     handle = s.new(1)
     s.store(handle, 5)
     into = s.block(PAGE)
-    load = s.home.load(handle, 0, into)
-    run = s.home.hold(handle, 0, PAGE)
+    load = s.backing.load(handle, 0, into)
+    run = s.backing.hold(handle, 0, PAGE)
     assert not load.done()
     threading.Timer(0.2, gate.open).start()
     run.wait()
     assert load.done()
     run.octets.fill_(6)
-    s.home.let_go(run, wrote=True)
+    s.backing.let_go(run, wrote=True)
     assert into.eq(5).all()
     assert s.load(handle).eq(6).all()
     s.close()
@@ -217,8 +217,8 @@ def test_a_store_comes_after_what_the_cpu_still_adds_there() -> None:
     source = s.block(PAGE)
     source.fill_(2)
     s.device.delay = gate = Gate(CopyDirection.OUT)
-    s.home.store(more, 0, source)
-    added = s.home.add(total, torch.uint8, more, torch.uint8, [(0, PAGE)])
+    s.backing.store(more, 0, source)
+    added = s.backing.add(total, torch.uint8, more, torch.uint8, [(0, PAGE)])
     assert added is not None
     assert not added.done(), "what is added has not come yet"
     threading.Timer(0.2, gate.open).start()
@@ -227,10 +227,10 @@ def test_a_store_comes_after_what_the_cpu_still_adds_there() -> None:
     assert s.load(total).eq(7).all()
     third = s.new(1, "third")
     s.store(third, 5)
-    again = s.home.add(third, torch.uint8, total, torch.uint8, [(0, 16), (UNIT, PAGE)])
+    again = s.backing.add(third, torch.uint8, total, torch.uint8, [(0, 16), (UNIT, PAGE)])
     assert again is not None
     # A load comes after it, and so does the end of the handle that is read.
-    s.home.free(total)
+    s.backing.free(total)
     loaded = s.load(third)
     assert loaded[:16].eq(12).all()
     assert loaded[16:UNIT].eq(5).all()

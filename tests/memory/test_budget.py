@@ -1,4 +1,4 @@
-"""A charge is a value; what is charged, kept and free always adds up; refusals say the numbers and the dial."""
+"""A charge is a value; what is charged, kept and free always adds up; refusals say the numbers and the option."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_giving_back_twice_is_an_error_of_ours() -> None:
         reservation.release()
 
 
-@pytest.mark.parametrize(("tier", "dial"), [(Tier.HOST, "host_memory"), (Tier.DISK, "disk")])
-def test_a_refusal_has_the_numbers_and_the_dial(tier: Tier, dial: str) -> None:
+@pytest.mark.parametrize(("tier", "option"), [(Tier.HOST, "host_memory"), (Tier.DISK, "disk")])
+def test_a_refusal_has_the_numbers_and_the_option(tier: Tier, option: str) -> None:
     budget = Budget(tier, 4 << 20)
     budget.reserve(3 << 20, Tag.PARAM, "a")
     budget.reserve(1 << 19, Tag.STATE, "b")
@@ -52,7 +52,7 @@ def test_a_refusal_has_the_numbers_and_the_dial(tier: Tier, dial: str) -> None:
         budget.reserve(1 << 20, Tag.GRAD, "layer.weight.grad")
     assert str(caught.value) == (
         f"{tier.value} budget: cannot place 1.00 MiB for layer.weight.grad: 3.50 MiB of 4.00 MiB are in use "
-        f"(param 3.00 MiB, state 512.00 KiB) and none of it can be moved away now; set {dial} higher."
+        f"(param 3.00 MiB, state 512.00 KiB) and none of it can be moved away now; set {option} higher."
     )
     assert not isinstance(caught.value, DeviceBudgetError)
     assert isinstance(caught.value, MemoryError)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ptm_accel.errors import DeviceBudgetError
-from ptm_accel.memory.card_memory import SMALL_BYTES, CardMemory, TorchAllocator, _Part
+from ptm_accel.memory.card_memory import SMALL_BYTES, CardMemory, TorchAllocator, _DeviceSlice
 from ptm_accel.memory.slabs import Run
-from ptm_accel.memory.transfer import Block
+from ptm_accel.memory.transfer import Buffer
 from ptm_accel.units import GIB, MIB
 from tests.card import Card, CardAllocator, OnCard
 
@@ -29,9 +29,9 @@ def memory(card: Card) -> Iterator[CardMemory]:
     memory.check_integrity()
 
 
-def give_back(memory: CardMemory, block: Block) -> None:
-    block.buffer = None
-    memory.recycle(block)
+def give_back(memory: CardMemory, buffer: Buffer) -> None:
+    buffer.octets = None
+    memory.recycle(buffer)
 
 
 # ---- what the tests believe of torch's allocator ---------------------------------------------------------------------
@@ -86,19 +86,21 @@ def test_what_operations_allocate_lives_as_long_as_its_last_tensor(card: Card) -
 
 def test_blocks_share_slabs_and_small_ones_do_not(card: Card, memory: CardMemory) -> None:
     blocks = [memory.allocate(nbytes) for nbytes in (3 * MIB, 4 * MIB, 4096, MIB)]
-    assert [memory.cuts(block.nbytes) for block in blocks] == [True, True, False, False]
-    assert [isinstance(block.region, Run) for block in blocks] == [True, True, False, False]
+    assert [memory.cuts(buffer.nbytes) for buffer in blocks] == [True, True, False, False]
+    assert [isinstance(buffer.region, Run) for buffer in blocks] == [True, True, False, False]
     assert (memory.live_bytes, memory.held_bytes) == (8 * MIB + 4096, 65 * MIB + 4096)
     assert card.reserved == 66 * MIB
-    for number, block in enumerate(blocks):
-        assert block.buffer is not None
-        assert block.buffer.numel() == block.nbytes == block.buffer.untyped_storage().nbytes(), "a storage of its own"
-        block.buffer.fill_(number)
-    for number, block in enumerate(blocks):
-        assert block.buffer is not None
-        assert (block.buffer == number).all()
-    for block in blocks:
-        give_back(memory, block)
+    for number, buffer in enumerate(blocks):
+        assert buffer.octets is not None
+        assert buffer.octets.numel() == buffer.nbytes == buffer.octets.untyped_storage().nbytes(), (
+            "a storage of its own"
+        )
+        buffer.octets.fill_(number)
+    for number, buffer in enumerate(blocks):
+        assert buffer.octets is not None
+        assert (buffer.octets == number).all()
+    for buffer in blocks:
+        give_back(memory, buffer)
     assert (memory.live_bytes, memory.held_bytes) == (0, 64 * MIB)
     assert memory._allocator.given_up == [4096, MIB], "other streams may still use them"  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="recycled twice"):
@@ -109,13 +111,13 @@ def test_blocks_share_slabs_and_small_ones_do_not(card: Card, memory: CardMemory
 
 def test_what_is_confined_refuses_and_gives_only_as_a_last_resort(card: Card, memory: CardMemory) -> None:
     memory.confine(10 * MIB)
-    block = memory.allocate(6 * MIB)
+    buffer = memory.allocate(6 * MIB)
     with pytest.raises(DeviceBudgetError, match=r"cannot allocate a block of 6.00 MiB"):
         memory.allocate(6 * MIB)
     more = memory.allocate(6 * MIB, anywhere=True)
     assert memory.held_bytes == 16 * MIB
     give_back(memory, more)
-    give_back(memory, block)
+    give_back(memory, buffer)
     with pytest.raises(DeviceBudgetError, match=r"cannot allocate a block of 2.00 GiB"):
         memory.allocate(2 * GIB, anywhere=True)
 
@@ -139,17 +141,17 @@ def test_what_is_beside_pages_is_what_is_reserved_and_no_pages_hold(card: Card, 
     assert memory.beside_bytes() == 32 * MIB - 4096, "kept for what comes next"
     memory.trim()
     assert memory.beside_bytes() == 2 * MIB - 4096
-    for each, block in zip((memory, other, elsewhere, memory), (*blocks, small), strict=True):
-        give_back(each, block)
+    for each, buffer in zip((memory, other, elsewhere, memory), (*blocks, small), strict=True):
+        give_back(each, buffer)
 
 
 def test_integrity_names_what_is_held_and_reserved(card: Card, memory: CardMemory) -> None:
-    block = memory.allocate(3 * MIB)
+    buffer = memory.allocate(3 * MIB)
     reserved, card.reserved = card.reserved, MIB
     with pytest.raises(AssertionError, match=r"67108864 B are held, 1048576 B are reserved"):
         memory.check_integrity()
     card.reserved = reserved
-    give_back(memory, block)
+    give_back(memory, buffer)
     memory.close()
     assert memory.held_bytes == 0
 
@@ -183,7 +185,7 @@ class Memory:
 
 def test_a_part_of_a_tensor_says_where_it_lies_and_keeps_the_tensor() -> None:
     memory: Any = Memory(0x10000)
-    part = _Part(memory, 4096, 8192)
+    part = _DeviceSlice(memory, 4096, 8192)
     assert part.__cuda_array_interface__ == {
         "shape": (8192,),
         "typestr": "|u1",

@@ -15,11 +15,11 @@ from ptm_accel.memory import pinned as pinning
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.card_memory import SMALL_BYTES, device_refusal
 from ptm_accel.memory.device import CopyDirection, CudaTier, CudaTransfer, DeviceTier, _Running
-from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.pinned import host_pin, register_pinned
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline
-from ptm_accel.memory.transfer import Block
+from ptm_accel.memory.transfer import Buffer
 from ptm_accel.units import MIB
 from tests.queued import FakeEvent
 
@@ -219,64 +219,64 @@ def pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def buffer_of(block: Block) -> torch.Tensor:
-    assert block.buffer is not None
-    return block.buffer
+def buffer_of(buffer: Buffer) -> torch.Tensor:
+    assert buffer.octets is not None
+    return buffer.octets
 
 
-def give_back(tier: CudaTier, block: Block) -> None:
-    block.buffer = None
-    tier.recycle(block)
+def give_back(tier: CudaTier, buffer: Buffer) -> None:
+    buffer.octets = None
+    tier.recycle(buffer)
 
 
 @pytest.mark.gpu
 def test_bytes_go_in_and_out(tier: CudaTier) -> None:
     device_tier: DeviceTier = tier
-    block = device_tier.allocate(MIB)
+    buffer = device_tier.allocate(MIB)
     source, into = pinned(MIB), pinned(MIB)
     source.copy_(torch.randint(0, 256, (MIB,), dtype=torch.uint8))
-    device_tier.copy_in(buffer_of(block), source).order()
-    buffer_of(block).add_(1)
-    out = device_tier.copy_out(into, buffer_of(block))
+    device_tier.copy_in(buffer_of(buffer), source).order()
+    buffer_of(buffer).add_(1)
+    out = device_tier.copy_out(into, buffer_of(buffer))
     out.wait()
     assert out.done()
     assert torch.equal(into, source + 1)
     assert tier.memory.live_bytes == MIB
-    give_back(tier, block)
+    give_back(tier, buffer)
     assert tier.memory.live_bytes == 0
 
 
 @pytest.mark.gpu
 def test_starting_copies_does_not_hold_up_the_host_and_wait_waits_for_one(tier: CudaTier) -> None:
-    block, source, into = tier.allocate(MIB), pinned(MIB), pinned(MIB)
+    buffer, source, into = tier.allocate(MIB), pinned(MIB), pinned(MIB)
     source.fill_(3)
-    early = tier.copy_in(buffer_of(block), source)
+    early = tier.copy_in(buffer_of(buffer), source)
     early.wait()
     begin = time.perf_counter()
     torch.cuda._sleep(SLEEP_CYCLES)
-    late = tier.copy_out(into, buffer_of(block))
+    late = tier.copy_out(into, buffer_of(buffer))
     early.wait()
     started_s = time.perf_counter() - begin
     assert not late.done()
     late.wait()
     assert started_s < 0.5 * (time.perf_counter() - begin)
     assert (into == 3).all()
-    give_back(tier, block)
+    give_back(tier, buffer)
 
 
 @pytest.mark.gpu
 def test_a_copy_in_waits_for_compute_that_still_reads_the_block(tier: CudaTier) -> None:
-    block, source = tier.allocate(MIB), pinned(MIB)
-    buffer_of(block).fill_(1)
+    buffer, source = tier.allocate(MIB), pinned(MIB)
+    buffer_of(buffer).fill_(1)
     source.fill_(2)
     torch.cuda._sleep(SLEEP_CYCLES)
-    before = buffer_of(block).clone()
-    copy = tier.copy_in(buffer_of(block), source)
+    before = buffer_of(buffer).clone()
+    copy = tier.copy_in(buffer_of(buffer), source)
     copy.order()
-    after = buffer_of(block).clone()
+    after = buffer_of(buffer).clone()
     assert (before.cpu() == 1).all()
     assert (after.cpu() == 2).all()
-    give_back(tier, block)
+    give_back(tier, buffer)
 
 
 @pytest.mark.gpu
@@ -310,17 +310,17 @@ def test_memory_of_torchs_that_is_freed_under_a_copy_out_is_not_reused_before_it
 @pytest.mark.parametrize("nbytes", [4096, SMALL_BYTES, 64 * MIB])
 def test_a_block_is_memory_of_the_card_that_nothing_else_is_given(tier: CudaTier, nbytes: int) -> None:
     blocks = [tier.allocate(nbytes) for _ in range(5)]
-    for number, block in enumerate(blocks):
-        buffer_of(block).fill_(number)
+    for number, buffer in enumerate(blocks):
+        buffer_of(buffer).fill_(number)
     torch.full((64 * MIB,), 9, dtype=torch.uint8, device=tier.device)
-    for number, block in enumerate(blocks):
-        assert buffer_of(block).device == tier.device
-        assert len({buffer_of(block).untyped_storage()._cdata, *map(id, blocks)}) == 6, "a storage of its own"
-        assert (buffer_of(block) == number).all()
+    for number, buffer in enumerate(blocks):
+        assert buffer_of(buffer).device == tier.device
+        assert len({buffer_of(buffer).untyped_storage()._cdata, *map(id, blocks)}) == 6, "a storage of its own"
+        assert (buffer_of(buffer) == number).all()
     held = tier.memory.held_bytes
     assert tier.memory.live_bytes == 5 * nbytes <= held <= torch.cuda.memory_reserved(tier.device)
-    for block in blocks:
-        give_back(tier, block)
+    for buffer in blocks:
+        give_back(tier, buffer)
     tier.memory.confine(0)
     assert (tier.memory.live_bytes, tier.memory.held_bytes) == (0, 0)
 
@@ -329,7 +329,7 @@ def test_a_block_is_memory_of_the_card_that_nothing_else_is_given(tier: CudaTier
 def test_what_is_reserved_beside_pages(tier: CudaTier) -> None:
     tier.memory.trim()
     before = tier.memory.beside_bytes()
-    block = tier.allocate(256 * MIB)
+    buffer = tier.allocate(256 * MIB)
     assert tier.memory.beside_bytes() == before
     other = torch.ones(64 * MIB, dtype=torch.uint8, device=tier.device)
     assert tier.memory.beside_bytes() == before + 64 * MIB
@@ -337,18 +337,18 @@ def test_what_is_reserved_beside_pages(tier: CudaTier) -> None:
     assert tier.memory.beside_bytes() == before + 64 * MIB, "kept for what comes next"
     tier.memory.trim()
     assert tier.memory.beside_bytes() == before
-    give_back(tier, block)
+    give_back(tier, buffer)
 
 
 @pytest.mark.gpu
 def test_a_copy_in_that_nobody_waits_for_does_not_overtake_what_uses_its_block_next(tier: CudaTier) -> None:
     source = pinned(256 * MIB)
     source.fill_(1)
-    block = tier.allocate(256 * MIB)
-    tier.copy_in(buffer_of(block), source)
-    buffer_of(block).fill_(2)
-    assert (buffer_of(block) == 2).all()
-    give_back(tier, block)
+    buffer = tier.allocate(256 * MIB)
+    tier.copy_in(buffer_of(buffer), source)
+    buffer_of(buffer).fill_(2)
+    assert (buffer_of(buffer) == 2).all()
+    give_back(tier, buffer)
 
 
 @pytest.mark.gpu
@@ -376,41 +376,41 @@ def test_a_copy_holds_up_neither_those_of_the_other_direction_nor_compute(
     computed.synchronize()
     assert not long.done()
     long.wait()
-    for block in (first, second):
-        give_back(tier, block)
+    for buffer in (first, second):
+        give_back(tier, buffer)
 
 
 @pytest.mark.gpu
 def test_what_has_been_moved_is_counted_as_it_ends(tier: CudaTier) -> None:
     nbytes = 64 * MIB
-    block, source, into = tier.allocate(nbytes), pinned(nbytes), pinned(nbytes)
-    buffer_of(block).fill_(1)
+    buffer, source, into = tier.allocate(nbytes), pinned(nbytes), pinned(nbytes)
+    buffer_of(buffer).fill_(1)
     torch.cuda._sleep(SLEEP_CYCLES)
-    held = tier.copy_out(into, buffer_of(block))
+    held = tier.copy_out(into, buffer_of(buffer))
     assert tier.moved() == (0, 0, 0.0), "it waits for compute"
     held.wait()
     begin = time.perf_counter()
-    tier.copy_in(buffer_of(block), source).wait()
+    tier.copy_in(buffer_of(buffer), source).wait()
     took_s = time.perf_counter() - begin
     moved = tier.moved()
     assert (moved.in_bytes, moved.out_bytes) == (nbytes, nbytes)
     # Neither of them waited on its stream after it had begun.
     assert 0 < moved.busy_s < 4 * took_s
-    give_back(tier, block)
+    give_back(tier, buffer)
 
 
 @pytest.mark.gpu
 def test_a_timeline_tells_compute_from_waiting_without_waiting(tier: CudaTier) -> None:
     nbytes = 256 * MIB
-    block, source, into = tier.allocate(nbytes), pinned(nbytes), pinned(nbytes)
-    buffer_of(block).fill_(1)
-    tier.copy_in(buffer_of(block), source).wait()
+    buffer, source, into = tier.allocate(nbytes), pinned(nbytes), pinned(nbytes)
+    buffer_of(buffer).fill_(1)
+    tier.copy_in(buffer_of(buffer), source).wait()
     assert isinstance(tier, QueuedCompute)
     timeline = Timeline(tier.record)
     before = tier.moved()
     begin = time.perf_counter()
     timeline.switch(Span.PASS)
-    copies = [tier.copy_in(buffer_of(block), source) for _ in range(8)]
+    copies = [tier.copy_in(buffer_of(buffer), source) for _ in range(8)]
     with timeline.during(Span.WAIT):
         copies[-1].order()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -419,7 +419,7 @@ def test_a_timeline_tells_compute_from_waiting_without_waiting(tier: CudaTier) -
     timeline.look()
     assert ended.moment is None, "the device is not there yet"
     # A copy back waits for all that was queued.
-    tier.copy_out(into, buffer_of(block)).wait()
+    tier.copy_out(into, buffer_of(buffer)).wait()
     took_s = time.perf_counter() - begin
     timeline.look()
     assert ended.moment is not None
@@ -428,7 +428,7 @@ def test_a_timeline_tells_compute_from_waiting_without_waiting(tier: CudaTier) -
     assert timeline.spent_s(Span.PASS) == ended.moment.compute_s
     assert 0.02 < timeline.spent_s(Span.PASS) < took_s - timeline.spent_s(Span.WAIT)
     assert 0.5 * copied_s < timeline.spent_s(Span.WAIT) <= copied_s
-    give_back(tier, block)
+    give_back(tier, buffer)
 
 
 @pytest.mark.gpu
@@ -441,26 +441,26 @@ def test_a_card_without_room_is_a_device_error(tier: CudaTier) -> None:
 
 
 @pytest.mark.gpu
-def test_frames_are_pinned_and_a_home_works_over_them(tier: CudaTier) -> None:
+def test_frames_are_pinned_and_a_backing_store_works_over_them(tier: CudaTier) -> None:
     budget = Budget(Tier.HOST, 64 * MIB)
     frames = FramePool(budget, 4 * MIB, slab_bytes=16 * MIB, pin=host_pin())
-    home = FrameHome(tier, frames, None)
-    handle = home.new(10 * MIB, Tag.PARAM, "w")
+    backing = HostStore(tier, frames, None)
+    handle = backing.new(10 * MIB, Tag.PARAM, "w")
     assert handle.pages[0].frame is not None
     assert handle.pages[0].frame.pinned
     assert handle.pages[0].frame.view(0, 4096).is_pinned()
-    block, again = tier.allocate(10 * MIB), tier.allocate(10 * MIB)
+    buffer, again = tier.allocate(10 * MIB), tier.allocate(10 * MIB)
     values = torch.randint(0, 256, (10 * MIB,), dtype=torch.uint8)
-    buffer_of(block).copy_(values)
-    home.store(handle, 0, buffer_of(block))
-    load = home.load(handle, 0, buffer_of(again))
+    buffer_of(buffer).copy_(values)
+    backing.store(handle, 0, buffer_of(buffer))
+    load = backing.load(handle, 0, buffer_of(again))
     load.order()
     assert torch.equal(buffer_of(again).cpu(), values)
-    assert torch.equal(home.snapshot(handle), values)
-    home.check_integrity()
-    for used in (block, again):
+    assert torch.equal(backing.snapshot(handle), values)
+    backing.check_integrity()
+    for used in (buffer, again):
         give_back(tier, used)
-    home.close()
+    backing.close()
     assert budget.used_bytes == 0
 
 

@@ -103,12 +103,12 @@ def test_the_time_of_moves_is_counted(make: Make) -> None:
 def test_arena_blocks_and_the_disk_go_together(make: Make) -> None:
     tier, host = make(block_bytes=4 * MIB), Budget(Tier.HOST, 64 * MIB)
     arena = HostArena(host)
-    block, other = arena.allocate(9 * MIB), arena.allocate(9 * MIB)
-    assert block.buffer is not None
-    assert other.buffer is not None
-    block.buffer.random_(0, 256)
-    tier.load(stored(tier, block.buffer), 0, other.buffer).wait()
-    assert torch.equal(block.buffer, other.buffer)
+    buffer, other = arena.allocate(9 * MIB), arena.allocate(9 * MIB)
+    assert buffer.octets is not None
+    assert other.octets is not None
+    buffer.octets.random_(0, 256)
+    tier.load(stored(tier, buffer.octets), 0, other.octets).wait()
+    assert torch.equal(buffer.octets, other.octets)
 
 
 @pytest.mark.parametrize("folders", [["/dev/shm"], ["disk"], ["disk", "disk", "/dev/shm"]])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
 from tests.mock_device import MockDevice
@@ -28,7 +28,7 @@ def pool() -> Iterator[Pool]:
     memory.close()
 
 
-def made(pool: Pool, count: int) -> list[PagedTensor]:
+def made(pool: Pool, count: int) -> list[Block]:
     tensors = [pool.create(f"t{n}", Tag.PARAM, torch.Size([PAGE // 4]), torch.float32) for n in range(count)]
     for number, tensor in enumerate(tensors):
         pool.fault(tensor, write=True).fill_(float(number))
@@ -61,7 +61,7 @@ def test_what_is_sent_for_is_left_where_it_is(pool: Pool) -> None:
     assert (pool.stats.evictions, pool.budget.used_bytes) == (evictions, used)
     idle = next(tensor for tensor in tensors if tensor.place.resident)
     pool.evict(idle)
-    pool.room.settle()
+    pool.admission.settle()
     assert pool.ahead.prefetch(away[0])
     assert (pool.fault(away[0]) == tensors.index(away[0])).all()
 

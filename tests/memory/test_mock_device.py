@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import DeviceBudgetError, PTMError
 from ptm_accel.memory.device import CopyDirection, DeviceTier
-from ptm_accel.memory.transfer import Block
+from ptm_accel.memory.transfer import Buffer
 from tests.mock_device import MockCopy, MockDevice
 
 N = 4096
@@ -52,14 +52,14 @@ def host(value: float) -> torch.Tensor:
     return torch.full((N // 4,), value).view(torch.uint8)
 
 
-def floats(block: Block) -> torch.Tensor:
-    assert block.buffer is not None
-    return block.buffer.view(torch.float32)
+def floats(buffer: Buffer) -> torch.Tensor:
+    assert buffer.octets is not None
+    return buffer.octets.view(torch.float32)
 
 
-def give_back(device: MockDevice, block: Block) -> None:
-    block.buffer = None
-    device.recycle(block)
+def give_back(device: MockDevice, buffer: Buffer) -> None:
+    buffer.octets = None
+    device.recycle(buffer)
 
 
 def test_it_is_a_device_tier(device: MockDevice) -> None:
@@ -69,12 +69,12 @@ def test_it_is_a_device_tier(device: MockDevice) -> None:
 
 
 def test_fresh_and_reused_blocks_are_nan(device: MockDevice) -> None:
-    block = device.allocate(N)
-    assert floats(block).isnan().all()
-    floats(block).fill_(1.0)
-    address = floats(block).data_ptr()
-    view = floats(block)
-    give_back(device, block)
+    buffer = device.allocate(N)
+    assert floats(buffer).isnan().all()
+    floats(buffer).fill_(1.0)
+    address = floats(buffer).data_ptr()
+    view = floats(buffer)
+    give_back(device, buffer)
     # Whoever still looks sees it at once, not only when somebody else has written there.
     assert view.isnan().all()
     again = device.allocate(N)
@@ -83,44 +83,44 @@ def test_fresh_and_reused_blocks_are_nan(device: MockDevice) -> None:
 
 
 def test_compute_before_the_copy_was_ordered_sees_nan(device: MockDevice, gate: Gate) -> None:
-    block = device.allocate(N)
+    buffer = device.allocate(N)
     source = host(3.0)
-    copy = device.copy_in(floats(block).view(torch.uint8), source)
+    copy = device.copy_in(floats(buffer).view(torch.uint8), source)
     assert not copy.done()
-    assert floats(block).sum().isnan()  # the missing order()
+    assert floats(buffer).sum().isnan()  # the missing order()
     gate.opened.set()
     copy.order()
     assert copy.done()
-    assert floats(block).sum() == 3.0 * N / 4
+    assert floats(buffer).sum() == 3.0 * N / 4
     assert device.counts == {"copy_in": 1, "bytes_in": N, "order": 1}
 
 
 def test_a_source_changed_under_the_copy_arrives_changed(device: MockDevice, gate: Gate) -> None:
-    block = device.allocate(N)
+    buffer = device.allocate(N)
     source = host(3.0)
-    copy = device.copy_in(floats(block).view(torch.uint8), source)
+    copy = device.copy_in(floats(buffer).view(torch.uint8), source)
     source.view(torch.float32).fill_(4.0)  # the missing wait()
     gate.opened.set()
     copy.wait()
-    assert (floats(block) == 4.0).all()
+    assert (floats(buffer) == 4.0).all()
 
 
 def test_a_block_recycled_under_its_copy_out_stores_nan(device: MockDevice, gate: Gate) -> None:
-    block = device.allocate(N)
-    floats(block).fill_(5.0)
+    buffer = device.allocate(N)
+    floats(buffer).fill_(5.0)
     into = host(0.0)
-    copy = device.copy_out(into, floats(block).view(torch.uint8))
-    give_back(device, block)  # the missing wait()
+    copy = device.copy_out(into, floats(buffer).view(torch.uint8))
+    give_back(device, buffer)  # the missing wait()
     gate.opened.set()
     copy.wait()
     assert into.view(torch.float32).isnan().all()
 
 
 def test_a_block_recycled_under_its_copy_in_corrupts_the_next_owner(device: MockDevice, gate: Gate) -> None:
-    block = device.allocate(N)
+    buffer = device.allocate(N)
     source = host(5.0)
-    copy = device.copy_in(floats(block).view(torch.uint8), source)
-    give_back(device, block)  # the missing wait()
+    copy = device.copy_in(floats(buffer).view(torch.uint8), source)
+    give_back(device, buffer)  # the missing wait()
     other = device.allocate(N)
     floats(other).fill_(1.0)
     gate.opened.set()
@@ -129,10 +129,10 @@ def test_a_block_recycled_under_its_copy_in_corrupts_the_next_owner(device: Mock
 
 
 def test_host_bytes_are_old_until_waited_for(device: MockDevice, gate: Gate) -> None:
-    block = device.allocate(N)
-    floats(block).fill_(6.0)
+    buffer = device.allocate(N)
+    floats(buffer).fill_(6.0)
     into = host(0.0)
-    copy = device.copy_out(into, floats(block).view(torch.uint8))
+    copy = device.copy_out(into, floats(buffer).view(torch.uint8))
     assert (into.view(torch.float32) == 0.0).all()
     gate.opened.set()
     copy.wait()
@@ -141,20 +141,20 @@ def test_host_bytes_are_old_until_waited_for(device: MockDevice, gate: Gate) -> 
 
 
 def test_copies_of_one_direction_keep_their_order(device: MockDevice, gate: Gate) -> None:
-    block = device.allocate(N)
+    buffer = device.allocate(N)
     sources = [host(float(i)) for i in range(4)]
-    copies = [device.copy_in(floats(block).view(torch.uint8), source) for source in sources]
+    copies = [device.copy_in(floats(buffer).view(torch.uint8), source) for source in sources]
     gate.opened.set()
     copies[-1].wait()
     assert all(copy.done() for copy in copies)
     assert [copy.number for copy in gate.seen] == [0, 1, 2, 3]
-    assert (floats(block) == 3.0).all()
+    assert (floats(buffer) == 3.0).all()
 
 
 def test_directions_do_not_wait_for_each_other(device: MockDevice, gate: Gate) -> None:
     gate.direction = CopyDirection.IN
-    block, source, into = device.allocate(N), host(1.0), host(0.0)
-    held = device.copy_in(floats(block).view(torch.uint8), source)
+    buffer, source, into = device.allocate(N), host(1.0), host(0.0)
+    held = device.copy_in(floats(buffer).view(torch.uint8), source)
     other = device.allocate(N)
     device.copy_out(into, floats(other).view(torch.uint8)).wait()
     assert not held.done()
@@ -163,9 +163,9 @@ def test_directions_do_not_wait_for_each_other(device: MockDevice, gate: Gate) -
 
 def test_latency_and_bandwidth_take_their_time() -> None:
     device = MockDevice(latency_s=0.4, bandwidth_bytes_per_s=N / 0.6)
-    block, source = device.allocate(N), host(1.0)
+    buffer, source = device.allocate(N), host(1.0)
     begin = time.perf_counter()
-    copy = device.copy_in(floats(block).view(torch.uint8), source)
+    copy = device.copy_in(floats(buffer).view(torch.uint8), source)
     assert time.perf_counter() - begin < 0.4
     copy.wait()
     assert time.perf_counter() - begin >= 1.0
@@ -173,8 +173,8 @@ def test_latency_and_bandwidth_take_their_time() -> None:
 
 
 def test_what_has_been_moved_is_counted_as_it_ends(device: MockDevice, gate: Gate) -> None:
-    block, source = device.allocate(N), host(1.0)
-    copy = device.copy_in(floats(block).view(torch.uint8), source)
+    buffer, source = device.allocate(N), host(1.0)
+    copy = device.copy_in(floats(buffer).view(torch.uint8), source)
     assert device.moved() == (0, 0, 0.0)
     gate.opened.set()
     copy.wait()
@@ -183,14 +183,14 @@ def test_what_has_been_moved_is_counted_as_it_ends(device: MockDevice, gate: Gat
 
 def test_a_link_is_busy_while_something_moves() -> None:
     device = MockDevice(latency_s=0.02)
-    block, source, into = device.allocate(N), host(1.0), host(0.0)
+    buffer, source, into = device.allocate(N), host(1.0), host(0.0)
     begin = time.perf_counter()
-    device.copy_in(floats(block).view(torch.uint8), source).wait()
+    device.copy_in(floats(buffer).view(torch.uint8), source).wait()
     first = device.moved()
     assert (first.in_bytes, first.out_bytes) == (N, 0)
     assert 0.019 < first.busy_s <= time.perf_counter() - begin
     time.sleep(0.02)
-    device.copy_out(into, floats(block).view(torch.uint8)).wait()
+    device.copy_out(into, floats(buffer).view(torch.uint8)).wait()
     second = device.moved()
     assert (second.in_bytes, second.out_bytes) == (N, N)
     assert first.busy_s + 0.019 < second.busy_s <= time.perf_counter() - begin - 0.02
@@ -203,15 +203,15 @@ def test_an_error_in_the_thread_is_raised_by_every_wait_and_by_no_other_copy() -
             raise OSError(5, "link down")
 
     device = MockDevice(delay=fail_first)
-    block, source = device.allocate(N), host(1.0)
-    bad = device.copy_in(floats(block).view(torch.uint8), source)
-    good = device.copy_in(floats(block).view(torch.uint8), source)
+    buffer, source = device.allocate(N), host(1.0)
+    bad = device.copy_in(floats(buffer).view(torch.uint8), source)
+    good = device.copy_in(floats(buffer).view(torch.uint8), source)
     for ask in (bad.wait, bad.order, bad.wait):
         with pytest.raises(OSError, match="link down"):
             ask()
     assert bad.done()
     good.wait()
-    assert (floats(block) == 1.0).all()
+    assert (floats(buffer) == 1.0).all()
     assert device.moved().in_bytes == N, "the other moved nothing"
     device.close()
 
@@ -240,15 +240,15 @@ def test_what_reads_what_a_failed_copy_should_have_written_fails_too(direction: 
             raise OSError(5, "link down")
 
     device = MockDevice(delay=fail)
-    block, frame = device.allocate(N), host(2.0)
-    ours = floats(block).view(torch.uint8)
+    buffer, frame = device.allocate(N), host(2.0)
+    ours = floats(buffer).view(torch.uint8)
     if direction is CopyDirection.IN:
         behind = device.copy_in(ours, frame, after=[device.copy_out(frame, ours)])
         with pytest.raises(OSError, match="link down"):
             behind.wait()
     else:
         # Nothing was read from where it writes, which is no reason not to.
-        floats(block).fill_(1.0)
+        floats(buffer).fill_(1.0)
         device.copy_out(frame, ours, after=[device.copy_in(ours, frame)]).wait()
         assert (frame.view(torch.float32) == 1.0).all()
     device.close()
@@ -273,7 +273,7 @@ def test_each_block_has_a_storage_of_its_own(device: MockDevice) -> None:
     first, second = device.allocate(N), device.allocate(N)
     ref = StorageWeakRef(floats(first).untyped_storage())
     view = floats(first)[3:5]
-    first.buffer = None
+    first.octets = None
     assert not ref.expired()
     del view
     assert ref.expired()
@@ -281,12 +281,12 @@ def test_each_block_has_a_storage_of_its_own(device: MockDevice) -> None:
 
 
 def test_misuse_is_caught(device: MockDevice) -> None:
-    block = device.allocate(N)
+    buffer = device.allocate(N)
     with pytest.raises(AssertionError, match="recycled with its buffer"):
-        device.recycle(block)
-    give_back(device, block)
+        device.recycle(buffer)
+    give_back(device, buffer)
     with pytest.raises(AssertionError, match="block of 4096 B recycled twice"):
-        device.recycle(block)
+        device.recycle(buffer)
     with pytest.raises(AssertionError, match="block of 100 B, not a positive multiple of 4096"):
         device.allocate(100)
     with pytest.raises(AssertionError, match="copy of 4096 B into 8192 B"):
@@ -309,16 +309,16 @@ def test_large_blocks_get_an_arena_of_their_own(device: MockDevice) -> None:
     blocks = [device.allocate(3 << 20), device.allocate(N), device.allocate(1 << 20)]
     device.check_integrity()
     assert device.live_bytes == (4 << 20) + N
-    for block in blocks:
-        give_back(device, block)
+    for buffer in blocks:
+        give_back(device, buffer)
     assert device.live_bytes == 0
 
 
 def test_close_while_busy_runs_what_was_started_without_its_latency() -> None:
     before = set(threading.enumerate())
     device = MockDevice(latency_s=60.0)
-    block, sources = device.allocate(N), [host(1.0), host(2.0)]
-    buffer = floats(block)
+    buffer, sources = device.allocate(N), [host(1.0), host(2.0)]
+    buffer = floats(buffer)
     copies = [device.copy_in(buffer.view(torch.uint8), source) for source in sources]
     begin = time.perf_counter()
     device.close()
@@ -335,8 +335,8 @@ def test_close_while_busy_runs_what_was_started_without_its_latency() -> None:
 def test_close_does_not_hang_on_a_hook_that_does_not_return() -> None:
     gate = Gate(CopyDirection.IN)
     device = MockDevice(delay=gate, close_timeout_s=0.05)
-    block, source = device.allocate(N), host(1.0)
-    buffer = floats(block)
+    buffer, source = device.allocate(N), host(1.0)
+    buffer = floats(buffer)
     copies = [device.copy_in(buffer.view(torch.uint8), source) for _ in range(2)]
     device.close()
     for number, copy in enumerate(copies):

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
+from ptm_accel.memory.block import Block, Place, placeholder
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place, placeholder
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.windows import WINDOW_ALIGN
@@ -41,7 +41,7 @@ def pool_of(pages: int, directory: Path, kind: str = "host+disk", host_bytes: in
     assert sum(memory.pool.budget.used_by_tag().values()) == 0
 
 
-def made(pool: Pool, name: str, elements: int = 1024, fill: float = 0.0, **options: Any) -> PagedTensor:
+def made(pool: Pool, name: str, elements: int = 1024, fill: float = 0.0, **options: Any) -> Block:
     return pool.create(name, Tag.PARAM, torch.Size([elements]), torch.float32, fill=fill, **options)
 
 
@@ -194,7 +194,7 @@ def test_what_is_written_whole_is_not_loaded(kind: str, tmp_path: Path) -> None:
         assert bool((pool.fault(tensor) == 3.0).all()), "nothing was written: it is as it was"
 
 
-def test_without_a_home_nothing_leaves() -> None:
+def test_without_a_backing_store_nothing_leaves() -> None:
     memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=2 * PAGE), torch.device("cpu"))
     pool = memory.pool
     a, b, c = (made(pool, name) for name in "abc")
@@ -222,7 +222,7 @@ def test_what_is_not_movable_stays(tmp_path: Path) -> None:
         for name in "bcd":
             pool.fault(made(pool, name))
         assert fixed.place.resident
-        assert fixed not in pool.shelf
+        assert fixed not in pool.eviction
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +233,7 @@ def test_a_view_that_outlives_its_extent_is_charged_and_keeps_its_values(kind: s
         view.fill_(7.0)
         pool.evict(tensor)
         pool.fault(other, write=True).fill_(1.0)
-        assert pool.room.leaving_bytes == PAGE
+        assert pool.admission.leaving_bytes == PAGE
         with pool.pin(other), pytest.raises(BudgetError, match="a view is alive"):
             pool.fault(third)
         assert (view == 7.0).all()
@@ -277,12 +277,12 @@ def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: 
         if place is Place.ARRIVING:
             assert pool.ahead.prefetch(tensor)
         assert tensor.place is place
-        pool.room.collect()
+        pool.admission.collect()
         used = pool.budget.used_bytes
         snapshot = pool.snapshot(tensor)
         expected = torch.full((1024,), 2.0) if place is Place.BLANK else torch.arange(1024.0)
         assert torch.equal(snapshot, expected)
-        pool.room.collect()
+        pool.admission.collect()
         assert pool.budget.used_bytes == used
         del snapshot
 
@@ -295,8 +295,8 @@ def test_a_snapshot_stays_what_it_is(how: str, kind: str, tmp_path: Path) -> Non
         values = torch.arange(2.0 * WINDOW_ALIGN)
         pool.fault(tensor, write=True).copy_(values)
         pool.evict(tensor)
-        assert pool.home is not None
-        used = pool.home.budget.used_bytes  # type: ignore[attr-defined]
+        assert pool.backing is not None
+        used = pool.backing.budget.used_bytes  # type: ignore[attr-defined]
         snapshot = pool.snapshot(tensor)
         if how == "whole":
             pool.fault(tensor, write=True).fill_(1.0)
@@ -318,13 +318,13 @@ def test_a_snapshot_stays_what_it_is(how: str, kind: str, tmp_path: Path) -> Non
             assert torch.equal(pool.fault(tensor), expected)
             pool.evict(tensor)
             assert torch.equal(pool.snapshot(tensor), expected)
-            assert pool.home.budget.used_bytes == used + tensor.slot_bytes  # type: ignore[attr-defined]
+            assert pool.backing.budget.used_bytes == used + tensor.slot_bytes  # type: ignore[attr-defined]
         del snapshot
         # What was kept for it is free with the next new tensor.
         more = made(pool, "c")
         pool.fault(more, write=True)
         pool.evict(more)
-        assert pool.home.budget.used_bytes == used + more.slot_bytes  # type: ignore[attr-defined]
+        assert pool.backing.budget.used_bytes == used + more.slot_bytes  # type: ignore[attr-defined]
 
 
 def test_no_room_beside_a_snapshot_is_a_refusal(tmp_path: Path) -> None:
@@ -365,17 +365,17 @@ def test_a_load_that_fails_leaves_the_tensor_away(tmp_path: Path, monkeypatch: p
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(4.0)
         pool.evict(tensor)
-        assert pool.home is not None
+        assert pool.backing is not None
 
         def broken(*args: Any) -> Any:
             raise DiskError(errno.EIO, "broken")
 
         with monkeypatch.context() as patched:
-            patched.setattr(pool.home, "load", broken)
+            patched.setattr(pool.backing, "load", broken)
             with pytest.raises(DiskError, match="broken"):
                 pool.fault(tensor)
         assert tensor.place is Place.AWAY
-        pool.room.collect()
+        pool.admission.collect()
         assert Tag.PARAM not in pool.budget.used_by_tag()
         assert (pool.fault(tensor) == 4.0).all()
 
@@ -384,13 +384,13 @@ def test_a_store_that_fails_leaves_the_tensor_unharmed(tmp_path: Path, monkeypat
     with pool_of(1, tmp_path) as pool:
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(4.0)
-        assert pool.home is not None
+        assert pool.backing is not None
 
         def full(*args: Any) -> Any:
             raise DiskError(errno.ENOSPC, "full")
 
         with monkeypatch.context() as patched:
-            patched.setattr(pool.home, "store", full)
+            patched.setattr(pool.backing, "store", full)
             with pytest.raises(DiskError, match="full"):
                 pool.fault(made(pool, "b"))
         assert tensor.place is Place.DIRTY
@@ -399,17 +399,17 @@ def test_a_store_that_fails_leaves_the_tensor_unharmed(tmp_path: Path, monkeypat
 
 def test_charges_for_memory_of_torchs_last_as_long_as_the_memory(tmp_path: Path) -> None:
     with pool_of(2, tmp_path) as pool:
-        with pool.room.charged(100, Tag.CAST, "a") as keep:
+        with pool.admission.charged(100, Tag.CAST, "a") as keep:
             kept = torch.zeros(25)
             keep(kept)
         view = kept[3:]
         del kept
-        pool.room.collect()
+        pool.admission.collect()
         assert pool.budget.used_by_tag()[Tag.CAST] == 100
         del view
-        pool.room.collect()
+        pool.admission.collect()
         assert Tag.CAST not in pool.budget.used_by_tag()
-        with pytest.raises(ZeroDivisionError), pool.room.charged(100, Tag.CAST, "a"):
+        with pytest.raises(ZeroDivisionError), pool.admission.charged(100, Tag.CAST, "a"):
             raise ZeroDivisionError
         assert Tag.CAST not in pool.budget.used_by_tag()
 
@@ -455,7 +455,7 @@ def test_a_window_whose_load_fails_gives_its_room_back(tmp_path: Path, monkeypat
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(4.0)
         pool.evict(tensor)
-        assert pool.home is not None
+        assert pool.backing is not None
 
         class Broken:
             def done(self) -> bool:
@@ -466,11 +466,11 @@ def test_a_window_whose_load_fails_gives_its_room_back(tmp_path: Path, monkeypat
 
             order = wait
 
-        monkeypatch.setattr(pool.home, "load", lambda *args: Broken())
+        monkeypatch.setattr(pool.backing, "load", lambda *args: Broken())
         window = pool.windows.open(tensor, 0, 1024)
         with pytest.raises(DiskError, match="broken"):
             pool.windows.close(window, wrote=False)
-        pool.room.collect()
+        pool.admission.collect()
         assert pool.budget.used_by_tag() == {Tag.STAGING: pool.budget.used_bytes}
 
 
@@ -479,17 +479,17 @@ def test_a_window_whose_load_cannot_begin_gives_its_room_back(tmp_path: Path, mo
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(4.0)
         pool.evict(tensor)
-        pool.room.settle()
+        pool.admission.settle()
         before = pool.budget.used_by_tag()
 
         def refuse(*args: object) -> None:
             raise DiskError(errno.EIO, "lost")
 
         with monkeypatch.context() as patched:
-            patched.setattr(pool.home, "load", refuse)
+            patched.setattr(pool.backing, "load", refuse)
             with pytest.raises(DiskError, match="lost"):
                 pool.windows.open(tensor, 0, 1024)
-        pool.room.collect()
+        pool.admission.collect()
         assert pool.budget.used_by_tag() == before
         window = pool.windows.open(tensor, 0, 1024)
         assert pool.windows.ready(window).unique().tolist() == [4.0]
@@ -514,18 +514,18 @@ def test_closing_drops_what_comes_after_a_pin(tmp_path: Path, caplog: pytest.Log
 def test_what_could_be_had(tmp_path: Path) -> None:
     with pool_of(4, tmp_path) as pool:
         a, b = made(pool, "a"), made(pool, "b")
-        whole = pool.room.available_bytes()
+        whole = pool.admission.available_bytes()
         assert whole == 4 * PAGE
         pool.fault(a)
         with pool.pin(b):
             assert pool.idle_bytes == PAGE
-            assert (a in pool.shelf, b in pool.shelf) == (True, False)
-            assert pool.room.available_bytes() == 3 * PAGE
+            assert (a in pool.eviction, b in pool.eviction) == (True, False)
+            assert pool.admission.available_bytes() == 3 * PAGE
         view = pool.fault(a)
         pool.evict(a)
-        assert pool.room.available_bytes() == 3 * PAGE
+        assert pool.admission.available_bytes() == 3 * PAGE
         del view
-        assert pool.room.available_bytes() == whole
+        assert pool.admission.available_bytes() == whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.int64, torch.bool])
@@ -577,20 +577,20 @@ class Twin:
         elif what in ("read", "write", "pin", "view", "window", "snapshot", "flush", "prefetch", "behind"):
             getattr(self, what)(tensor, truth, number)
 
-    def read(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def read(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         assert torch.equal(self.pool.fault(tensor), truth)
 
-    def write(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def write(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         values = self.pool.fault(tensor, write=True)
         values[number % len(values)] = truth[number % len(truth)] = float(next(self.count))
 
-    def pin(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def pin(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         self.pins.append(self.pool.pin(tensor))
 
-    def view(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def view(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         self.views.append(self.pool.fault(tensor)[: 1 + number % 50])
 
-    def window(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def window(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         start = 0
         while start < tensor.numel:
             stop = min(start + WINDOW_ALIGN, tensor.numel)
@@ -604,7 +604,7 @@ class Twin:
             self.pool.windows.close(window, wrote=wrote)
             start = stop
 
-    def snapshot(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def snapshot(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         taken = self.pool.snapshot(tensor)
         assert torch.equal(taken, truth)
         extent = tensor.extent
@@ -613,16 +613,16 @@ class Twin:
             if number % 3 == 0:
                 self.snapshots.clear()
 
-    def flush(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def flush(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         if tensor.place.resident:
             self.pool.flush(tensor)
 
-    def prefetch(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
+    def prefetch(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         there = self.pool.ahead.prefetch(tensor)
         assert there == (tensor.place in (Place.ARRIVING, Place.CLEAN, Place.DIRTY))
 
-    def behind(self, tensor: PagedTensor, truth: torch.Tensor, number: int) -> None:
-        if tensor in self.pool.shelf:
+    def behind(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
+        if tensor in self.pool.eviction:
             self.pool.ahead.evict(tensor)
             assert tensor.place is Place.AWAY
 
@@ -675,16 +675,16 @@ def test_what_is_spared_leaves_last(tmp_path: Path) -> None:
         first, second, third, fourth = (made(pool, name) for name in "abcd")
         for tensor in (first, second):
             pool.fault(tensor, write=True)
-            pool.shelf.spare(tensor)
+            pool.eviction.spare(tensor)
         pool.fault(third)
-        assert pool.shelf.free() == [third]
+        assert pool.eviction.free() == [third]
         pool.fault(fourth)
         assert third.place is Place.AWAY
-        pool.shelf.spare(first)
+        pool.eviction.spare(first)
         pool.pin(fourth)
         pool.fault(third)
         assert [t.place for t in (first, second)] == [Place.DIRTY, Place.AWAY]
-        assert pool.shelf.is_spared(first)
-        pool.shelf.end_sparing()
-        assert pool.shelf.free() == [first, third]
+        assert pool.eviction.is_spared(first)
+        pool.eviction.end_sparing()
+        assert pool.eviction.free() == [first, third]
         pool.unpin(fourth)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptm_accel.errors import DeviceBudgetError
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from ptm_accel.memory.slabs import Run
@@ -40,25 +40,25 @@ def pool() -> Iterator[Pool]:
     memory.close()
 
 
-def made(pool: Pool, pages: int, value: float) -> PagedTensor:
+def made(pool: Pool, pages: int, value: float) -> Block:
     tensor = pool.create(f"t{value:g}", Tag.STATE, torch.Size([pages * PAGE // 4]), torch.float32)
     pool.fault(tensor, write=True).fill_(value)
     return tensor
 
 
-def run_of(tensor: PagedTensor) -> Run:
+def run_of(tensor: Block) -> Run:
     assert tensor.extent is not None
-    assert tensor.extent.block is not None
-    assert isinstance(tensor.extent.block.region, Run)
-    return tensor.extent.block.region
+    assert tensor.extent.buffer is not None
+    assert isinstance(tensor.extent.buffer.region, Run)
+    return tensor.extent.buffer.region
 
 
-def with_gaps(pool: Pool) -> list[PagedTensor]:
+def with_gaps(pool: Pool) -> list[Block]:
     """Sixteen pages, every second of which is free."""
     tensors = [made(pool, 1, float(number)) for number in range(PAGES)]
     for tensor in tensors[::2]:
         pool.forget(tensor)
-    pool.room.collect()
+    pool.admission.collect()
     return tensors[1::2]
 
 
@@ -77,7 +77,7 @@ def test_the_least_bytes_leave_however_recently_they_were_used(pool: Pool) -> No
     tensors = [made(pool, pages, float(number)) for number, pages in enumerate(sizes)]
     for number in (0, 2, 4, 6, 7):
         pool.forget(tensors[number])
-    pool.room.collect()
+    pool.admission.collect()
     # Gaps of 2, 1, 1 and 2 pages, between them 1, 2 and 1.
     made(pool, 4, 100.0)
     assert [number for number in (1, 3, 5, 8) if not tensors[number].place.resident] == [1]
@@ -100,7 +100,7 @@ def test_what_is_pinned_or_viewed_stays_where_it_is(pool: Pool) -> None:
 def test_nothing_leaves_for_what_is_sent_for(pool: Pool) -> None:
     away = made(pool, 3, 50.0)
     pool.evict(away)
-    pool.room.settle()
+    pool.admission.settle()
     with_gaps(pool)
     before = pool.stats.evictions
     assert not pool.ahead.prefetch(away)
@@ -124,13 +124,13 @@ def test_slabs_that_are_too_many_are_emptied(pool: Pool) -> None:
     view = pool.fault(tensors[0])[1:]
     assert pool.card is not None
     pool.card.confine(0)
-    pool.room.shrink()
+    pool.admission.shrink()
     assert pool.card.slabs.draining, "somebody looks at one"
     assert pool.card.live_bytes == 2 * PAGE
     with pytest.raises(DeviceBudgetError, match="cannot allocate"):
         pool.compute.allocate(PAGE)
     del view
-    pool.room.collect()
+    pool.admission.collect()
     assert pool.card.held_bytes == 0
     pool.card.confine(PAGES * PAGE)
     for number, tensor in enumerate(tensors):
@@ -142,7 +142,7 @@ def test_slabs_that_are_too_many_are_emptied(pool: Pool) -> None:
 def test_whatever_is_asked_for_bytes_stay_what_they_are(seed: int) -> None:
     rng, memory = random.Random(seed), opened(seed)
     pool = memory.pool
-    known: list[tuple[PagedTensor, float]] = []
+    known: list[tuple[Block, float]] = []
     pins = []
     for step in range(60):
         action = rng.choice(["make", "make", "read", "read", "write", "forget", "pin", "unpin", "send for"])

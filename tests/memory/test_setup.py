@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.units import GIB, MIB
 from tests.mock_device import MockDevice
@@ -98,6 +98,6 @@ def test_what_a_fork_closes_is_not_its_parents(disk: bool, tmp_path: Path) -> No
 def test_frames_under_a_device_hold_several_pages_where_there_is_room(host: int, device: int, pages: int) -> None:
     capacities = Capacities(page_bytes=4 * MIB, host_bytes=host, device_bytes=device)
     memory = build_memory(capacities, MockDevice())
-    assert isinstance(memory.pool.home, FrameHome)
-    assert memory.pool.home.page_bytes == pages * 4 * MIB
+    assert isinstance(memory.pool.backing, HostStore)
+    assert memory.pool.backing.page_bytes == pages * 4 * MIB
     memory.close()

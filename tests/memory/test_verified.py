@@ -15,8 +15,8 @@ from ptm_accel import Engine, PTMConfig
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.disk import GRAIN_BYTES, DiskTier, bounce_bytes
-from ptm_accel.memory.frame_home import FrameHome
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.mapping import anonymous_run, view_at
 from ptm_accel.memory.scratch import Io
 from tests.mock_device import MockDevice
@@ -161,20 +161,20 @@ def test_bounce_buffers_of_files_that_are_not_direct_are_charged() -> None:
 def test_pages_that_overflow_from_host_memory(tmp_path: Path, flips: Flips) -> None:
     disk = DiskTier([tmp_path], Budget(Tier.DISK, 1 << 24), block_bytes=UNIT, io=flips.io(), verifies=True)
     device, frames = MockDevice(), FramePool(Budget(Tier.HOST, 4 * UNIT), UNIT)
-    home = FrameHome(device, frames, disk)
+    backing = HostStore(device, frames, disk)
     handles, values = [], [random_bytes(2 * UNIT) for _ in range(4)]
     for index, data in enumerate(values):
-        handles.append(home.new(2 * UNIT, Tag.PARAM, f"w{index}"))
-        home.store(handles[-1], 0, data).wait()
+        handles.append(backing.new(2 * UNIT, Tag.PARAM, f"w{index}"))
+        backing.store(handles[-1], 0, data).wait()
     for handle, data in zip(handles, values, strict=True):
         into = torch.empty_like(data)
-        home.load(handle, 0, into).wait()
+        backing.load(handle, 0, into).wait()
         assert torch.equal(into, data)
     (at,) = [page.slot.segments[0].offset for page in handles[0].pages[:1]]
     flips.at, flips.left = at, 2
     with pytest.raises(DiskError, match="read of w0 failed: .* not those written"):
-        home.load(handles[0], 0, torch.empty_like(values[0])).wait()
-    home.close()
+        backing.load(handles[0], 0, torch.empty_like(values[0])).wait()
+    backing.close()
     device.close()
     frames.close()
     disk.close()

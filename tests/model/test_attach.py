@@ -12,8 +12,8 @@ from torch import nn
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, UnsupportedError
+from ptm_accel.memory.block import Place
 from ptm_accel.memory.budget import Tag, Tier
-from ptm_accel.memory.paged import Place
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.grouping import group_of
 from ptm_accel.model.slots import ParamSlot
@@ -92,8 +92,8 @@ def test_a_scalar_can_be_away(tmp_path: Path) -> None:
 
 
 def test_values_that_are_on_pages_are_taken_over(tmp_path: Path) -> None:
-    dials = PTMConfig(host_memory="4MiB", disk=str(tmp_path), page_size=PAGE)
-    resolved, memory = open_memory(dials)
+    options = PTMConfig(host_memory="4MiB", disk=str(tmp_path), page_size=PAGE)
+    resolved, memory = open_memory(options)
     model = Net()
     expected = values(model)
     pages = {}
@@ -104,7 +104,7 @@ def test_values_that_are_on_pages_are_taken_over(tmp_path: Path) -> None:
         param.data = torch.full((1,) * param.dim(), float("nan")).expand(param.shape)
     block = pages[model.a.weight][1].block
     memory.pool.evict(block)
-    engine = Engine.take_over(model, dials, resolved, memory, pages)
+    engine = Engine.take_over(model, options, resolved, memory, pages)
     assert engine_of(model) is engine
     assert block.name == "a.weight"
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
@@ -114,12 +114,12 @@ def test_values_that_are_on_pages_are_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_taken_over_gives_the_memory_back(tmp_path: Path) -> None:
-    dials = PTMConfig(host_memory="4MiB", disk=str(tmp_path), page_size=PAGE)
-    resolved, memory = open_memory(dials)
+    options = PTMConfig(host_memory="4MiB", disk=str(tmp_path), page_size=PAGE)
+    resolved, memory = open_memory(options)
     model = Net()
     model.a.weight.data = torch.zeros(128, 128).t()
     with pytest.raises(UnsupportedError, match="parameter a.weight is not contiguous"):
-        Engine.take_over(model, dials, resolved, memory, {})
+        Engine.take_over(model, options, resolved, memory, {})
     assert memory.closed
 
 

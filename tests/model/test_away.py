@@ -13,7 +13,7 @@ from torch import nn
 
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import BudgetError, ConfigError, PagedModelError, UnsupportedError
-from ptm_accel.memory.paged import Place
+from ptm_accel.memory.block import Place
 from ptm_accel.model.away import AwayParameter
 from ptm_accel.outside import gathered
 from tests.plain_loop import same_bits
@@ -29,7 +29,7 @@ def net(layers: int = 5) -> nn.Sequential:
 
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if slot.value.block in engine.pool.shelf:
+        if slot.value.block in engine.pool.eviction:
             engine.pool.evict(slot.value.block)
 
 
@@ -315,7 +315,7 @@ def test_models_that_are_wrapped_are_refused(build: object, named: str, tmp_path
     )
 
 
-def test_other_dials_for_a_model_that_is_on_pages_are_refused(tmp_path: Path) -> None:
+def test_other_options_for_a_model_that_is_on_pages_are_refused(tmp_path: Path) -> None:
     model = net()
     with at_floor(model, tmp_path) as engine:
         assert Engine.attach(model) is engine

@@ -324,7 +324,7 @@ def test_a_copy_is_gone_when_the_module_that_made_it_returns(tmp_path: Path) -> 
     casts: list[int] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        engine.pool.room.collect()
+        engine.pool.admission.collect()
         casts.append(engine.pool.budget.used_by_tag().get(Tag.CAST, 0))
 
     with at_floor(model, tmp_path) as engine:
@@ -334,7 +334,7 @@ def test_a_copy_is_gone_when_the_module_that_made_it_returns(tmp_path: Path) -> 
             out = model(inputs())
         assert casts == [0] * len(model.layers)
         out.float().sum().backward()
-        engine.pool.room.collect()
+        engine.pool.admission.collect()
         assert Tag.CAST not in engine.pool.budget.used_by_tag()
 
 

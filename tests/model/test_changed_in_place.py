@@ -324,7 +324,7 @@ def test_pages_that_come_and_go_are_no_changes(tmp_path: Path) -> None:
         for step, (net, optimizer) in itertools.product(range(4), [(model, ours), (plain, theirs)]):
             loss = loss_of(net, step)
             for slot in engine.slots if net is model else ():
-                if slot.value.block in engine.pool.shelf:
+                if slot.value.block in engine.pool.eviction:
                     engine.pool.evict(slot.value.block)
             loss.backward()
             optimizer.step()

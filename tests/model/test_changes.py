@@ -241,11 +241,11 @@ class Late:
 def test_what_is_held_for_a_moment_does_not_count_as_needed(tmp_path: Path) -> None:
     model = net()
     with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
-        floor, room = engine.needs.floor, engine.pool.room
-        reservation, block = room.take_block(1 << 20, Tag.STAGING, "a window that was written")
-        assert block.buffer is not None
-        room.leave(block.buffer, block, reservation, Late())
-        del block
+        floor, admission = engine.needs.floor, engine.pool.admission
+        reservation, buffer = admission.take_buffer(1 << 20, Tag.STAGING, "a window that was written")
+        assert buffer.octets is not None
+        admission.leave(buffer.octets, buffer, reservation, Late())
+        del buffer
         assert engine.pool.budget.used_by_tag()[Tag.STAGING] > 1 << 20
         engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
         assert engine.needs.floor == floor
@@ -348,7 +348,7 @@ def test_parts_of_two_models_on_pages_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_other_dials_are_refused_for_what_wraps_a_model(tmp_path: Path) -> None:
+def test_other_options_are_refused_for_what_wraps_a_model(tmp_path: Path) -> None:
     model = net()
     text = "this model is already on pages with"
     with on_pages(model, "host+disk", 4 << 20, tmp_path), pytest.raises(ConfigError, match=text):
@@ -360,7 +360,7 @@ def test_a_wrapper_takes_its_pages_with_it_and_an_unwrapped_model_keeps_them(tmp
         memory = open_memory("host+disk", 4 << 20, tmp_path)
         engine = Engine.attach(model, config(), memory=memory)
         for slot in engine.slots:
-            if slot.value.block in engine.pool.shelf:
+            if slot.value.block in engine.pool.eviction:
                 engine.pool.evict(slot.value.block)
         return memory
 

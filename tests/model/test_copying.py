@@ -16,7 +16,7 @@ import ptm_accel
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import PagedModelError
-from ptm_accel.memory.paged import Place
+from ptm_accel.memory.block import Place
 from ptm_accel.outside import plain_copy
 
 VOCABULARY, WIDTH = 64, 32
@@ -90,7 +90,7 @@ def test_a_copy_is_an_ordinary_model(tmp_path: Path, evict: bool) -> None:
     engine.check_integrity()
 
 
-def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_owed(tmp_path: Path) -> None:
+def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_pending(tmp_path: Path) -> None:
     model, twin = build(), build()
     floor = Engine.attach(build(), PTMConfig(host_memory="1MiB", disk=str(tmp_path), page_size=4096)).needs.floor
     budget = floor.total_bytes + floor.moving_bytes + 4096
@@ -100,10 +100,10 @@ def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_owed(tmp_p
     for number in range(4):
         for one, optimizer in zip((model, twin), optimizers, strict=True):
             step(one, optimizer, number)
-    assert engine.pool.owed is not None
+    assert engine.pool.pending_updates is not None
     assert same(plain_copy(model).state_dict(), twin.state_dict())
     for slot in engine.slots:
-        if slot.value.block in engine.pool.shelf:
+        if slot.value.block in engine.pool.eviction:
             engine.pool.evict(slot.value.block)
     sent_for = [
         slot for slot in engine.slots if slot.value.place is Place.AWAY and engine.pool.ahead.prefetch(slot.value.block)

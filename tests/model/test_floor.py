@@ -22,7 +22,7 @@ from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
-from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Appetite, Floor, least_budget
+from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Floor, OptimizerMemory, least_budget
 from ptm_accel.model.slots import SlotTable
 from ptm_accel.pages import Pages
 from tests.mock_device import MockDevice
@@ -34,11 +34,13 @@ KIB = 1 << 10
 ALL = ENTRIES | MORE
 
 
-def floor_of(model: nn.Module, appetite: Appetite = FUSED_ADAMW, *, masters: bool = False, held: int = 0) -> Floor:
+def floor_of(
+    model: nn.Module, optimizer_memory: OptimizerMemory = FUSED_ADAMW, *, masters: bool = False, held: int = 0
+) -> Floor:
     pool = build_memory(Capacities(page_bytes=PAGE, host_bytes=1 << 30), torch.device("cpu")).pool
     slots = SlotTable()
     take_parameters(model, pool, slots, ExtentTable(), small=PAGE // 64, paged={})
-    return least_budget(model, slots, appetite, masters=masters, window_bytes=PAGE, held_bytes=held)
+    return least_budget(model, slots, optimizer_memory, masters=masters, window_bytes=PAGE, held_bytes=held)
 
 
 def unfused(model: nn.Module) -> torch.optim.Optimizer:
@@ -77,16 +79,20 @@ def test_a_parameter_that_is_cut_is_updated_by_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("appetite", "tensors"),
-    [(NO_OPTIMIZER, 2), (Appetite(state_tensors=1), 3), (Appetite(state_tensors=2, scratch_tensors=3), 7)],
+    ("optimizer_memory", "tensors"),
+    [
+        (NO_OPTIMIZER, 2),
+        (OptimizerMemory(state_tensors=1), 3),
+        (OptimizerMemory(state_tensors=2, scratch_tensors=3), 7),
+    ],
 )
-def test_appetites(appetite: Appetite, tensors: int) -> None:
-    assert floor_of(linear(64, 64), appetite).moving_bytes == tensors * 64 * 64 * 4
+def test_optimizer_memory(optimizer_memory: OptimizerMemory, tensors: int) -> None:
+    assert floor_of(linear(64, 64), optimizer_memory).moving_bytes == tensors * 64 * 64 * 4
 
 
 def test_whole_updates_need_the_whole_tensor() -> None:
     model = linear(64, 1024)
-    whole = floor_of(model, Appetite(state_tensors=1, whole=True))
+    whole = floor_of(model, OptimizerMemory(state_tensors=1, whole=True))
     assert whole.moving_bytes == 3 * 1024 * 64 * 4
     assert whole.reason == "the update of all of weight (256.00 KiB)"
 
@@ -176,12 +182,12 @@ def test_a_byte_less_is_refused_with_the_figure_and_the_name(name: str, kind: st
     memory = open_memory(kind, least - 1, tmp_path)
     with pytest.raises(BudgetError) as caught:
         Engine.attach(model, config(), memory=memory)
-    dial = "host_memory" if kind == "host+disk" else "device_memory"
-    assert str(caught.value).startswith(f"{dial} is ")
+    option = "host_memory" if kind == "host+disk" else "device_memory"
+    assert str(caught.value).startswith(f"{option} is ")
     enough, _ = needs(model, tmp_path, kind, optimizer=unfused)
     assert floor <= enough
     more = f" (with AdamW; an optimizer without state needs {least})" if least < enough else ""
-    assert str(caught.value).endswith(f"Set {dial} to at least {enough} bytes{more}.")
+    assert str(caught.value).endswith(f"Set {option} to at least {enough} bytes{more}.")
     named = re.findall(
         r"(?:the update of (?:all|a window) of|the largest is|the gradient of) ([\w.]+)", str(caught.value)
     )
@@ -223,7 +229,7 @@ NARROW = torch.bfloat16
 
 @pytest.mark.thinned(8)
 @pytest.mark.parametrize(
-    ("recipe", "dials"),
+    ("recipe", "options"),
     [
         (Recipe(accumulation=2), {}),
         (Recipe(autocast=NARROW), {}),
@@ -234,19 +240,19 @@ NARROW = torch.bfloat16
     ids=["plain", "autocast", "checkpointed", "masters", "sgd"],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_without_a_home_there_is_a_figure_too(
-    name: str, recipe: Recipe, dials: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_without_a_backing_store_there_is_a_figure_too(
+    name: str, recipe: Recipe, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RAM alone: what holds all states and a step beside them is enough, and a byte less is refused."""
     entry = ENTRIES[name]
 
     def build() -> nn.Module:
-        return entry.build().to(NARROW) if dials else entry.build()
+        return entry.build().to(NARROW) if options else entry.build()
 
     def attach(capacity: int) -> tuple[nn.Module, Engine]:
         model = build()
         memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=capacity), torch.device("cpu"))
-        return model, Engine.attach(model, config(**dials), memory=memory)
+        return model, Engine.attach(model, config(**options), memory=memory)
 
     with monkeypatch.context() as patch:
         patch.setattr(Pages, "grouped", False)
@@ -260,7 +266,7 @@ def test_without_a_home_there_is_a_figure_too(
     ours = train(model, entry, recipe, engine)
     engine.check_integrity()
     engine.close()
-    plain = train_with_masters(build(), entry, recipe) if dials else train(build(), entry, recipe)
+    plain = train_with_masters(build(), entry, recipe) if options else train(build(), entry, recipe)
     assert_same(ours, plain)
 
     with pytest.raises(BudgetError) as caught:  # noqa: PT012 - which of the two says no depends on the optimizer
@@ -341,7 +347,7 @@ def test_tiers_that_are_too_small_together_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
-def test_an_optimizer_with_a_larger_appetite_is_refused_when_it_comes(kind: str, tmp_path: Path) -> None:
+def test_an_optimizer_with_a_larger_optimizer_memory_is_refused_when_it_comes(kind: str, tmp_path: Path) -> None:
     model = ENTRIES["gpt2"].build()
     floor, _ = needs(model, tmp_path, kind)
     with on_pages(model, kind, floor, tmp_path) as engine:

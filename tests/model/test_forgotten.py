@@ -49,7 +49,7 @@ def forget():
     model(torch.ones(2, 64)).sum().backward()
     ScratchFile.move = collecting
     for slot in engine.slots:
-        if slot.value.block in engine.pool.shelf:
+        if slot.value.block in engine.pool.eviction:
             slot.fetch()
             slot.changed()
             engine.pool.ahead.evict(slot.value.block)

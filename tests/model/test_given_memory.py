@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def trained(
     budget: str, directory: Path, build: Callable[[], nn.Module] = net
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Engine]]:
-    """A model on pages after some steps, whose last updates may be owed."""
+    """A model on pages after some steps, whose last updates may be pending."""
     floor, whole = needs(build(), directory, "host+disk", optimizer=adamw)
     model = build()
     with on_pages(model, "host+disk", budget_bytes(budget, floor, whole), directory) as engine:

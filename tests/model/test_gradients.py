@@ -12,8 +12,8 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor
 from ptm_accel.outside import gathered
 from ptm_accel.units import format_bytes
 from tests.plain_loop import same_bits
@@ -259,7 +259,7 @@ def test_room_for_the_next_gradient_is_always_held(tmp_path: Path) -> None:
         assert engine.pool.budget.used_by_tag()[Tag.GRAD] == largest
         backward(model)
         engine.zero_grad()
-        engine.pool.room.collect()
+        engine.pool.admission.collect()
         assert engine.pool.budget.used_by_tag()[Tag.GRAD] == largest
 
 
@@ -276,7 +276,7 @@ def test_a_sum_that_is_widened_is_charged_and_kept_until_it_is(tmp_path: Path) -
         before = found(engine)[grad.slot.name]
         engine.run_ahead.end()
         left = pool.budget.capacity_bytes - pool.budget.used_bytes + pool.idle_bytes
-        rest = pool.room.reserve(left - 2 * narrow.slot_bytes, Tag.STAGING, "a neighbour")
+        rest = pool.admission.reserve(left - 2 * narrow.slot_bytes, Tag.STAGING, "a neighbour")
         with pytest.raises(BudgetError, match=rf"for {re.escape(narrow.block.name)}:"):
             grad.widen()
         rest.release()
@@ -307,15 +307,15 @@ class _MovesAwayFirst:
         self.engine = engine
         self.moved = 0
 
-    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
-        if tensor.tag is Tag.GRAD and tensor in self.engine.pool.shelf:
+    def accessed(self, tensor: Block, *, write: bool) -> None:
+        if tensor.tag is Tag.GRAD and tensor in self.engine.pool.eviction:
             self.moved += 1
             self.engine.pool.ahead.evict(tensor)
 
-    def awaited(self, tensor: PagedTensor) -> None:
+    def awaited(self, tensor: Block) -> None:
         pass
 
-    def created(self, tensor: PagedTensor) -> None:
+    def created(self, tensor: Block) -> None:
         pass
 
 

@@ -244,7 +244,7 @@ def test_a_member_that_is_given_another_shape_leaves_its_group(away: bool, tmp_p
     def run(model: nn.ModuleList, engine: Engine | None) -> list[torch.Tensor]:
         if engine is not None and away:
             for block in {slot.value.block for slot in engine.slots}:
-                if block in engine.pool.shelf:
+                if block in engine.pool.eviction:
                     engine.pool.evict(block)
         last = model[7][1]
         last.weight.data = last.weight.data[:32].clone()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError
-from ptm_accel.memory.frame_home import FrameHome
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.host_sums import HostSum
 from ptm_accel.pages import Pages
 from tests.model.test_group_members import WIDTH, blocks
@@ -36,14 +36,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each block that was sent to be added in host memory was."""
     found: list[bool] = []
-    add = FrameHome.add
+    add = HostStore.add
 
-    def told(self: FrameHome, *args: Any) -> Any:
+    def told(self: HostStore, *args: Any) -> Any:
         sums = add(self, *args)
         found.append(sums is not None)
         return sums
 
-    monkeypatch.setattr(FrameHome, "add", told)
+    monkeypatch.setattr(HostStore, "add", told)
     return found
 
 
@@ -103,12 +103,12 @@ def train(model: nn.ModuleList, engine: Engine | None, loss: Loss) -> dict[str, 
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def check(loss: Loss, directory: Path, *, host_bytes: int | None = None, **dials: Any) -> int:
+def check(loss: Loss, directory: Path, *, host_bytes: int | None = None, **options: Any) -> int:
     """Trains with half of the room, and returns the bytes that came in."""
     expected = train(blocks(), None, loss)
     model = blocks()
-    _, need = needs(blocks(), directory, "mock+host", **dials)
-    with in_groups(), on_pages(model, "mock+host", need // 2, directory, host_bytes=host_bytes, **dials) as engine:
+    _, need = needs(blocks(), directory, "mock+host", **options)
+    with in_groups(), on_pages(model, "mock+host", need // 2, directory, host_bytes=host_bytes, **options) as engine:
         found = train(model, engine, loss)
         assert members(engine) > 1
         loaded = engine.pool.stats.loaded_bytes
@@ -120,7 +120,7 @@ def check(loss: Loss, directory: Path, *, host_bytes: int | None = None, **dials
 def test_sums_that_are_not_brought_in_are_right(tmp_path: Path, added: list[bool], monkeypatch: Any) -> None:
     loaded = check(loss_of, tmp_path)
     assert added.count(True) > STEPS
-    monkeypatch.setattr(FrameHome, "is_framed", lambda self, handle: False)
+    monkeypatch.setattr(HostStore, "is_framed", lambda self, handle: False)
     assert check(loss_of, tmp_path) > loaded
 
 
@@ -142,17 +142,19 @@ def test_a_second_gradient_of_one_backward_is_added_after_the_first(tmp_path: Pa
     check(twice, tmp_path)
 
 
-def test_a_home_without_room_has_them_added_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = FrameHome.new
+def test_a_backing_store_without_room_has_them_added_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = HostStore.new
     refused: list[str] = []
 
-    def full(self: FrameHome, nbytes: int, tag: Any, name: str) -> Any:
+    def full(self: HostStore, nbytes: int, tag: Any, name: str) -> Any:
         if name.endswith(".more"):
             refused.append(name)
             raise BudgetError("host frames: no room for it in this test")
         return new(self, nbytes, tag, name)
 
-    monkeypatch.setattr(FrameHome, "new", full)
+    monkeypatch.setattr(HostStore, "new", full)
     check(loss_of, tmp_path)
     assert refused
 

@@ -16,8 +16,8 @@ from torch import nn
 import ptm_accel
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError
+from ptm_accel.memory.block import PART_ALIGN
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PART_ALIGN
 from ptm_accel.memory.transfer import round_up
 from tests.plain_loop import adamw, same_bits
 from tests.tiers import AMPLE, at_floor, in_groups, members, needs, on_pages
@@ -48,13 +48,13 @@ def inputs(seed: int = 0) -> torch.Tensor:
 
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if slot.value.block in engine.pool.shelf:
+        if slot.value.block in engine.pool.eviction:
             engine.pool.evict(slot.value.block)
 
 
 def used_bytes(engine: Engine) -> int:
     """What is charged for values."""
-    engine.pool.room.settle()
+    engine.pool.admission.settle()
     return engine.pool.budget.used_by_tag()[Tag.PARAM]
 
 
@@ -333,7 +333,7 @@ def loops(
             engine.settle()
             model(inputs())
             used_bytes(engine)
-            assert engine.pool.room.leaving_bytes == 0
+            assert engine.pool.admission.leaving_bytes == 0
             assert not any(slot.apart for slot in engine.slots)
             assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes
 

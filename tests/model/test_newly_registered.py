@@ -95,7 +95,7 @@ def test_a_module_that_is_no_part_of_the_model_reads_them_and_may_go(tmp_path: P
     with at_floor(model, tmp_path) as engine:
         expected = model.body[2].weight.detach().clone()
         for slot in engine.slots:
-            if slot.value.block in engine.pool.shelf:
+            if slot.value.block in engine.pool.eviction:
                 engine.pool.evict(slot.value.block)
         other = nn.Linear(WIDTH, WIDTH)
         other.weight = model.body[2].weight

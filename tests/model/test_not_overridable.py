@@ -142,24 +142,24 @@ class Pair:
     def away(self) -> tuple[nn.Parameter, nn.Parameter]:
         """A parameter that is away, and what it is without pages."""
         pool = self.engine.pool
-        if pool.owed is not None:
-            pool.owed.finish()
+        if pool.pending_updates is not None:
+            pool.pending_updates.finish()
         for slot, plain in self._weights():
-            if slot.value.block in pool.shelf:
+            if slot.value.block in pool.eviction:
                 pool.evict(slot.value.block)
             if not slot.value.place.resident:
                 return slot.param, plain
         raise AssertionError("nothing leaves")
 
     def pending(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """As `away`, of one that is in memory and whose update is owed."""
+        """As `away`, of one that is in memory and whose update is pending."""
         for _ in range(2):
-            queue = self.engine.pool.owed
+            queue = self.engine.pool.pending_updates
             for slot, plain in self._weights():
                 if slot.value.place.resident and queue is not None and queue.awaits(slot.value.block):  # type: ignore[attr-defined]
                     return slot.param, plain
             self.step()
-        raise AssertionError("no update is owed")
+        raise AssertionError("no update is pending")
 
 
 @contextmanager

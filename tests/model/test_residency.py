@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ptm_accel.engine import Engine
-from ptm_accel.memory.paged import Place
+from ptm_accel.memory.block import Place
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, on_pages
 from tests.zoo import ENTRIES
@@ -583,10 +583,10 @@ def test_memory_that_grows_in_a_forward_takes_room(tmp_path: Path, monkeypatch: 
                     pool.budget.capacity_bytes = pool.budget.used_bytes - (40 << 10)
 
         grown = Grown()
-        monkeypatch.setattr(pool.room, "tide", grown)
+        monkeypatch.setattr(pool.admission, "activation_reserve", grown)
         with torch.no_grad():
             model(torch.ones(1, 64))
-        monkeypatch.setattr(pool.room, "tide", None)
+        monkeypatch.setattr(pool.admission, "activation_reserve", None)
         assert grown.looks >= 6
         assert pool.budget.free_bytes >= 0
         assert pool.stats.evictions >= 3

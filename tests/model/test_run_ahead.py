@@ -15,7 +15,7 @@ from torch import nn
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.ahead import Ahead
-from ptm_accel.memory.paged import PagedTensor
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.following import Following
 from ptm_accel.model.route import Route
@@ -25,7 +25,7 @@ from ptm_accel.pages import Pages
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.choice import Choice, choose_plan
 from ptm_accel.schedule.trace import Trace
-from ptm_accel.schedule.updates import Updates
+from ptm_accel.schedule.updates import UpdateTiming
 from tests.queued import LateDevice
 from tests.tiers import AMPLE, MEMORIES, PAGE, config, jitter, needs, on_pages, open_memory
 
@@ -72,7 +72,7 @@ def step(model: Net, optimizer: torch.optim.Optimizer, number: int, micro: int =
 
 def beside_updates(engine: Engine) -> Route:
     """What is known of the pass that runs beside the updates of the step before it."""
-    (route,) = (route for route in engine.run_ahead.routes.values() if route.updates is Updates.FORWARD)
+    (route,) = (route for route in engine.run_ahead.routes.values() if route.updates is UpdateTiming.FORWARD)
     return route
 
 
@@ -144,10 +144,10 @@ def test_beside_one_of_several_micro_batches_state_is_left_what_the_others_leave
 ) -> None:
     between: list[int] = []
 
-    def noted(recorded: Trace, **dials: Any) -> Choice:
-        if dials["updates"] and not dials["in_backward"]:
-            between.append(dials["between_bytes"])
-        return choose_plan(recorded, **dials)
+    def noted(recorded: Trace, **options: Any) -> Choice:
+        if options["updates"] and not options["in_backward"]:
+            between.append(options["between_bytes"])
+        return choose_plan(recorded, **options)
 
     monkeypatch.setattr("ptm_accel.model.run_ahead.choose_plan", noted)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
@@ -179,7 +179,7 @@ def test_while_an_access_is_waited_for_those_behind_it_are_sent_for(
         engine.run_ahead.end()
         before = engine.pool.stats.faults
         for slot in engine.slots:
-            if slot.value.block in engine.pool.shelf:
+            if slot.value.block in engine.pool.eviction:
                 engine.pool.evict(slot.value.block)
         with torch.no_grad():
             model(batch(0))
@@ -321,7 +321,7 @@ def test_what_an_open_update_pins_is_not_held_beside_the_plan(
             step(model, optimizer, number)
         routes = {route.updates: route.recorded for route in engine.run_ahead.routes.values()}
     assert max(pinned) > 0
-    assert beside_weights(routes[Updates.FORWARD]) == beside_weights(routes[Updates.APART])
+    assert beside_weights(routes[UpdateTiming.FORWARD]) == beside_weights(routes[UpdateTiming.APART])
 
 
 def beside_weights(trace: Trace) -> dict[str, int]:
@@ -449,7 +449,7 @@ def test_the_kinds_that_were_seen_last_are_remembered(tmp_path: Path, monkeypatc
             assert f"({rows}, " in shape, shapes
 
 
-@pytest.mark.parametrize("end", ["in a pass", "with an update owed"])
+@pytest.mark.parametrize("end", ["in a pass", "with an update pending"])
 def test_a_model_that_is_dropped_takes_its_pages_with_it(end: str, tmp_path: Path) -> None:
     floor, need = needs(Net(), tmp_path, "host+disk")
     memory = open_memory("host+disk", floor + (need - floor) // 4, tmp_path)
@@ -462,7 +462,7 @@ def test_a_model_that_is_dropped_takes_its_pages_with_it(end: str, tmp_path: Pat
         model(batch(0))
         assert memory.pool.adviser is not None
     else:
-        assert memory.pool.owed is not None
+        assert memory.pool.pending_updates is not None
     del model, engine, optimizer
     gc.collect()
     assert memory.closed
@@ -530,13 +530,13 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
         seen: list[str] = []
         prefetch = Ahead.prefetch
 
-        def noted(self: Ahead, tensor: PagedTensor) -> bool:
+        def noted(self: Ahead, tensor: Block) -> bool:
             seen.append(tensor.name)
             return prefetch(self, tensor)
 
         monkeypatch.setattr(Ahead, "prefetch", noted)
         for slot in engine.slots:
-            if slot.value.block.name in wanted and slot.value.block in engine.pool.shelf:
+            if slot.value.block.name in wanted and slot.value.block in engine.pool.eviction:
                 engine.pool.evict(slot.value.block)
         with torch.no_grad():
             model(batch(0))

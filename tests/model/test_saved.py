@@ -55,12 +55,12 @@ def test_nothing_is_held_between_forward_and_backward(tmp_path: Path) -> None:
     backward(plain)
     with at_floor(model, tmp_path) as engine:
         out = model(inputs())
-        engine.pool.room.collect()
-        assert engine.pool.room.leaving_bytes == 0
+        engine.pool.admission.collect()
+        assert engine.pool.admission.leaving_bytes == 0
         for slot in engine.slots:
-            if slot.value.block in engine.pool.shelf:
+            if slot.value.block in engine.pool.eviction:
                 engine.pool.evict(slot.value.block)
-        engine.pool.room.collect()
+        engine.pool.admission.collect()
         assert Tag.PARAM not in engine.pool.budget.used_by_tag()
         backward(model, out)
         expect_grads(engine, plain)
@@ -133,7 +133,7 @@ def test_hooks_that_a_forward_puts_on_itself(hooks: Any, tmp_path: Path) -> None
         out = model(inputs())
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         for slot in engine.slots:
-            if slot.value.block in engine.pool.shelf:
+            if slot.value.block in engine.pool.eviction:
                 engine.pool.evict(slot.value.block)
         backward(model, out)
         expect_grads(engine, plain)

@@ -156,9 +156,9 @@ def test_values_stay_what_they_were_and_are_used_in_a_loss(kind: str, plain: Tra
 def test_what_is_kept_for_values_is_free_after_them(kind: str, tmp_path: Path) -> None:
     with trained(kind, tmp_path) as (model, optimizer, engine):
         step(model, optimizer)
-        home = engine.memory.disk or engine.pool.home
-        assert home is not None
-        before = home.budget.used_bytes
+        backing = engine.memory.disk or engine.pool.backing
+        assert backing is not None
+        before = backing.budget.used_bytes
         for _ in range(3):
             kept = model.state_dict()
             step(model, optimizer)
@@ -171,7 +171,7 @@ def test_what_is_kept_for_values_is_free_after_them(kind: str, tmp_path: Path) -
         step(model, optimizer)
         assert kept
         weights = sum(slot.value.slot_bytes for slot in engine.slots)
-        assert home.budget.used_bytes <= before + 2 * weights
+        assert backing.budget.used_bytes <= before + 2 * weights
         engine.check_integrity()
 
 

@@ -33,7 +33,7 @@ def inputs() -> torch.Tensor:
 
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
-        if slot.value.block in engine.pool.shelf:
+        if slot.value.block in engine.pool.eviction:
             engine.pool.evict(slot.value.block)
 
 

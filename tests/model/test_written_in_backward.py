@@ -168,9 +168,9 @@ def test_a_master_follows_what_a_backward_has_written(tmp_path: Path) -> None:
             inner.step()
             for p, master in masters.items():
                 p.copy_(master)
-    dials = {"master_weights": "fp32"}
-    floor, _ = needs(net().bfloat16(), tmp_path, "host+disk", optimizer=adamw, **dials)
-    with on_pages(model, "host+disk", floor, tmp_path, **dials) as engine:
+    options = {"master_weights": "fp32"}
+    floor, _ = needs(net().bfloat16(), tmp_path, "host+disk", optimizer=adamw, **options)
+    with on_pages(model, "host+disk", floor, tmp_path, **options) as engine:
         optimizer = engine.bind_optimizer(adamw(model))
         for number in range(STEPS):
             half_loss(model, number).backward()

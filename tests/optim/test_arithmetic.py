@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ptm_accel.memory.admission import Admission
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.room import Room
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.optim import arithmetic
 from ptm_accel.optim.arithmetic import InPieces
@@ -61,12 +61,12 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return calls
 
 
-def on_budget(entry: Entry, recipe: Recipe, budget: str, directory: Path, **dials: object) -> Any:
+def on_budget(entry: Entry, recipe: Recipe, budget: str, directory: Path, **options: object) -> Any:
     model = entry.build()
-    unbound = needs(model, directory, "host+disk", **dials)
-    bound = needs(model, directory, "host+disk", optimizer=recipe.optimizer, **dials)
+    unbound = needs(model, directory, "host+disk", **options)
+    bound = needs(model, directory, "host+disk", optimizer=recipe.optimizer, **options)
     sizes = max(unbound[0], bound[0]), max(unbound[1], bound[1])
-    with on_pages(model, "host+disk", budget_bytes(budget, *sizes), directory, **dials) as engine:
+    with on_pages(model, "host+disk", budget_bytes(budget, *sizes), directory, **options) as engine:
         return train(model, entry, recipe, engine)
 
 
@@ -135,8 +135,8 @@ def test_groups_that_are_no_longer_fused(masters: bool, called: list[list[int]],
 
     recipe = Recipe(clip=0.1, optimizer=make)
     plain = (train_with_masters if masters else train)(entry.build(), entry, recipe)
-    dials: dict[str, object] = {"master_weights": "fp32"} if masters else {}
-    paged = on_budget(entry, recipe, "floor", tmp_path, **dials)
+    options: dict[str, object] = {"master_weights": "fp32"} if masters else {}
+    paged = on_budget(entry, recipe, "floor", tmp_path, **options)
     assert not called
     assert_same(paged, plain)
 
@@ -144,14 +144,14 @@ def test_groups_that_are_no_longer_fused(masters: bool, called: list[list[int]],
 def test_a_piece_at_a_time_is_charged(called: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Widened gradients are no larger than the pieces they are used in, but for the first step, which makes state."""
     charged: list[int] = []
-    reserve = Room.reserve
+    reserve = Admission.reserve
 
-    def watched(self: Room, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Any:
+    def watched(self: Admission, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Any:
         if name.startswith("the update of"):
             charged.append(nbytes)
         return reserve(self, nbytes, tag, name, allocates=allocates)
 
-    monkeypatch.setattr(Room, "reserve", watched)
+    monkeypatch.setattr(Admission, "reserve", watched)
     # A group has such a piece for each parameter.
     monkeypatch.setattr(Pages, "grouped", False)
     entry = narrow(ENTRIES["llama"])

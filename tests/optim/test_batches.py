@@ -155,10 +155,10 @@ def test_a_new_group_is_updated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("masters", [False, True])
 def test_state_dictionaries_go_from_one_engine_to_another(masters: bool, tmp_path: Path) -> None:
     """And between budgets: positional and with real values, as torch has them."""
-    dials: dict[str, object] = {"master_weights": "fp32"} if masters else {}
+    options: dict[str, object] = {"master_weights": "fp32"} if masters else {}
     dtype = torch.bfloat16 if masters else torch.float32
     model, again = net(dtype), net(dtype)
-    with at_floor(model, tmp_path, **dials) as engine:
+    with at_floor(model, tmp_path, **options) as engine:
         optimizer = engine.bind_optimizer(fused(model))
         steps(model, optimizer)
         values = weights(model)
@@ -169,8 +169,8 @@ def test_state_dictionaries_go_from_one_engine_to_another(masters: bool, tmp_pat
         steps(model, optimizer, range(3, 5))
         expected = weights(model)
     again.load_state_dict(values)
-    _, need = needs(again, tmp_path, "mock+host", **dials)
-    with on_pages(again, "mock+host", 2 * need, tmp_path, **dials) as engine:
+    _, need = needs(again, tmp_path, "mock+host", **options)
+    with on_pages(again, "mock+host", 2 * need, tmp_path, **options) as engine:
         optimizer = engine.bind_optimizer(fused(again))
         steps(again, optimizer)
         again.load_state_dict(values)
@@ -281,13 +281,13 @@ def test_the_next_batch_is_opened_before_the_present_one_is_computed(
 
 
 class Failing:
-    """A home whose stores fail from the n-th on, as those of a disk that is full or broken do."""
+    """A backing store whose stores fail from the n-th on, as those of a disk that is full or broken do."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception]) -> None:
         self.left = 1 << 30
-        home = engine.pool.home
-        assert home is not None
-        real = home.store
+        backing = engine.pool.backing
+        assert backing is not None
+        real = backing.store
 
         def store(*args: Any) -> Any:
             self.left -= 1
@@ -295,7 +295,7 @@ class Failing:
                 raise error()
             return real(*args)
 
-        monkeypatch.setattr(home, "store", store)
+        monkeypatch.setattr(backing, "store", store)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5, 9])

@@ -85,11 +85,11 @@ def plain(
 
 @contextmanager
 def paged(
-    directory: Path, kind: str = "host+disk", *, make: Make = adamw, dtype: torch.dtype = torch.float32, **dials: Any
+    directory: Path, kind: str = "host+disk", *, make: Make = adamw, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Iterator[tuple[Net, Engine, PagedOptimizer]]:
     model = Net(dtype)
-    floor, need = needs(Net(dtype), directory, kind, optimizer=make, **dials)
-    with on_pages(model, kind, floor + (need - floor) // 2, directory, **dials) as engine:
+    floor, need = needs(Net(dtype), directory, kind, optimizer=make, **options)
+    with on_pages(model, kind, floor + (need - floor) // 2, directory, **options) as engine:
         engine.training.updates_in_backward = lambda: True
         yield model, engine, engine.bind_optimizer(make(model))
 
@@ -149,8 +149,8 @@ def test_the_numbers_are_those_of_the_plain_loop(make: Make, kind: str, tmp_path
 def test_masters_are_updated_as_in_a_blocking_step(tmp_path: Path) -> None:
     weights = []
     for update in ("exact", "blocking"):
-        dials = {"master_weights": "fp32", "update": update}
-        with paged(tmp_path, dtype=torch.bfloat16, **dials) as (model, engine, optimizer):
+        options = {"master_weights": "fp32", "update": update}
+        with paged(tmp_path, dtype=torch.bfloat16, **options) as (model, engine, optimizer):
             begun = [step(model, engine, optimizer, number)[0] for number in range(STEPS)]
             assert begun[-1] == (2 * LAYERS if update == "exact" else 0)
             weights.append({name: value.clone() for name, value in model.state_dict().items()})
@@ -226,9 +226,9 @@ def test_a_second_backward_is_an_error_and_never_a_wrong_number(tmp_path: Path) 
 
 def test_where_updates_may_not_begin(tmp_path: Path) -> None:
     def begun(
-        make: Make = adamw, before: Callable[[Engine, PagedOptimizer], object] | None = None, **dials: Any
+        make: Make = adamw, before: Callable[[Engine, PagedOptimizer], object] | None = None, **options: Any
     ) -> int:
-        with paged(tmp_path, make=make, **dials) as (model, engine, optimizer):
+        with paged(tmp_path, make=make, **options) as (model, engine, optimizer):
             if before is not None:
                 before(engine, optimizer)
             return [step(model, engine, optimizer, number)[0] for number in range(4)][-1]
@@ -314,7 +314,7 @@ def test_an_update_that_cannot_be_taken_on_leaves_no_gradient_spent(
                 backward(model, engine, 4)
         assert engine.gradients is not None
         assert not any(grad.spent for grad in engine.gradients.slots())
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         engine.abort()
         engine.zero_grad()
         step(model, engine, optimizer, 5)
@@ -326,7 +326,7 @@ def test_a_step_whose_updates_have_failed_before_it_is_refused(
     with paged(tmp_path) as (model, engine, optimizer):
         for number in range(4):
             step(model, engine, optimizer, number)
-        # On a slow disk the last of these steps may still be owed, if it was not made in backward.
+        # On a slow disk the last of these steps may still be pending, if it was not made in backward.
         engine.settle()
         counted = engine.run_ahead.tally.updated_bytes
         pump, catch_up = UpdateQueue.pump, UpdateQueue.catch_up
@@ -345,7 +345,7 @@ def test_a_step_whose_updates_have_failed_before_it_is_refused(
             broken.setattr(Batches, "open", fail_on_disk)
             with pytest.raises(DiskError, match="the disk is gone"):
                 queue.pump()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         values = {slot.name: slot.value.slot_bytes for slot in engine.slots}
         assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in queue.updated)
         said = rf"of {begun} that had begun during backward {done} were carried out, .* Resume from the last checkpoint"
@@ -365,17 +365,17 @@ def fail_on_disk(*args: Any, **kwargs: Any) -> None:
 def test_what_fails_after_a_step_says_nothing_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Ebb:
         def end_step(self) -> None:
-            raise BudgetError("the tide is out")
+            raise BudgetError("the activation reserve is full")
 
     with paged(tmp_path) as (model, engine, optimizer):
         for number in range(4):
             step(model, engine, optimizer, number)
         backward(model, engine, 4)
         assert optimizer.updates.early is not None
-        tide, engine.pool.room.tide = engine.pool.room.tide, Ebb()  # type: ignore[assignment]
-        with caplog.at_level(logging.ERROR), pytest.raises(BudgetError, match="the tide is out"):
+        reserve, engine.pool.admission.activation_reserve = engine.pool.admission.activation_reserve, Ebb()  # type: ignore[assignment]
+        with caplog.at_level(logging.ERROR), pytest.raises(BudgetError, match="the activation reserve is full"):
             optimizer.step()
-        engine.pool.room.tide = tide
+        engine.pool.admission.activation_reserve = reserve
         assert not caplog.text
         assert optimizer.updates.early is None
         optimizer.zero_grad()

@@ -19,7 +19,7 @@ from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.device import CopyDirection
-from ptm_accel.memory.frame_home import FrameHome, HeldRun
+from ptm_accel.memory.host_store import HeldRun, HostStore
 from ptm_accel.memory.own_threads import OwnThread, Worker
 from ptm_accel.model.floor import FUSED_ADAMW
 from ptm_accel.model.run_ahead import RunAhead
@@ -30,7 +30,7 @@ from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.units import Unit
-from ptm_accel.optim.worker import Job
+from ptm_accel.optim.worker import UpdateJob
 from tests.mock_device import MockCopy, MockDevice
 from tests.plain_loop import Recipe, assert_same, same_bits, train_with_masters
 from tests.plain_loop import train as train_entry
@@ -42,7 +42,7 @@ from tests.trainer_runs import run_trainer
 from tests.zoo import ENTRIES
 
 WIDTH, LAYERS = 128, 6
-DIALS: dict[str, Any] = {"page_size": 16 << 10}
+OPTIONS: dict[str, Any] = {"page_size": 16 << 10}
 KINDS = ("mock+host", "mock+host+disk")
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -73,14 +73,14 @@ def on_host(
     make: Make = adamw,
     dtype: torch.dtype = torch.float32,
     chosen: Callable[[str], bool] = lambda name: True,
-    **dials: Any,
+    **options: Any,
 ) -> Iterator[tuple[nn.Sequential, Engine, PagedOptimizer]]:
     """A model of whose updates some are done on the CPU."""
-    dials = {**DIALS, **dials}
+    options = {**OPTIONS, **options}
     model = net(dtype)
-    floor, need = needs(net(dtype), directory, kind, optimizer=make, **dials)
+    floor, need = needs(net(dtype), directory, kind, optimizer=make, **options)
     with on_pages(
-        model, kind, floor + (need - floor) // 3, directory, host_bytes=need // 2 if "disk" in kind else None, **dials
+        model, kind, floor + (need - floor) // 3, directory, host_bytes=need // 2 if "disk" in kind else None, **options
     ) as engine:
         optimizer = engine.bind_optimizer(make(model))
         optimizer.on_host.chosen = chosen
@@ -219,9 +219,9 @@ def test_masters(accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     entry = narrowed(ENTRIES["llama"])
     oracle = train_with_masters(entry.build(), entry, recipe)
     model = entry.build()
-    dials: dict[str, Any] = {"master_weights": "fp32", **DIALS}
-    budget = budget_bytes("30%", *needs(model, tmp_path, **dials))
-    with on_pages(model, "mock+host", budget, tmp_path, **dials) as engine:
+    options: dict[str, Any] = {"master_weights": "fp32", **OPTIONS}
+    budget = budget_bytes("30%", *needs(model, tmp_path, **options))
+    with on_pages(model, "mock+host", budget, tmp_path, **options) as engine:
         paged = train_entry(model, entry, recipe, engine)
     assert_same(paged, oracle)
     assert taken
@@ -258,28 +258,28 @@ def test_a_look_at_one_parameter_waits_for_its_update_alone(tmp_path: Path) -> N
         engine.settle()
         with jobs_wait_for(gate, after=12):
             train(model, paged, range(steps - 1, steps), None, 1)
-            assert engine.pool.owed is not None
+            assert engine.pool.pending_updates is not None
             first = next(iter(dict(model.named_parameters())))
             assert same_bits(model.get_parameter(first).detach().clone(), plain.get_parameter(first).detach())
-            assert engine.pool.owed is not None, "the others are still owed"
+            assert engine.pool.pending_updates is not None, "the others are still pending"
             gate.set()
             engine.settle()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert_same_training(model, paged, plain, expected)
 
 
 @contextmanager
 def jobs_wait_for(gate: threading.Event, *, after: int) -> Iterator[None]:
     """Holds back all jobs but the first few."""
-    original, count = Job.run, iter(range(10_000))
+    original, count = UpdateJob.run, iter(range(10_000))
 
-    def run(self: Job) -> None:
+    def run(self: UpdateJob) -> None:
         if next(count) >= after:
             assert gate.wait(30)
         original(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "run", run)
+        patch.setattr(UpdateJob, "run", run)
         try:
             yield
         finally:
@@ -302,23 +302,23 @@ def test_what_is_raised_in_the_thread_is_raised_by_the_next_look(
         monkeypatch.setattr(Arithmetic, "update", update)
         with pytest.raises(ArithmeticError, match="no such number"):
             train(model, paged, range(2, 6), None, 1)
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert not holds(engine)
         engine.abort()
 
 
 def holds(engine: Engine) -> int:
-    home = engine.pool.home
-    assert isinstance(home, FrameHome)
-    return sum(page.holds for handle in home._handles for page in handle.pages)
+    backing = engine.pool.backing
+    assert isinstance(backing, HostStore)
+    return sum(page.holds for handle in backing._handles for page in handle.pages)
 
 
 def test_what_was_done_before_a_failure_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several windows have ended when somebody looks, the last of them badly: nobody's placeholder stays."""
-    original, count = Job.run, iter(range(10_000))
+    original, count = UpdateJob.run, iter(range(10_000))
     ended = threading.Event()
 
-    def run(self: Job) -> None:
+    def run(self: UpdateJob) -> None:
         number = next(count)
         if number == 10:
             self._update = broken
@@ -332,23 +332,23 @@ def test_what_was_done_before_a_failure_is_seen(tmp_path: Path, monkeypatch: pyt
     with on_host(tmp_path) as (model, engine, paged):
         train(model, paged, range(3), None, 1)
         engine.settle()
-        monkeypatch.setattr(Job, "run", run)
+        monkeypatch.setattr(UpdateJob, "run", run)
         train(model, paged, range(3, 4), None, 1)
         assert ended.wait(30)
         with pytest.raises(ArithmeticError, match="no such number"):
             engine.settle()
         monkeypatch.undo()
         engine.abort()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert bool(model(torch.ones(1, WIDTH)).isfinite().all())
 
 
 @pytest.mark.parametrize("touched", [True, False])
 def test_a_page_that_was_changed_is_not_taken_for_what_is_on_disk(touched: bool, tmp_path: Path) -> None:
     gate, began = threading.Event(), threading.Event()
-    original = Job.run
+    original = UpdateJob.run
 
-    def run(self: Job) -> None:
+    def run(self: UpdateJob) -> None:
         if touched:
             original(self)
             began.set()
@@ -362,24 +362,24 @@ def test_a_page_that_was_changed_is_not_taken_for_what_is_on_disk(touched: bool,
         train(model, paged, range(3), None, 1)
         engine.settle()
         wrote: list[bool] = []
-        home = engine.pool.home
-        assert isinstance(home, FrameHome)
+        backing = engine.pool.backing
+        assert isinstance(backing, HostStore)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Job, "run", run)
-            patch.setattr(home, "let_go", lambda run, *, wrote: seen(home, run, wrote))
+            patch.setattr(UpdateJob, "run", run)
+            patch.setattr(backing, "let_go", lambda run, *, wrote: seen(backing, run, wrote))
             seen_of = wrote
 
-            def seen(home: FrameHome, run: HeldRun, wrote: bool) -> None:
+            def seen(backing: HostStore, run: HeldRun, wrote: bool) -> None:
                 seen_of.append(wrote)
-                FrameHome.let_go(home, run, wrote=wrote)
+                HostStore.let_go(backing, run, wrote=wrote)
 
             train(model, paged, range(3, 4), None, 1)
             assert began.wait(30)
-            assert engine.pool.owed is not None
-            wait = Job.wait
+            assert engine.pool.pending_updates is not None
+            wait = UpdateJob.wait
             # Whoever gives up has called off all that has not begun before it waits for anything.
-            patch.setattr(Job, "wait", lambda self: (gate.set(), wait(self)))
-            engine.pool.owed.give_up()
+            patch.setattr(UpdateJob, "wait", lambda self: (gate.set(), wait(self)))
+            engine.pool.pending_updates.give_up()
         assert any(wrote) is touched
         assert not holds(engine)
 
@@ -427,9 +427,9 @@ def test_a_host_that_has_no_room_any_more_gives_updates_back(
     plain = net()
     optimizer = adamw(plain)
     expected = train(plain, optimizer, range(6), None, 1)
-    original, count = FrameHome.hold, iter(range(100_000))
+    original, count = HostStore.hold, iter(range(100_000))
 
-    def hold(self: FrameHome, *args: Any) -> HeldRun:
+    def hold(self: HostStore, *args: Any) -> HeldRun:
         if next(count) % 40 < 20:
             raise BudgetError("no frame can be freed")
         return original(self, *args)
@@ -442,7 +442,7 @@ def test_a_host_that_has_no_room_any_more_gives_updates_back(
         refuse(self, unit)
 
     with on_host(tmp_path, "mock+host+disk") as (model, _, paged):
-        monkeypatch.setattr(FrameHome, "hold", hold)
+        monkeypatch.setattr(HostStore, "hold", hold)
         monkeypatch.setattr(HostUpdates, "_refuse", noted)
         # The first window of a parameter may be refused, and no other.
         monkeypatch.setattr(HostUpdates, "_can_be_held", lambda self, tensor, step: tensor.numel <= 4096)
@@ -462,26 +462,26 @@ def test_what_the_host_gives_back_is_done_before_anybody_looks(tmp_path: Path, m
         refused.append(unit.state.slot.name)
         refuse(self, unit)
 
-    def full(self: FrameHome, *args: Any) -> HeldRun:
+    def full(self: HostStore, *args: Any) -> HeldRun:
         raise BudgetError("no frame can be freed")
 
     monkeypatch.setattr(HostUpdates, "_refuse", noted)
     # The first window of a parameter may be refused, and no other.
     monkeypatch.setattr(HostUpdates, "_can_be_held", lambda self, tensor, step: tensor.numel <= 4096)
     # Few windows at a time, so that most of them are still to be opened when the step returns.
-    monkeypatch.setattr(OnHost, "most_bytes", 5 * DIALS["page_size"])
-    monkeypatch.setattr("ptm_accel.optim.host_updates._held_bytes", lambda unit: 4 * DIALS["page_size"])
+    monkeypatch.setattr(OnHost, "most_bytes", 5 * OPTIONS["page_size"])
+    monkeypatch.setattr("ptm_accel.optim.host_updates._held_bytes", lambda unit: 4 * OPTIONS["page_size"])
     with on_host(tmp_path) as (model, engine, paged):
         train(model, paged, range(3), None, 1)
         engine.settle()
         backward(model, 3)
         paged.step()
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         with monkeypatch.context() as patch:
-            patch.setattr(FrameHome, "hold", full)
+            patch.setattr(HostStore, "hold", full)
             engine.settle()
         assert refused
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert_same_training(model, paged, plain, optimizer)
 
 
@@ -494,9 +494,9 @@ def test_replicas_choose_nothing_by_their_own_times(tmp_path: Path, monkeypatch:
 
 
 def test_what_cannot_be_is_not_planned(tmp_path: Path, taken: list[str]) -> None:
-    floor, need = needs(net(), tmp_path, "mock+host", optimizer=adamw, **DIALS)
+    floor, need = needs(net(), tmp_path, "mock+host", optimizer=adamw, **OPTIONS)
     model = net()
-    with on_pages(model, "mock+host", floor + (need - floor) // 3, tmp_path, **DIALS) as engine:
+    with on_pages(model, "mock+host", floor + (need - floor) // 3, tmp_path, **OPTIONS) as engine:
         paged = engine.bind_optimizer(adamw(model))
         engine.run_ahead.rates, engine.run_ahead.host_s = LinkRates(1e6, 1e6, 2e6), 0.0
         paged.param_groups[0]["capturable"] = True
@@ -532,7 +532,7 @@ def test_a_gradient_that_cannot_be_stored_is_told(tmp_path: Path) -> None:
         device.delay = None
         assert not holds(engine)
         engine.abort()
-        engine.pool.room.settle()
+        engine.pool.admission.settle()
 
 
 @pytest.mark.parametrize("clipped", [True, False])
@@ -553,9 +553,9 @@ def test_a_step_that_cannot_begin_leaves_nothing_behind(
         monkeypatch.setattr(HostUpdates, "take", take)
         with pytest.raises(DiskError, match="an earlier store has failed"):
             train(model, paged, range(3, 4), engine.clip_grad_norm_ if clipped else None, 1)
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert not holds(engine)
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert not [tensor for tensor in engine.pool.tensors() if tensor.tag is Tag.GRAD]
         engine.abort()
         monkeypatch.undo()
@@ -564,7 +564,7 @@ def test_a_step_that_cannot_begin_leaves_nothing_behind(
         assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
+def test_what_is_pending_ends_with_the_engine(tmp_path: Path) -> None:
     gate = threading.Event()
     before = _updaters()
     with on_host(tmp_path) as (model, engine, paged):
@@ -574,9 +574,9 @@ def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
         threading.Timer(0.2, gate.set).start()
         with jobs_wait_for(gate, after=1):
             train(model, paged, range(3, 4), None, 1)
-            assert engine.pool.owed is not None
+            assert engine.pool.pending_updates is not None
             engine.close()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert not holds(engine)
         assert not _updaters() - before
 
@@ -584,7 +584,7 @@ def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
 def test_a_thread_ends_with_its_owner() -> None:
     worker, before = Worker("ptm_accel updates"), _updaters()
     done = threading.Event()
-    job = Job(cast("Unit", None), lambda unit: None, lambda unit: {"done": done.set()})
+    job = UpdateJob(cast("Unit", None), lambda unit: None, lambda unit: {"done": done.set()})
     worker.submit(job)
     assert done.wait(30)
     (thread,) = _updaters() - before
@@ -599,18 +599,20 @@ def _updaters() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "ptm_accel updates"}
 
 
-def test_a_home_without_room_leaves_updates_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backing_store_without_room_leaves_updates_to_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = net()
     optimizer = adamw(plain)
     expected = train(plain, optimizer, range(5), None, 1)
     with on_host(tmp_path) as (model, engine, paged):
         losses = train(model, paged, range(3), None, 1)
         engine.settle()
-        home = engine.pool.home
-        assert isinstance(home, FrameHome)
+        backing = engine.pool.backing
+        assert isinstance(backing, HostStore)
         # Not even the arithmetic has room, of an optimizer that allocates for it.
         monkeypatch.setattr("ptm_accel.optim.host_updates.update_extra_bytes", lambda *args, **kwargs: 4096)
-        held = home.budget.reserve(home.make_room(0), Tag.STAGING, "somebody else")
+        held = backing.budget.reserve(backing.make_room(0), Tag.STAGING, "somebody else")
         took: list[bool] = []
         original = HostUpdates.take
         monkeypatch.setattr(HostUpdates, "take", lambda self, entry: took.append(original(self, entry)) or took[-1])
@@ -629,12 +631,12 @@ def test_a_host_that_holds_few_pages_leaves_updates_to_the_device(
 ) -> None:
     plain = net()
     expected = train(plain, adamw(plain), range(4), None, 1)
-    floor, need = needs(net(), tmp_path, "mock+host+disk", optimizer=adamw, **DIALS)
+    floor, need = needs(net(), tmp_path, "mock+host+disk", optimizer=adamw, **OPTIONS)
     for pages, some in ((8, False), (16, True)):
         model = net()
-        host = pages * int(DIALS["page_size"])
+        host = pages * int(OPTIONS["page_size"])
         with on_pages(
-            model, "mock+host+disk", floor + (need - floor) // 3, tmp_path, host_bytes=host, **DIALS
+            model, "mock+host+disk", floor + (need - floor) // 3, tmp_path, host_bytes=host, **OPTIONS
         ) as engine:
             paged = engine.bind_optimizer(adamw(model))
             paged.on_host.chosen = lambda name: True
@@ -651,9 +653,9 @@ def test_a_plan_chooses_who_is_updated_where(clipped: bool, tmp_path: Path, take
     optimizer = adamw(plain)
     clip = (lambda most: nn.utils.clip_grad_norm_(plain.parameters(), most)) if clipped else None
     expected = train(plain, optimizer, range(9), clip, 1)
-    floor, need = needs(net(), tmp_path, "mock+host", optimizer=adamw, **DIALS)
+    floor, need = needs(net(), tmp_path, "mock+host", optimizer=adamw, **OPTIONS)
     model = net()
-    with on_pages(model, "mock+host", floor + (need - floor) // 3, tmp_path, **DIALS) as engine:
+    with on_pages(model, "mock+host", floor + (need - floor) // 3, tmp_path, **OPTIONS) as engine:
         paged = engine.bind_optimizer(adamw(model))
         engine.run_ahead.rates = LinkRates(1e6, 1e6, 2e6)
         engine.run_ahead.host_s = 0.0

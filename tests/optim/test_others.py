@@ -109,11 +109,11 @@ def assert_same(model: nn.Module, head: Head, plain: nn.Module, other: Head) -> 
 
 
 @contextmanager
-def on_budget(make: Make, directory: Path, budget: str, **dials: Any) -> Iterator[tuple[nn.Sequential, Head, Engine]]:
+def on_budget(make: Make, directory: Path, budget: str, **options: Any) -> Iterator[tuple[nn.Sequential, Head, Engine]]:
     floor, need = needs(stack(WIDTH, LAYERS), directory, "host+disk", optimizer=lambda model: make(model, Head()))
     model = stack(WIDTH, LAYERS)
     nbytes = {"fits": AMPLE, "third": floor + (need - floor) // 3, "floor": floor}[budget]
-    with on_pages(model, "host+disk", nbytes, directory, **dials) as engine:
+    with on_pages(model, "host+disk", nbytes, directory, **options) as engine:
         yield model, Head(), engine
 
 

@@ -19,7 +19,7 @@ from tests.tiers import needs, on_pages
 
 @pytest.mark.parametrize("roomy", [True, False])
 def test_a_buffer_that_is_used_for_every_gradient(roomy: bool, tmp_path: Path) -> None:
-    """A step that is owed does not read what has been written to it meanwhile."""
+    """A step that is pending does not read what has been written to it meanwhile."""
     buffers = [torch.empty(WIDTH, WIDTH) for _ in range(LAYERS)]
 
     def loop(model: nn.Sequential, optimizer: Any, clip: Clip) -> list[float]:

@@ -378,7 +378,7 @@ def in_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 @REGROUP
 @pytest.mark.parametrize("begun", [False, True], ids=["forward", "backward"])
-def test_groups_that_change_while_a_step_is_owed(regroup: Regroup, begun: bool, tmp_path: Path) -> None:
+def test_groups_that_change_while_a_step_is_pending(regroup: Regroup, begun: bool, tmp_path: Path) -> None:
     """The step is done with the groups as they were; the next ones with those that there are."""
     expected, model = net(), net()
     other = in_groups(expected)
@@ -388,7 +388,7 @@ def test_groups_that_change_while_a_step_is_owed(regroup: Regroup, begun: bool, 
         optimizer = engine.bind_optimizer(in_groups(model))
         for number in range(8):
             if number == 5 and not begun:
-                assert engine.pool.owed is not None
+                assert engine.pool.pending_updates is not None
                 regroup(optimizer)
             loss = loss_of(model, number)
             if number == 5 and begun:

@@ -1,4 +1,4 @@
-"""Which optimizers run on pages, how finely, and with what appetite; the others are refused by name."""
+"""Which optimizers run on pages, how finely, and with how much memory; the others are refused by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import transformers
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.model.floor import Appetite
-from ptm_accel.optim.support import appetite_of, is_elementwise
+from ptm_accel.model.floor import OptimizerMemory
+from ptm_accel.optim.support import is_elementwise, optimizer_memory_of
 from tests.tiers import at_floor
 
 HELP = (
@@ -44,27 +44,27 @@ class Derived(LOMO):
 
 
 @pytest.mark.parametrize(
-    ("make", "appetite"),
+    ("make", "optimizer_memory"),
     [
-        (lambda p: torch.optim.AdamW(p, fused=True), Appetite(2, 0)),
-        (lambda p: torch.optim.AdamW(p, foreach=True), Appetite(2, 3)),
-        (lambda p: torch.optim.Adam(p, amsgrad=True, fused=True), Appetite(3, 0)),
-        (lambda p: torch.optim.SGD(p, fused=True), Appetite(0, 0)),
-        (lambda p: torch.optim.SGD(p, momentum=0.9), Appetite(1, 3)),
-        (lambda p: torch.optim.Adagrad(p, fused=True), Appetite(1, 0)),
-        (lambda p: torch.optim.RMSprop(p), Appetite(1, 3, whole=True)),
-        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), Appetite(3, 3, whole=True)),
-        (lambda p: torch.optim.Muon(p), Appetite(1, 3, whole=True)),
-        (lambda p: torch.optim.Adafactor(p), Appetite(0, 3, whole=True)),
-        (lambda p: transformers.Adafactor(p, beta1=0.9), Appetite(1, 3, whole=True)),
-        (lambda p: torch.optim.NAdam(p), Appetite(2, 3, whole=True)),
-        (lambda p: Better(p, fused=True), Appetite(2, 3, whole=True)),
+        (lambda p: torch.optim.AdamW(p, fused=True), OptimizerMemory(2, 0)),
+        (lambda p: torch.optim.AdamW(p, foreach=True), OptimizerMemory(2, 3)),
+        (lambda p: torch.optim.Adam(p, amsgrad=True, fused=True), OptimizerMemory(3, 0)),
+        (lambda p: torch.optim.SGD(p, fused=True), OptimizerMemory(0, 0)),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), OptimizerMemory(1, 3)),
+        (lambda p: torch.optim.Adagrad(p, fused=True), OptimizerMemory(1, 0)),
+        (lambda p: torch.optim.RMSprop(p), OptimizerMemory(1, 3, whole=True)),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), OptimizerMemory(3, 3, whole=True)),
+        (lambda p: torch.optim.Muon(p), OptimizerMemory(1, 3, whole=True)),
+        (lambda p: torch.optim.Adafactor(p), OptimizerMemory(0, 3, whole=True)),
+        (lambda p: transformers.Adafactor(p, beta1=0.9), OptimizerMemory(1, 3, whole=True)),
+        (lambda p: torch.optim.NAdam(p), OptimizerMemory(2, 3, whole=True)),
+        (lambda p: Better(p, fused=True), OptimizerMemory(2, 3, whole=True)),
     ],
 )
-def test_what_is_supported(make: Callable[[Any], torch.optim.Optimizer], appetite: Appetite) -> None:
+def test_what_is_supported(make: Callable[[Any], torch.optim.Optimizer], optimizer_memory: OptimizerMemory) -> None:
     optimizer = make(params())
-    assert is_elementwise(optimizer) is not appetite.whole
-    assert appetite_of(optimizer) == appetite
+    assert is_elementwise(optimizer) is not optimizer_memory.whole
+    assert optimizer_memory_of(optimizer) == optimizer_memory
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, DiskError, StaleGraphError
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
@@ -45,7 +45,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 def is_pending(engine: Engine, slot: ParamSlot) -> bool:
     """Whether the update of a parameter is still to be done."""
-    return engine.pool.owed is not None and engine.pool.owed.awaits(slot.value.block)
+    return engine.pool.pending_updates is not None and engine.pool.pending_updates.awaits(slot.value.block)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -54,13 +54,13 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 @contextmanager
 def owing(
-    directory: Path, kind: str = "host+disk", *, make: Make = adamw, warm: int = 3, spare: int = 2, **dials: Any
+    directory: Path, kind: str = "host+disk", *, make: Make = adamw, warm: int = 3, spare: int = 2, **options: Any
 ) -> Iterator[tuple[nn.Sequential, Engine, PagedOptimizer]]:
-    """A model whose last step is still owed, and most of whose states are away."""
-    dtype = torch.bfloat16 if dials else torch.float32
+    """A model whose last step is still pending, and most of whose states are away."""
+    dtype = torch.bfloat16 if options else torch.float32
     model = net(dtype)
-    floor, need = needs(net(dtype), directory, kind, optimizer=make, **dials)
-    with on_pages(model, kind, floor + (need - floor) // spare, directory, **dials) as engine:
+    floor, need = needs(net(dtype), directory, kind, optimizer=make, **options)
+    with on_pages(model, kind, floor + (need - floor) // spare, directory, **options) as engine:
         optimizer = engine.bind_optimizer(make(model))
         for number in range(warm):
             step(model, optimizer, number)
@@ -85,13 +85,13 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
 def test_a_look_at_one_parameter_waits_for_its_update_alone(kind: str, tmp_path: Path) -> None:
     with owing(tmp_path, kind) as (model, engine, _):
         expected, _ = plain(3)
-        queue = engine.pool.owed
+        queue = engine.pool.pending_updates
         assert queue is not None
         assert same_bits(model[1].weight.detach().clone(), expected[1].weight.detach())
-        assert engine.pool.owed is queue, "the others are still owed"
+        assert engine.pool.pending_updates is queue, "the others are still pending"
         assert same_bits(model[7].weight.detach().clone(), expected[7].weight.detach())
         engine.settle()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert_same_weights(model, expected)
 
 
@@ -107,7 +107,7 @@ def test_a_look_at_one_parameter_waits_for_its_update_alone(kind: str, tmp_path:
 )
 def test_many_steps_are_those_of_the_plain_loop(make: Make, tmp_path: Path) -> None:
     with owing(tmp_path, make=make, warm=8) as (model, engine, _):
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         assert_same_weights(model, plain(8, make)[0])
 
 
@@ -126,7 +126,7 @@ def test_clipping_and_the_learning_rate_are_those_of_the_step(tmp_path: Path) ->
 
     with owing(tmp_path, warm=0) as (model, engine, optimizer):
         losses = run(model, optimizer, lambda: engine.clip_grad_norm_(0.01))
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**6
         expected = net()
         assert losses == run(expected, adamw(expected), lambda: nn.utils.clip_grad_norm_(expected.parameters(), 0.01))
@@ -148,7 +148,7 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
 
     with owing(tmp_path, make=make, warm=0) as (model, engine, optimizer):
         run(model, optimizer)
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         engine.settle()
         expected = net()
         run(expected, make(expected))
@@ -158,9 +158,9 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
 def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
     expected, other = plain(3)
     with owing(tmp_path) as (model, engine, optimizer):
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         saved = optimizer.state_dict()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         truth = other.state_dict()["state"]
         for number, entry in saved["state"].items():
             for key, value in entry.items():
@@ -168,16 +168,16 @@ def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
         del saved, value, entry
     with owing(tmp_path) as (model, engine, optimizer):
         assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {3.0}
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert_same_weights(model, expected)
 
 
 def test_gradients_that_are_forgotten_are_the_next_ones(tmp_path: Path) -> None:
-    """`zero_grad` after a step takes nothing from the updates that are owed."""
+    """`zero_grad` after a step takes nothing from the updates that are pending."""
     with owing(tmp_path) as (model, engine, optimizer):
         engine.zero_grad()
         optimizer.zero_grad()
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         assert_same_weights(model, plain(3)[0])
 
 
@@ -222,7 +222,7 @@ def test_giving_up_ends_a_queue_although_something_raises(tmp_path: Path, monkey
             with pytest.raises(RuntimeError, match="the book"):
                 queue.give_up()
         assert len(dropped) > 1
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert optimizer.updates.queue is None
         assert not engine.pool.pinned()
         assert not any(is_pending(engine, slot) for slot in engine.slots)
@@ -233,7 +233,7 @@ def test_writing_waits_for_the_update(tmp_path: Path) -> None:
     with owing(tmp_path) as (model, engine, _):
         with gathered(model, write=True):
             model[3].weight.data.zero_()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert (model[3].weight == 0).all()
         assert same_bits(model[4].weight.detach().clone(), plain(3)[0][4].weight.detach())
 
@@ -251,7 +251,7 @@ def test_a_forward_under_autocast_changes_no_update(tmp_path: Path) -> None:
                 opt.step()
                 opt.zero_grad()
                 losses[-1].append(float(loss.detach()))
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         assert losses[0] == losses[1]
         assert_same_weights(model, expected)
 
@@ -260,7 +260,7 @@ def test_fp32_masters(tmp_path: Path) -> None:
     values = []
     for spare in (2, 0.9):
         with owing(tmp_path, warm=5, spare=spare, master_weights="fp32") as (model, engine, _):
-            assert (engine.pool.owed is not None) == (spare == 2)
+            assert (engine.pool.pending_updates is not None) == (spare == 2)
             values.append({name: value.clone() for name, value in model.state_dict().items()})
     assert all(same_bits(value, values[1][name]) for name, value in values[0].items())
 
@@ -269,14 +269,14 @@ def test_a_parameter_with_a_master_is_not_loaded_to_be_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with owing(tmp_path, master_weights="fp32", warm=4, spare=3) as (_, engine, _):
-        queue = engine.pool.owed
+        queue = engine.pool.pending_updates
         assert queue is not None
         away = [slot.value.block for slot in engine.slots if slot.value.place is Place.AWAY]
         assert away
-        loaded: list[PagedTensor] = []
+        loaded: list[Block] = []
         start_load = Traffic.start_load
 
-        def start(traffic: Traffic, tensor: PagedTensor, *rest: Any) -> Any:
+        def start(traffic: Traffic, tensor: Block, *rest: Any) -> Any:
             loaded.append(tensor)
             return start_load(traffic, tensor, *rest)
 
@@ -291,10 +291,10 @@ def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypat
     with owing(tmp_path, master_weights="fp32", warm=4, spare=3) as (model, engine, optimizer):
         engine.settle()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        occupied: list[PagedTensor] = []
+        occupied: list[Block] = []
         occupy, update = Pool.occupy, Arithmetic.update
 
-        def noted(pool: Pool, tensor: PagedTensor) -> None:
+        def noted(pool: Pool, tensor: Block) -> None:
             occupied.append(tensor)
             occupy(pool, tensor)
 
@@ -311,7 +311,7 @@ def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypat
             with pytest.raises(RuntimeError, match="the kernel"):
                 engine.settle()
         assert occupied
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         after = model.state_dict()
         for tensor in occupied:
             assert tensor.place is Place.AWAY
@@ -345,7 +345,7 @@ def test_no_overlap_without_room_for_it(tmp_path: Path) -> None:
         optimizer = engine.bind_optimizer(adamw(model))
         for number in range(3):
             step(model, optimizer, number)
-            assert engine.pool.owed is None
+            assert engine.pool.pending_updates is None
         assert_same_weights(model, plain(3)[0])
 
 
@@ -365,7 +365,7 @@ class Parent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
-def test_without_room_beside_a_forward_the_step_is_still_owed(kind: str, tmp_path: Path) -> None:
+def test_without_room_beside_a_forward_the_step_is_still_pending(kind: str, tmp_path: Path) -> None:
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(4):
             model(torch.ones(2, WIDTH)).sum().backward()
@@ -387,7 +387,7 @@ def test_without_room_beside_a_forward_the_step_is_still_owed(kind: str, tmp_pat
             run(model, optimizer)
         # Accelerate tries smaller batches after it.
         assert isinstance(refused.value, RuntimeError) is (kind == "mock+host")
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         engine.abort()
         assert optimizer.updates.lost is None
         done = optimizer.updates.steps
@@ -400,11 +400,11 @@ def test_without_room_beside_a_forward_the_step_is_still_owed(kind: str, tmp_pat
         assert_same_weights(model, once)
 
 
-def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
+def test_what_is_pending_ends_with_the_engine(tmp_path: Path) -> None:
     with owing(tmp_path) as (_, engine, optimizer):
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         optimizer.close()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert not engine.pool.pinned()
     model = net()
     floor, need = needs(net(), tmp_path, "host+disk", optimizer=adamw)
@@ -414,9 +414,9 @@ def test_what_is_owed_ends_with_the_engine(tmp_path: Path) -> None:
             step(model, optimizer, number)
         engine.settle()
         step(model, optimizer, 3)
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         engine.close()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
         assert not list(engine.pool.tensors())
 
 
@@ -452,7 +452,7 @@ def test_an_update_that_fails_is_told_by_the_next_look(
         assert int(told[1]) < count
         assert int(told[2]) <= count
         engine.close()
-        assert engine.pool.owed is None
+        assert engine.pool.pending_updates is None
 
 
 def go_on(model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -461,7 +461,7 @@ def go_on(model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer) ->
     engine.settle()
 
 
-def test_a_graph_of_values_before_an_owed_update_is_refused(tmp_path: Path) -> None:
+def test_a_graph_of_values_before_a_pending_update_is_refused(tmp_path: Path) -> None:
     """Whoever unpacks the first weight carries its update out, and would be given the new values."""
 
     def head(model: nn.Sequential) -> torch.Tensor:
@@ -475,7 +475,7 @@ def test_a_graph_of_values_before_an_owed_update_is_refused(tmp_path: Path) -> N
         second = head(model)
         optimizer.step()
         optimizer.zero_grad()
-        assert engine.pool.owed is not None
+        assert engine.pool.pending_updates is not None
         with pytest.raises(StaleGraphError, match=r"was updated 1 time\(s\) between a forward and its backward"):
             second.backward()
         engine.abort()

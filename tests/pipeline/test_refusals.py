@@ -115,7 +115,7 @@ def test_the_trainer(change: Any, message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dials", "error", "message"),
+    ("options", "error", "message"),
     [
         ({"pipeline": 1}, ConfigError, r"pipeline.stages: got 1; write how many stages there are, at least 2"),
         ({"pipeline": "two"}, ConfigError, r"pipeline.stages: got 'two'"),
@@ -127,9 +127,11 @@ def test_the_trainer(change: Any, message: str, tmp_path: Path) -> None:
         ({"pipeline": 2}, ConfigError, "2 stages, and 1 processes; start 2 of them"),
     ],
 )
-def test_dials(dials: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_options(options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
-        ptm_accel.Trainer(build("llama"), transformers.TrainingArguments(str(tmp_path), use_cpu=True), ptm_config=dials)
+        ptm_accel.Trainer(
+            build("llama"), transformers.TrainingArguments(str(tmp_path), use_cpu=True), ptm_config=options
+        )
 
 
 @pytest.mark.parametrize("name", ["FSDP", "DeepSpeed"])
@@ -259,7 +261,7 @@ def test_a_stage_with_nothing_to_train(alone: Ranks) -> None:
         ({"differs": True}, "the 2 processes of a pipeline have different batches"),
         ({"fails": "save"}, ", and another process is not: all of them take part"),
         ({"predicts": True}, "returns its loss alone, and no predictions"),
-        ({"dials": {"pipeline": {"stages": 4}}, "count": 4}, "4 stages of 3 layers; set it to at most 3"),
+        ({"options": {"pipeline": {"stages": 4}}, "count": 4}, "4 stages of 3 layers; set it to at most 3"),
     ],
 )
 def test_in_processes(asked: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_in_processes(asked: dict[str, Any], message: str, tmp_path: Path) -> No
 
 
 def test_as_many_processes_as_stages_times_replicas(tmp_path: Path) -> None:
-    asked = json.dumps({"kind": "llama", "out": str(tmp_path), "dials": {"pipeline": 2}})
+    asked = json.dumps({"kind": "llama", "out": str(tmp_path), "options": {"pipeline": 2}})
     for run in run_ranks(CHILD, asked, count=3, cwd=tmp_path, env=ENVIRONMENT):
         assert run.code != 0
         assert "pipeline.stages: 2 stages, and 3 processes; start 2 of them, or a multiple" in run.err

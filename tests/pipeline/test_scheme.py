@@ -41,8 +41,8 @@ def brute_force(seconds: Seconds, rows: int, length: int, stages: int) -> float:
 COSTS = st.tuples(*(st.floats(0.01, 3.0) for _ in range(4)), st.integers(1, 6))
 
 
-def cost(dials: tuple[float, float, float, float, int]) -> Seconds:
-    fixed, linear, context, product, flat = dials
+def cost(options: tuple[float, float, float, float, int]) -> Seconds:
+    fixed, linear, context, product, flat = options
 
     def seconds(rows: int, tokens: int, before: int) -> float:
         return fixed + linear * max(rows * tokens, flat) + rows * (context * before + product * tokens * before) * 0.1
@@ -51,23 +51,23 @@ def cost(dials: tuple[float, float, float, float, int]) -> Seconds:
 
 
 @settings(max_examples=60, deadline=None)
-@given(dials=COSTS, length=st.integers(1, 9), stages=st.integers(1, 9))
+@given(options=COSTS, length=st.integers(1, 9), stages=st.integers(1, 9))
 def test_tokens_are_cut_as_by_brute_force(
-    dials: tuple[float, float, float, float, int], length: int, stages: int
+    options: tuple[float, float, float, float, int], length: int, stages: int
 ) -> None:
-    scheme = best_scheme(cost(dials), rows=1, length=length, stages=stages, grain=1)
-    assert scheme.seconds == pytest.approx(brute_force(cost(dials), 1, length, stages), rel=1e-12)
+    scheme = best_scheme(cost(options), rows=1, length=length, stages=stages, grain=1)
+    assert scheme.seconds == pytest.approx(brute_force(cost(options), 1, length, stages), rel=1e-12)
     assert sum(scheme.parts[0][1]) == length
-    assert scheme.seconds == pipeline_seconds(times_of(scheme.parts, cost(dials)), stages)
+    assert scheme.seconds == pipeline_seconds(times_of(scheme.parts, cost(options)), stages)
 
 
 @settings(max_examples=40, deadline=None)
-@given(dials=COSTS, rows=st.integers(1, 3), length=st.integers(1, 5), stages=st.integers(1, 9))
+@given(options=COSTS, rows=st.integers(1, 3), length=st.integers(1, 5), stages=st.integers(1, 9))
 def test_rows_and_tokens_are_cut_as_by_brute_force(
-    dials: tuple[float, float, float, float, int], rows: int, length: int, stages: int
+    options: tuple[float, float, float, float, int], rows: int, length: int, stages: int
 ) -> None:
-    scheme = best_scheme(cost(dials), rows=rows, length=length, stages=stages, grain=1)
-    assert scheme.seconds == pytest.approx(brute_force(cost(dials), rows, length, stages), rel=1e-12)
+    scheme = best_scheme(cost(options), rows=rows, length=length, stages=stages, grain=1)
+    assert scheme.seconds == pytest.approx(brute_force(cost(options), rows, length, stages), rel=1e-12)
     assert sum(size for size, _ in scheme.parts) == rows
 
 

@@ -30,8 +30,8 @@ def plain(folder: Path, **asked: Any) -> dict[str, Any]:
     return result(run)
 
 
-def staged(folder: Path, stages: int, count: int | None = None, dials: Any = None, **asked: Any) -> list[Run]:
-    given = {"out": str(folder / "staged"), **asked, "dials": {"pipeline": {"stages": stages}} | (dials or {})}
+def staged(folder: Path, stages: int, count: int | None = None, options: Any = None, **asked: Any) -> list[Run]:
+    given = {"out": str(folder / "staged"), **asked, "options": {"pipeline": {"stages": stages}} | (options or {})}
     return run_ranks(CHILD, json.dumps(given), count=count or stages, cwd=folder, env=ENVIRONMENT)
 
 
@@ -72,20 +72,20 @@ def check_weights(plain_at: Path, staged_at: Path) -> None:
         ("llama", 2, {"cut": False}),
         ("llama", 2, {"arguments": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, "padded": True}),
         ("gpt2", 3, {"arguments": {"gradient_checkpointing": True}}),
-        ("qwen2", 2, {"dials": PAGES, "arguments": {"max_grad_norm": 0.0}}),
-        ("qwen3", 2, {"dials": PAGES, "padded": True, "arguments": {"gradient_checkpointing": True}}),
+        ("qwen2", 2, {"options": PAGES, "arguments": {"max_grad_norm": 0.0}}),
+        ("qwen3", 2, {"options": PAGES, "padded": True, "arguments": {"gradient_checkpointing": True}}),
         ("mistral", 3, {"arguments": {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}}),
         ("llama", 2, {"arguments": {"bf16": True}}),
         ("gpt2", 2, {"dtype": "bfloat16"}),
-        ("llama", 3, {"dials": PAGES, "reads": True, "evaluates_first": True}),
+        ("llama", 3, {"options": PAGES, "reads": True, "evaluates_first": True}),
     ],
 )
 def test_trains_as_without(kind: str, stages: int, more: dict[str, Any], tmp_path: Path) -> None:
-    dials = more.pop("dials", {})
+    options = more.pop("options", {})
     expected = plain(tmp_path, kind=kind, **more)
-    if dials:
-        dials = {**dials, "disk": str(tmp_path)}
-    runs = staged(tmp_path, stages, dials=dials, kind=kind, **more)
+    if options:
+        options = {**options, "disk": str(tmp_path)}
+    runs = staged(tmp_path, stages, options=options, kind=kind, **more)
     tolerance = 2e-2 if "dtype" in more or more.get("arguments", {}).get("bf16") else 0.0
     if tolerance:
         for run in runs:
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
         assert run.code != 0
         assert "was saved by a pipeline of 2 stages" in run.err
         assert "set pipeline.stages to 2 to go on with it" in run.err
-    given = {"kind": "llama", "out": str(tmp_path / "whole"), "dials": {}, "resume": checkpoint}
+    given = {"kind": "llama", "out": str(tmp_path / "whole"), "options": {}, "resume": checkpoint}
     run = run_prepared(CHILD, json.dumps(given), cwd=tmp_path, env=ENVIRONMENT)
     assert run.code != 0
     assert "was saved by a pipeline of 2 stages" in run.err
@@ -163,7 +163,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_failed_rank_ends_all_and_the_last_checkpoint_resumes(how: str, tmp_path: Path) -> None:
     arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
-    given = {"kind": "llama", "out": str(tmp_path / "staged"), "dials": {"pipeline": 2}, "arguments": arguments}
+    given = {"kind": "llama", "out": str(tmp_path / "staged"), "options": {"pipeline": 2}, "arguments": arguments}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(CHILD)]
     begin = time.monotonic()
     environment = {**ENVIRONMENT, "PYTHONPATH": str(CHILD.parents[2])}

@@ -1,6 +1,6 @@
 """A script that trains a model with the Trainer: the same with a pipeline, in several processes, and without.
 
-One argument: a JSON object with `kind`, `out` (a folder), and what is given to the Trainer: `dials`, `arguments`.
+One argument: a JSON object with `kind`, `out` (a folder), and what is given to the Trainer: `options`, `arguments`.
 Prints what was logged.
 """
 
@@ -80,8 +80,8 @@ def main() -> None:
         folder = os.path.join(asked["out"], f"model-{os.environ.get('RANK', 'alone')}")
         model.save_pretrained(folder)
         model = type(model).from_pretrained(folder)
-        if asked.get("dials"):
-            model = ptm_accel.from_pretrained(type(model), folder, ptm_config=asked["dials"])
+        if asked.get("options"):
+            model = ptm_accel.from_pretrained(type(model), folder, ptm_config=asked["options"])
     arguments: dict[str, Any] = {
         "output_dir": asked["out"],
         "use_cpu": True,
@@ -96,8 +96,8 @@ def main() -> None:
         "save_strategy": "no",
         **asked.get("arguments", {}),
     }
-    trainer: Any = ptm_accel.Trainer if asked.get("dials") is not None else __import__("transformers").Trainer
-    more = {} if asked.get("dials") is None else {"ptm_config": asked["dials"]}
+    trainer: Any = ptm_accel.Trainer if asked.get("options") is not None else __import__("transformers").Trainer
+    more = {} if asked.get("options") is None else {"ptm_config": asked["options"]}
     rows = Rows(asked.get("padded", False))
     if asked.get("differs"):
         rows.ids += int(os.environ["RANK"])

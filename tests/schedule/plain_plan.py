@@ -40,8 +40,8 @@ class PlainResidents:
         return frozenset(self._next)
 
 
-class PlainShelf:
-    """As `ptm_accel.schedule.plan._Shelf`; keeps what is free at each access, and goes from one to the next."""
+class PlainHeadroom:
+    """As `ptm_accel.schedule.plan._Headroom`; keeps what is free at each access, and goes from one to the next."""
 
     def __init__(self, trace: Trace, used: list[int], capacity_bytes: int, ahead_bytes: int) -> None:
         self._sizes = [item.nbytes for item in trace.items]

@@ -73,9 +73,9 @@ STATE_BYTES = 20 * COUNT
 @pytest.mark.parametrize("between", [400, 900, 5000])
 def test_no_state_stays_where_other_passes_leave_it_no_room(between: int) -> None:
     """Of several micro-batches the first alone has updates beside it; those that follow take all that there is."""
-    dials: dict[str, Any] = {"updates": UPDATES, "repeats": False, "rates": SLOW, "update_s": 0.01}
-    alone = choose_plan(recorded(), capacity_bytes=400, **dials)
-    crowded = choose_plan(recorded(), capacity_bytes=400, between_bytes=between, **dials)
+    options: dict[str, Any] = {"updates": UPDATES, "repeats": False, "rates": SLOW, "update_s": 0.01}
+    alone = choose_plan(recorded(), capacity_bytes=400, **options)
+    crowded = choose_plan(recorded(), capacity_bytes=400, between_bytes=between, **options)
     assert alone.simulated is not None
     assert crowded.simulated is not None
     assert state_there(alone)
@@ -87,10 +87,10 @@ def test_no_state_stays_where_other_passes_leave_it_no_room(between: int) -> Non
 
 
 def test_as_much_state_stays_as_other_passes_leave_room_for() -> None:
-    dials: dict[str, Any] = {"updates": UPDATES, "repeats": False, "rates": SLOW, "update_s": 0.01}
+    options: dict[str, Any] = {"updates": UPDATES, "repeats": False, "rates": SLOW, "update_s": 0.01}
     stays = []
     for between in (500, 620, 760):
-        chosen = choose_plan(recorded(), capacity_bytes=800, between_bytes=between, **dials)
+        chosen = choose_plan(recorded(), capacity_bytes=800, between_bytes=between, **options)
         stays.append(sum(chosen.trace.items[item].nbytes for item in state_there(chosen)))
         assert 0 < stays[-1] <= 800 - between
     assert stays[0] > stays[2]
@@ -162,16 +162,16 @@ def test_a_large_model_is_planned_in_a_tenth_of_a_second(
     """
     planned: list[int] = []
 
-    def counted(trace: Trace, **dials: Any) -> Plan:
-        planned.append(dials["ahead_bytes"])
-        return plan_pass(trace, **dials)
+    def counted(trace: Trace, **options: Any) -> Plan:
+        planned.append(options["ahead_bytes"])
+        return plan_pass(trace, **options)
 
     monkeypatch.setattr("ptm_accel.schedule.choice.plan_pass", counted)
     trace, updates = large_model()
-    dials: dict[str, Any] = {"rates": LinkRates(5e10, 5e10, 8e10), "update_s": 1 / (2 * 8.3e9), "host_s": host_s}
+    options: dict[str, Any] = {"rates": LinkRates(5e10, 5e10, 8e10), "update_s": 1 / (2 * 8.3e9), "host_s": host_s}
     begin = time.thread_time()
     chosen = choose_plan(
-        trace, capacity_bytes=24 << 30, updates=updates, in_backward=in_backward, repeats=True, **dials
+        trace, capacity_bytes=24 << 30, updates=updates, in_backward=in_backward, repeats=True, **options
     )
     assert chosen.simulated is not None
     assert len(planned) <= most

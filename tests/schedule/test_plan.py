@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ptm_accel.errors import ScheduleError
 from ptm_accel.schedule.actions import Move, Plan
-from ptm_accel.schedule.plan import _Shelf, plan_pass
+from ptm_accel.schedule.plan import _Headroom, plan_pass
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
-from tests.schedule.plain_plan import PlainResidents, PlainShelf
+from tests.schedule.plain_plan import PlainHeadroom, PlainResidents
 
 
 def layers(count: int, size: int = 10, *, held: int = 0) -> Trace:
@@ -140,7 +140,7 @@ def planned_plainly(trace: Trace, **given_: Any) -> Plan:
     """The plan, made in the plain and slow way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ptm_accel.schedule.plan._Residents", PlainResidents)
-        patch.setattr("ptm_accel.schedule.plan._Shelf", PlainShelf)
+        patch.setattr("ptm_accel.schedule.plan._Headroom", PlainHeadroom)
         return plan_pass(trace, **given_)
 
 
@@ -152,8 +152,8 @@ def test_plans_are_those_of_the_plain_way(given_: tuple[Trace, int, int], number
     kept = frozenset({number} - changed) & {access.item for access in trace.accesses}
     capacity += sum(trace.items[item].nbytes for item in kept)
     for repeats in (False, True):
-        dials = {"capacity_bytes": capacity, "ahead_bytes": ahead, "repeats": repeats, "kept": kept}
-        assert plan_pass(trace, **dials) == planned_plainly(trace, **dials)
+        options = {"capacity_bytes": capacity, "ahead_bytes": ahead, "repeats": repeats, "kept": kept}
+        assert plan_pass(trace, **options) == planned_plainly(trace, **options)
 
 
 @settings(max_examples=200, deadline=None)
@@ -164,8 +164,8 @@ def test_what_other_passes_leave_no_room_for_comes_and_goes_within_one(
     trace, capacity, ahead = given_
     last = {access.item: index for index, access in enumerate(trace.accesses)}
     passing = numbers & last.keys()
-    dials: dict[str, Any] = {"capacity_bytes": capacity, "ahead_bytes": ahead, "passing": passing}
-    plan = plan_pass(trace, **dials)
+    options: dict[str, Any] = {"capacity_bytes": capacity, "ahead_bytes": ahead, "passing": passing}
+    plan = plan_pass(trace, **options)
     walk = Walk(trace, plan)
     assert walk.least_free >= 0
     assert not passing & (plan.resident | plan.coming)
@@ -173,7 +173,7 @@ def test_what_other_passes_leave_no_room_for_comes_and_goes_within_one(
     assert walk.after & passing <= {trace.accesses[-1].item}
     for index, actions in enumerate(plan.starts):
         assert not any(action.item in passing and last[action.item] < index - 1 for action in actions)
-    assert plan == planned_plainly(trace, **dials)
+    assert plan == planned_plainly(trace, **options)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -185,9 +185,9 @@ def test_plans_of_layers_of_many_sizes_are_those_of_the_plain_way(seed: int, sha
     accesses = tuple(replace(access, held_bytes=rng.randrange(20)) for access in trace.accesses)
     trace = replace(trace, items=items, accesses=accesses)
     capacity = 50 + int(trace.item_bytes * share)
-    dials = {"capacity_bytes": capacity, "ahead_bytes": capacity // 3, "repeats": True}
-    plan = plan_pass(trace, **dials)
-    assert plan == planned_plainly(trace, **dials)
+    options = {"capacity_bytes": capacity, "ahead_bytes": capacity // 3, "repeats": True}
+    plan = plan_pass(trace, **options)
+    assert plan == planned_plainly(trace, **options)
     assert any(plan.starts)
 
 
@@ -318,5 +318,5 @@ def test_room_for_what_comes_early_is_found_without_a_look_at_every_access() -> 
     """Each of a hundred thousand begins tens of thousands of accesses early: not done in a test's time otherwise."""
     count, early = 100_000, 40_000
     trace = Trace(None, (Item("w", 1),), (Access(0, Use.READ),) * count)
-    shelf = _Shelf(trace, [0] * count, 2 * count, early)
-    assert [shelf.put(0, end, 0 if end < early else end - early) for end in range(count)][-1] == count - 1 - early
+    headroom = _Headroom(trace, [0] * count, 2 * count, early)
+    assert [headroom.put(0, end, 0 if end < early else end - early) for end in range(count)][-1] == count - 1 - early

@@ -178,7 +178,7 @@ def test_several_disks_add_up_if_all_are_known() -> None:
     assert side_by_side([]) is None
 
 
-def with_backward_updates(**dials: float) -> Simulation:
+def with_backward_updates(**options: float) -> Simulation:
     """Layers whose updates follow their gradients; each moves 8 times its gradient, as far as there is no room."""
     count, size = 6, 10
     items = [Item(f"w{n}", size) for n in range(count)] + [Item(f"w{n}.grad", size) for n in range(count)]
@@ -189,10 +189,10 @@ def with_backward_updates(**dials: float) -> Simulation:
     recorded = Trace(None, tuple(items), (*forward, *backward))
     updates = {f"w{n}": [Item(f"w{n}.m", 4 * size), Item(f"w{n}.grad", size)] for n in range(count)}
     trace = with_updates_in_backward(recorded, updates, most_bytes=10**6, overwritten=[f"w{n}" for n in range(count)])
-    capacity = int(dials.get("capacity", 200))
+    capacity = int(options.get("capacity", 200))
     plan = plan_pass(trace, capacity_bytes=capacity, ahead_bytes=40)
-    rate = dials.get("rate", 1e9)
-    return simulate(trace, plan, LinkRates(rate, rate, rate), lambda gradient: dials.get("update_s", 0.0))
+    rate = options.get("rate", 1e9)
+    return simulate(trace, plan, LinkRates(rate, rate, rate), lambda gradient: options.get("update_s", 0.0))
 
 
 def test_updates_in_backward_are_waited_for_only_where_gradients_pile_up() -> None:

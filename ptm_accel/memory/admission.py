@@ -16,12 +16,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
+from ptm_accel.memory.activation_reserve import ActivationReserve, Shapes
+from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.copies import order_behind, parts_of, settle
-from ptm_accel.memory.paged import PagedTensor, Place
 from ptm_accel.memory.slabs import Run
-from ptm_accel.memory.tide import Shapes, Tide
-from ptm_accel.memory.transfer import Block, Transfer, round_up
+from ptm_accel.memory.transfer import Buffer, Transfer, round_up
 from ptm_accel.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class _Released:
 
     Attributes:
         storage: dies with the last view.
-        block: is recycled then; None for memory of torch's.
+        buffer: is recycled then; None for memory of torch's.
         reservation: the charge.
         transfer: reads or writes the memory; None once it is known to have ended.
         kept: memory of torch's that only the transfer still needs.
     """
 
     storage: StorageWeakRef
-    block: Block | None
+    buffer: Buffer | None
     reservation: Reservation
     transfer: Transfer | None
     kept: torch.Tensor | None = None
@@ -55,12 +55,12 @@ class _Released:
 
     def is_reusable(self, is_own: Callable[[Transfer], bool]) -> bool:
         """Whether the memory can be used again behind the copies of the device (`is_own`) that use it."""
-        if self.block is None or not isinstance(self.block.region, Run) or not self.storage.expired():
+        if self.buffer is None or not isinstance(self.buffer.region, Run) or not self.storage.expired():
             return False
         assert self.transfer is not None
         if not all(map(is_own, parts := parts_of(self.transfer))):
             return False
-        self.block.behind = parts
+        self.buffer.behind = parts
         return True
 
     def is_viewed(self, is_own: Callable[[Transfer], bool]) -> bool:
@@ -69,20 +69,20 @@ class _Released:
         return ended and self.kept is None and not self.storage.expired()
 
 
-class Room:
+class Admission:
     """The budget of the compute tier and the memory that is on its way out of it.
 
     Args:
         pool: the first pool over the tier; it evicts tensors of all of them.
 
     Attributes:
-        tide: watches the memory of the device that is not pages'; None on a CPU.
+        activation_reserve: watches the memory of the device that is not pages'; None on a CPU.
     """
 
     def __init__(self, pool: Pool) -> None:
         self.compute = pool.compute
         self.budget = pool.budget
-        self.tide: Tide | None = None
+        self.activation_reserve: ActivationReserve | None = None
         self._traffic = pool.traffic
         self._pool = pool
         self._released: list[_Released] = []
@@ -95,7 +95,7 @@ class Room:
     @property
     def limit_bytes(self) -> int:
         """What the tier was given: its capacity, and what other memory takes of it at present."""
-        return self.budget.capacity_bytes if self.tide is None else self.tide.total_bytes
+        return self.budget.capacity_bytes if self.activation_reserve is None else self.activation_reserve.total_bytes
 
     def reserve(self, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Reservation:
         """Charges `nbytes` of the compute tier, moving idle tensors away if need be.
@@ -110,8 +110,8 @@ class Room:
             BudgetError: nothing more can be moved; says who holds what.
         """
         with self._lock:
-            if self.tide is not None:
-                self.tide.look()
+            if self.activation_reserve is not None:
+                self.activation_reserve.look()
             if nbytes > self.budget.free_bytes:
                 self._make_room(nbytes, name)
             elif self._released and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
@@ -119,36 +119,36 @@ class Room:
                 self.collect()
             return self.budget.reserve(nbytes, tag, name, allocates=allocates)
 
-    def take_block(
+    def take_buffer(
         self, nbytes: int, tag: Tag, name: str, *, moves: bool = True, ordered: bool = True
-    ) -> tuple[Reservation, Block]:
-        """A charged block for at least `nbytes`; ends with `leave`.
+    ) -> tuple[Reservation, Buffer]:
+        """A charged buffer for at least `nbytes`; ends with `leave`.
 
         Args:
             nbytes: how many.
             tag: what they are for.
             name: whose they are.
-            moves: whether to evict where the tier has no such block although the budget has room.
-            ordered: whether compute may write to it; else the caller sees to `Block.behind`.
+            moves: whether to evict where the tier has no such buffer although the budget has room.
+            ordered: whether compute may write to it; else the caller sees to `Buffer.behind`.
 
         Raises:
             BudgetError: nothing more can be moved.
-            DeviceBudgetError: the card has no such block.
+            DeviceBudgetError: the card has no such buffer.
         """
         size = round_up(max(nbytes, 1))
         reservation = self.reserve(size, tag, name, allocates=True)
         try:
-            block = self._allocate(size, moves)
-            if ordered and block.behind:
-                order_behind(block.behind)
-                block.behind = ()
-            return reservation, block
+            buffer = self._allocate(size, moves)
+            if ordered and buffer.behind:
+                order_behind(buffer.behind)
+                buffer.behind = ()
+            return reservation, buffer
         except BaseException:
             reservation.release()
             raise
 
-    def _allocate(self, nbytes: int, moves: bool) -> Block:
-        """A block; the free memory of a card may be in pieces that are too small."""
+    def _allocate(self, nbytes: int, moves: bool) -> Buffer:
+        """A buffer; the free memory of a card may be in pieces that are too small."""
         while True:
             try:
                 return self.compute.allocate(nbytes)
@@ -173,12 +173,12 @@ class Room:
             return False
         movable = {
             run: tensor
-            for tensor in self._pool.shelf.free()
+            for tensor in self._pool.eviction.free()
             if (run := _run_of(tensor)) is not None and tensor.place is not Place.ARRIVING and not tensor.viewed
         }
         runs = self._card.slabs.cheapest_range(nbytes, list(movable))
         for run in runs or ():
-            if movable[run] in self._pool.shelf:
+            if movable[run] in self._pool.eviction:
                 self._pool.evict_behind(movable[run])
         return bool(runs)
 
@@ -186,9 +186,9 @@ class Room:
         """Evicts what lies in slabs that are to be given back."""
         if self._card is None or not self._card.slabs.draining:
             return
-        for tensor in self._pool.shelf.free():
+        for tensor in self._pool.eviction.free():
             run = _run_of(tensor)
-            if run is not None and run.slab.draining and tensor in self._pool.shelf:
+            if run is not None and run.slab.draining and tensor in self._pool.eviction:
                 self._pool.evict(tensor)
         self.collect()
 
@@ -230,7 +230,7 @@ class Room:
     def leave(
         self,
         octets: torch.Tensor,
-        block: Block | None,
+        buffer: Buffer | None,
         reservation: Reservation,
         transfer: Transfer | None = None,
     ) -> None:
@@ -238,16 +238,16 @@ class Room:
 
         Args:
             octets: the memory.
-            block: what the tier takes back; None for memory of torch's.
+            buffer: what the tier takes back; None for memory of torch's.
             reservation: the charge.
             transfer: reads or writes it.
         """
         storage = StorageWeakRef(octets.untyped_storage())
-        if block is not None:
-            block.buffer = None
+        if buffer is not None:
+            buffer.octets = None
         with self._lock:
-            kept = octets if block is None and transfer is not None else None
-            self._released.append(_Released(storage, block, reservation, transfer, kept))
+            kept = octets if buffer is None and transfer is not None else None
+            self._released.append(_Released(storage, buffer, reservation, transfer, kept))
 
     def collect(self) -> None:
         """Takes back released memory that is no longer used."""
@@ -258,29 +258,29 @@ class Room:
                     still.append(each)
                     continue
                 each.reservation.release()
-                if each.block is not None:
-                    self.compute.recycle(each.block)
+                if each.buffer is not None:
+                    self.compute.recycle(each.buffer)
             self._released = still
 
     def glance(self) -> None:
         """Looks at the card's other memory in forwards where all pages are resident, and nothing is charged."""
-        if self.tide is not None:
-            self._adjust(self.tide.look)
+        if self.activation_reserve is not None:
+            self._adjust(self.activation_reserve.look)
 
     def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> None:
-        """A forward begins whose activations may need more than those before it (`Tide.begin_pass`).
+        """A forward begins whose activations may need more than those before it (`ActivationReserve.begin_pass`).
 
         Raises:
             DeviceBudgetError: they leave less than the least that pages can work with.
         """
-        if self.tide is not None:
-            self._adjust(partial(self.tide.begin_pass, shapes, evaluates=evaluates))
+        if self.activation_reserve is not None:
+            self._adjust(partial(self.activation_reserve.begin_pass, shapes, evaluates=evaluates))
 
     def lend(self, nbytes: int) -> None:
         """So much of what is charged is torch's to allocate from now on; 0 ends that."""
-        if self.tide is not None:
+        if self.activation_reserve is not None:
             with self._lock:
-                self.tide.lend(nbytes)
+                self.activation_reserve.lend(nbytes)
                 if nbytes:
                     self._drain()
 
@@ -350,13 +350,15 @@ class Room:
         holders = [f"{t.name} ({format_bytes(t.nbytes)}, pinned)" for t in held]
         viewed = [each.reservation for each in self._released[:3]]
         holders += [f"{r.name} ({format_bytes(r.nbytes)}, a view is alive)" for r in viewed]
-        below = "" if self._traffic.home is not None else " There is no tier below: set disk to a directory on an SSD."
+        below = (
+            "" if self._traffic.backing is not None else " There is no tier below: set disk to a directory on an SSD."
+        )
         refusal = self.budget.refusal(nbytes, name)
         return type(refusal)(f"{refusal} Largest holders: {', '.join(holders) or 'none'}.{below}")
 
 
-def _run_of(tensor: PagedTensor) -> Run | None:
+def _run_of(tensor: Block) -> Run | None:
     """Where a tensor lies in a slab; None for one that does not."""
     extent = tensor.extent
-    region = None if extent is None or extent.block is None else extent.block.region
+    region = None if extent is None or extent.buffer is None else extent.buffer.region
     return region if isinstance(region, Run) else None

@@ -1,4 +1,4 @@
-"""The home under a device: states, order, overflow to disk, and room."""
+"""The backing store under a device: states, order, overflow to disk, and room."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.disk import DiskTier
-from ptm_accel.memory.frame_home import FrameHome
-from ptm_accel.memory.frame_pages import FileHome, FrameHandle, PageState
+from ptm_accel.memory.frame_pages import FileStore, FrameHandle, PageState
 from ptm_accel.memory.frames import FramePool
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.pinned import HostPin
-from ptm_accel.memory.transfer import Block, Home, Transfer
+from ptm_accel.memory.transfer import BackingStore, Buffer, Transfer
 from tests.descriptors import open_files
 from tests.mock_device import MockCopy, MockDevice
 
@@ -63,7 +63,7 @@ class LateSlot:
 
 
 class LateDisk:
-    """A home in memory whose transfers end as late as they may. Poisons what is freed."""
+    """A backing store in memory whose transfers end as late as they may. Poisons what is freed."""
 
     def __init__(self, capacity: int) -> None:
         self.budget = Budget(Tier.DISK, capacity)
@@ -131,7 +131,7 @@ class Setup:
         self,
         pages: int = 4,
         slots: int | None = 8,
-        disk: FileHome | None = None,
+        disk: FileStore | None = None,
         device: MockDevice | None = None,
         pin: HostPin | None = None,
     ) -> None:
@@ -139,8 +139,8 @@ class Setup:
         self.host = Budget(Tier.HOST, pages * PAGE)
         self.frames = FramePool(self.host, PAGE, slab_bytes=4 * PAGE, pin=pin)
         self.late = None if disk is not None or slots is None else LateDisk((slots + 2) * PAGE)
-        self.home = FrameHome(self.device, self.frames, disk or self.late)
-        self.blocks: list[Block] = []
+        self.backing = HostStore(self.device, self.frames, disk or self.late)
+        self.blocks: list[Buffer] = []
 
     @property
     def disk(self) -> LateDisk:
@@ -148,32 +148,32 @@ class Setup:
         return self.late
 
     def new(self, pages: float, name: str = "w") -> FrameHandle:
-        return self.home.new(int(pages * PAGE), Tag.MASTER, name)
+        return self.backing.new(int(pages * PAGE), Tag.MASTER, name)
 
     def block(self, nbytes: int) -> torch.Tensor:
         self.blocks.append(self.device.allocate(nbytes))
-        buffer = self.blocks[-1].buffer
+        buffer = self.blocks[-1].octets
         assert buffer is not None
         return buffer
 
     def store(self, handle: FrameHandle, value: int, offset: int = 0, nbytes: int | None = None) -> None:
         source = self.block(handle.nbytes if nbytes is None else nbytes)
         source.fill_(value)
-        self.home.store(handle, offset, source).wait()
+        self.backing.store(handle, offset, source).wait()
 
     def load(self, handle: FrameHandle, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
         into = self.block(handle.nbytes if nbytes is None else nbytes)
-        self.home.load(handle, offset, into).order()
+        self.backing.load(handle, offset, into).order()
         return into
 
     def states(self, handle: FrameHandle) -> list[PageState]:
-        self.home.check_integrity()
+        self.backing.check_integrity()
         return [page.state for page in handle.pages]
 
     def close(self) -> None:
-        self.home.check_integrity()
-        self.home.close()
-        self.home.close()
+        self.backing.check_integrity()
+        self.backing.close()
+        self.backing.close()
         self.device.check_integrity()
         self.device.close()
         assert self.host.used_bytes == 0
@@ -192,14 +192,14 @@ def _nothing_left() -> Iterator[None]:
     assert not open_files() - descriptors
 
 
-def test_it_is_a_home() -> None:
+def test_it_is_a_backing_store() -> None:
     s = Setup()
-    home: Home = s.home
-    handle = home.new(5000, Tag.STATE, "bias")
+    backing: BackingStore = s.backing
+    handle = backing.new(5000, Tag.STATE, "bias")
     assert handle.nbytes == 2 * UNIT
     assert s.host.used_by_tag() == {Tag.STATE: 2 * UNIT}
     assert s.states(handle) == [BLANK]
-    home.free(handle)
+    backing.free(handle)
     s.close()
 
 
@@ -209,13 +209,13 @@ def test_bytes_come_back_from_frames_with_tails_and_offsets() -> None:
     values = torch.randint(0, 256, (handle.nbytes,), dtype=torch.uint8)
     source = s.block(handle.nbytes)
     source.copy_(values)
-    s.home.store(handle, 0, source).wait()
+    s.backing.store(handle, 0, source).wait()
     assert s.states(handle) == [FRAME] * 3
     assert torch.equal(s.load(handle), values)
     s.store(handle, 9, offset=3 * UNIT, nbytes=2 * UNIT)
     values[3 * UNIT : 5 * UNIT] = 9
     assert torch.equal(s.load(handle, UNIT, 8 * UNIT), values[UNIT : 9 * UNIT])
-    assert torch.equal(s.home.snapshot(handle), values)
+    assert torch.equal(s.backing.snapshot(handle), values)
     s.close()
 
 
@@ -225,9 +225,9 @@ def test_without_the_order_the_device_sees_nan() -> None:
     handle = s.new(1)
     source = s.block(PAGE)
     source.view(torch.float32).fill_(2.0)
-    stored = s.home.store(handle, 0, source)
+    stored = s.backing.store(handle, 0, source)
     into = s.block(PAGE)
-    loaded = s.home.load(handle, 0, into)
+    loaded = s.backing.load(handle, 0, into)
     assert not stored.done()
     assert not loaded.done()
     assert into.view(torch.float32).isnan().all()
@@ -245,10 +245,10 @@ def test_the_host_waits_for_no_copy_to_start_another() -> None:
     source, into, again = (s.block(2 * PAGE) for _ in range(3))
     source.fill_(1)
     again.fill_(2)
-    s.home.store(handle, 0, source)
-    first = s.home.load(handle, 0, into)
-    s.home.store(handle, 0, again)
-    last = s.home.load(handle, 0, source)
+    s.backing.store(handle, 0, source)
+    first = s.backing.load(handle, 0, into)
+    s.backing.store(handle, 0, again)
+    last = s.backing.load(handle, 0, source)
     assert s.device.counts["copy_in"] == s.device.counts["copy_out"] == 2
     assert s.device.counts["wait"] == s.device.counts["order"] == 0
     assert not first.done()
@@ -264,13 +264,13 @@ def test_pages_whose_frames_follow_one_another_are_moved_by_one_copy() -> None:
     s = Setup(pages=8)
     left, right = s.new(1, "left"), s.new(1, "right")
     whole = s.new(2)
-    s.home.free(left)
+    s.backing.free(left)
     # Its first page lies where the left one was, and the others behind.
     parts = s.new(2, "parts")
     for handle in (right, whole, parts):
         source = s.block(handle.nbytes)
         source.copy_(torch.randint(0, 256, (handle.nbytes,), dtype=torch.uint8))
-        s.home.store(handle, 0, source).wait()
+        s.backing.store(handle, 0, source).wait()
         assert torch.equal(s.load(handle), source)
         for offset, nbytes in ((UNIT, handle.nbytes - UNIT), (0, handle.nbytes - UNIT)):
             assert torch.equal(s.load(handle, offset, nbytes), source[offset : offset + nbytes])
@@ -298,7 +298,7 @@ def test_where_pages_lie_is_looked_for_again_once_one_has_moved() -> None:
     b = s.new(1.5, "b")
     s.store(b, 2)
     assert DISK in s.states(a)
-    s.home.free(b)
+    s.backing.free(b)
     assert (s.load(a) == 1).all()
     s.store(a, 3)
     assert DISK not in s.states(a)
@@ -316,7 +316,7 @@ def test_a_load_after_a_store_waits_for_it_and_a_store_after_a_load_too(slow: Co
     for value in range(1, 4):
         source, into = s.block(2 * PAGE), s.block(2 * PAGE)
         source.fill_(value)
-        transfers += [s.home.store(handle, 0, source), s.home.load(handle, 0, into)]
+        transfers += [s.backing.store(handle, 0, source), s.backing.load(handle, 0, into)]
         blocks.append(into)
     for transfer in transfers:
         transfer.wait()
@@ -374,7 +374,7 @@ def test_a_load_from_disk_does_not_block_and_moves_on_when_asked() -> None:
     s.store(a, 1)
     s.store(b, 2)
     into = s.block(PAGE)
-    transfer = s.home.load(a, 0, into)
+    transfer = s.backing.load(a, 0, into)
     assert s.disk.reads == 1
     assert s.device.counts["copy_in"] == 0
     assert not transfer.done()
@@ -390,10 +390,10 @@ def test_a_tensor_larger_than_the_frames_streams_through_them() -> None:
     values = torch.randint(0, 256, (handle.nbytes,), dtype=torch.uint8)
     source = s.block(handle.nbytes)
     source.copy_(values)
-    s.home.store(handle, 0, source).wait()
+    s.backing.store(handle, 0, source).wait()
     for _ in range(2):
         assert torch.equal(s.load(handle), values)
-    assert torch.equal(s.home.snapshot(handle), values)
+    assert torch.equal(s.backing.snapshot(handle), values)
     assert s.host.peak_bytes <= 2 * PAGE
     s.close()
 
@@ -405,18 +405,18 @@ def test_frames_and_disk_full_to_the_last_byte_still_exchange_pages() -> None:
         s.store(handle, value + 1)
     with pytest.raises(BudgetError):
         s.new(0.25)
-    s.home.check_integrity()
+    s.backing.check_integrity()
     for turn in range(3):
         for value, handle in enumerate(handles):
             assert (s.load(handle) == value + 1 + turn).all()
             s.store(handle, value + 2 + turn)
-            s.home.check_integrity()
-    s.home.free(handles[0])
+            s.backing.check_integrity()
+    s.backing.free(handles[0])
     s.new(1)
     s.close()
 
 
-def test_no_room_names_both_dials() -> None:
+def test_no_room_names_both_options() -> None:
     s = Setup(pages=2, slots=None)
     s.new(1.5, "embed")
     with pytest.raises(BudgetError) as caught:
@@ -436,7 +436,7 @@ def test_a_refused_handle_leaves_room_as_it_was() -> None:
     s.store(s.new(1, "a"), 1)
     with pytest.raises(BudgetError, match=r"nothing more can be moved to the disk; set host_memory or disk higher"):
         s.new(4, "huge")
-    s.home.check_integrity()
+    s.backing.check_integrity()
     s.new(3, "fits")
     s.close()
 
@@ -475,7 +475,7 @@ def test_a_snapshot_of_pages_in_all_states() -> None:
     assert DISK in s.states(handle)
     assert FRAME in s.states(handle)
     used = s.host.used_bytes
-    snapshot = s.home.snapshot(handle)
+    snapshot = s.backing.snapshot(handle)
     assert torch.equal(
         snapshot, torch.cat([torch.full((n,), v, dtype=torch.uint8) for n, v in ((PAGE, 1), (PAGE, 2), (UNIT, 3))])
     )
@@ -490,7 +490,7 @@ def test_snapshots_that_are_kept_leave_frames_to_work_with() -> None:
     handles = [s.new(1, name) for name in "abcdefgh"]
     for number, handle in enumerate(handles):
         s.store(handle, number)
-    snapshots = [s.home.snapshot(handle) for handle in handles]
+    snapshots = [s.backing.snapshot(handle) for handle in handles]
     assert sum(s.states(handle) == [DISK] for handle in handles) >= 6
     s.store(s.new(2, "more"), 9)
     for number, (handle, snapshot) in enumerate(zip(handles, snapshots, strict=True)):
@@ -505,7 +505,7 @@ def test_a_living_snapshot_keeps_its_pages_where_they_are() -> None:
     a, b = s.new(1, "a"), s.new(1, "b")
     s.store(a, 1)
     s.store(b, 2)
-    snapshot = s.home.snapshot(a)[UNIT:]
+    snapshot = s.backing.snapshot(a)[UNIT:]
     s.store(s.new(1, "c"), 3)
     assert s.states(a) == [FRAME]
     assert s.states(b) == [DISK]
@@ -522,7 +522,7 @@ def test_a_refusal_says_what_snapshots_hold() -> None:
     s = Setup(pages=2, slots=None)
     a = s.new(1, "a")
     s.store(a, 1)
-    held = s.home.snapshot(a)
+    held = s.backing.snapshot(a)
     with pytest.raises(BudgetError, match=rf"\({PAGE} B of them held by snapshots"):
         s.new(2, "b")
     assert (held == 1).all()
@@ -534,8 +534,8 @@ def test_a_snapshot_waits_for_stores() -> None:
     handle = s.new(1)
     source = s.block(PAGE)
     source.fill_(5)
-    s.home.store(handle, 0, source)
-    assert (s.home.snapshot(handle) == 5).all()
+    s.backing.store(handle, 0, source)
+    assert (s.backing.snapshot(handle) == 5).all()
     s.close()
 
 
@@ -545,14 +545,14 @@ def test_freed_frames_are_not_reused_under_a_copy() -> None:
     source = s.block(PAGE)
     source.fill_(5)
     into = s.block(PAGE)
-    s.home.store(first, 0, source).wait()
-    loaded = s.home.load(first, 0, into)
-    s.home.free(first)
+    s.backing.store(first, 0, source).wait()
+    loaded = s.backing.load(first, 0, into)
+    s.backing.free(first)
     second = s.new(1, "second")
     s.frames._slabs[0].tensor().fill_(9)
     loaded.wait()
     assert (into == 5).all()
-    s.home.free(second)
+    s.backing.free(second)
     s.close()
 
 
@@ -561,8 +561,8 @@ def test_freed_frames_are_not_reused_under_a_store() -> None:
     first = s.new(1, "first")
     source = s.block(PAGE)
     source.fill_(5)
-    stored = s.home.store(first, 0, source)
-    s.home.free(first)
+    stored = s.backing.store(first, 0, source)
+    s.backing.free(first)
     second = s.new(1, "second")
     s.frames._slabs[0].tensor().fill_(9)
     stored.wait()
@@ -581,11 +581,11 @@ def test_a_refused_transfer_leaves_no_copy_running() -> None:
     source = s.block(PAGE + UNIT)
     source.fill_(3)
     with pytest.raises(DiskError, match="failed"):
-        s.home.store(handle, 0, source)
+        s.backing.store(handle, 0, source)
     assert not s.device._running
     into = s.block(2 * PAGE)
     with pytest.raises(DiskError, match="failed"):
-        s.home.load(handle, 0, into)
+        s.backing.load(handle, 0, into)
     assert not s.device._running
     s.disk.fail = lambda what: None
     assert [int(s.load(handle)[at]) for at in (0, PAGE, PAGE + UNIT)] == [3, 1, 1]
@@ -595,10 +595,10 @@ def test_a_refused_transfer_leaves_no_copy_running() -> None:
 def test_make_room_spills_for_others_until_a_slab_is_empty() -> None:
     s = Setup(pages=8, slots=6)
     handles = [s.new(1, f"h{i}") for i in range(8)]
-    assert s.home.make_room(2 * PAGE) == 4 * PAGE
+    assert s.backing.make_room(2 * PAGE) == 4 * PAGE
     reservation = s.host.reserve(4 * PAGE, Tag.STAGING, "somebody else")
     # What is set aside for exchanges is not given away for good.
-    assert s.home.make_room(2 * PAGE) == 0
+    assert s.backing.make_room(2 * PAGE) == 0
     assert [s.states(h)[0] for h in handles].count(BLANK) >= 2
     reservation.release()
     s.close()
@@ -627,12 +627,12 @@ def test_a_failed_read_is_raised_by_its_load_and_may_be_tried_again() -> None:
     s.store(a, 1)
     s.store(b, 2)
     s.disk.fail = lambda what: DiskError(5, "read failed") if what == "read" else None
-    transfer = s.home.load(a, 0, s.block(PAGE))
+    transfer = s.backing.load(a, 0, s.block(PAGE))
     for ask in (transfer.order, transfer.wait):
         with pytest.raises(DiskError, match="read failed"):
             ask()
     with pytest.raises(DiskError, match="read failed"):
-        s.home.store(a, 0, s.block(UNIT))
+        s.backing.store(a, 0, s.block(UNIT))
     assert s.states(a) == [DISK]
     with pytest.raises(DiskError, match="read failed"):
         s.load(a)
@@ -651,7 +651,7 @@ def test_a_failed_read_does_not_cost_the_slot_that_is_still_good() -> None:
     for value, handle in enumerate((a, b, c)):
         s.store(handle, value + 1)
     s.disk.fail = lambda what: DiskError(5, "read failed") if what == "read" else None
-    s.home.load(a, 0, s.block(PAGE))
+    s.backing.load(a, 0, s.block(PAGE))
     s.disk.fail = lambda what: None
     assert [s.states(h) for h in (a, b, c)] == [[CLEAN], [DISK], [FRAME]]
     s.new(1, "d")
@@ -672,7 +672,7 @@ def test_a_failed_copy_is_raised_by_its_wait_and_by_loads_until_the_page_is_stor
     with pytest.raises(OSError, match="link down"):
         s.load(handle)
     with pytest.raises(OSError, match="link down"):
-        s.home.snapshot(handle)
+        s.backing.snapshot(handle)
     s.store(handle, 2)
     assert (s.load(handle) == 2).all()
     s.close()
@@ -682,12 +682,12 @@ def test_close_while_busy_waits_for_what_runs() -> None:
     s = Setup(pages=2, device=MockDevice(latency_s=0.02))
     a, b, c = (s.new(1, name) for name in "abc")
     sources = [s.block(PAGE) for _ in range(3)]
-    transfers = [s.home.store(h, 0, source) for h, source in zip((a, b, c), sources, strict=True)]
-    transfers.append(s.home.load(a, 0, s.block(PAGE)))
-    s.home.close()
+    transfers = [s.backing.store(h, 0, source) for h, source in zip((a, b, c), sources, strict=True)]
+    transfers.append(s.backing.load(a, 0, s.block(PAGE)))
+    s.backing.close()
     assert all(transfer.done() for transfer in transfers)
-    with pytest.raises(AssertionError, match=r"new\(4096, d\), home closed: True"):
-        s.home.new(UNIT, Tag.MASTER, "d")
+    with pytest.raises(AssertionError, match=r"new\(4096, d\), store closed: True"):
+        s.backing.new(UNIT, Tag.MASTER, "d")
     s.close()
 
 
@@ -697,15 +697,15 @@ def test_misuse_is_caught() -> None:
     block = s.block(2 * PAGE)
     for offset, nbytes in ((1, UNIT), (0, 100), (0, 2 * PAGE), (PAGE, UNIT)):
         with pytest.raises(AssertionError):
-            s.home.store(handle, offset, block[:nbytes])
+            s.backing.store(handle, offset, block[:nbytes])
         with pytest.raises(AssertionError):
-            s.home.load(handle, offset, block[:nbytes])
-    s.home.free(handle)
+            s.backing.load(handle, offset, block[:nbytes])
+    s.backing.free(handle)
     for call in (
-        lambda: s.home.free(handle),
-        lambda: s.home.store(handle, 0, block[:PAGE]),
-        lambda: s.home.load(handle, 0, block[:PAGE]),
-        lambda: s.home.snapshot(handle),
+        lambda: s.backing.free(handle),
+        lambda: s.backing.store(handle, 0, block[:PAGE]),
+        lambda: s.backing.load(handle, 0, block[:PAGE]),
+        lambda: s.backing.snapshot(handle),
     ):
         with pytest.raises(AssertionError, match=r"handle of w"):
             call()
@@ -718,22 +718,22 @@ def test_integrity_sees_states_and_frames_that_disagree() -> None:
     page = handle.pages[0]
     page.state = CLEAN
     with pytest.raises(AssertionError, match="w: page of 16384 B is clean, its frame is .* its slot None"):
-        s.home.check_integrity()
+        s.backing.check_integrity()
     page.state = BLANK
-    del s.home._framed[page]
+    del s.backing._framed[page]
     with pytest.raises(AssertionError, match=r"1 pages in frames \(16384 B\), 0 in the order of use"):
-        s.home.check_integrity()
-    s.home._framed[page] = None
+        s.backing.check_integrity()
+    s.backing._framed[page] = None
     other = s.new(1)
     s.store(other, 1), s.store(handle, 1)
     page.frame, other.pages[0].frame = other.pages[0].frame, page.frame
     with pytest.raises(AssertionError, match="w: a page of 16384 B does not lie where it is copied from"):
-        s.home.check_integrity()
+        s.backing.check_integrity()
     page.frame, other.pages[0].frame = other.pages[0].frame, page.frame
-    s.home.free(other)
+    s.backing.free(other)
     handle.nbytes += 1
     with pytest.raises(AssertionError, match="w: 16385 B in pages of 16384 B together"):
-        s.home.check_integrity()
+        s.backing.check_integrity()
     handle.nbytes -= 1
     s.close()
 
@@ -749,14 +749,14 @@ def check_against_bytes(s: Setup, steps: Sequence[tuple[str, int]]) -> None:
     for number, (what, pick) in enumerate(steps):
         if what == "new":
             try:
-                handle = s.home.new(pick % 14 * UNIT + 1, Tag.STATE, f"t{number}")
+                handle = s.backing.new(pick % 14 * UNIT + 1, Tag.STATE, f"t{number}")
             except BudgetError:
-                s.home.check_integrity()
+                s.backing.check_integrity()
                 continue
             oracle[handle] = torch.zeros(handle.nbytes, dtype=torch.uint8)
             source = s.block(handle.nbytes)
             source.zero_()
-            running.append((s.home.store(handle, 0, source), source, None))
+            running.append((s.backing.store(handle, 0, source), source, None))
         elif oracle:
             handle = list(oracle)[pick % len(oracle)]
             units = handle.nbytes // UNIT
@@ -765,22 +765,22 @@ def check_against_bytes(s: Setup, steps: Sequence[tuple[str, int]]) -> None:
             part = oracle[handle][first * UNIT : first * UNIT + length]
             if what == "free":
                 del oracle[handle]
-                s.home.free(handle)
+                s.backing.free(handle)
             elif what == "store":
                 source = s.block(length)
                 source.copy_(torch.arange(length, dtype=torch.int64).add_(number).to(torch.uint8))
                 part.copy_(source)
-                running.append((s.home.store(handle, first * UNIT, source), source, None))
+                running.append((s.backing.store(handle, first * UNIT, source), source, None))
             elif what == "load":
                 into = s.block(length)
-                running.append((s.home.load(handle, first * UNIT, into), into, part.clone()))
+                running.append((s.backing.load(handle, first * UNIT, into), into, part.clone()))
             else:
                 try:
-                    assert torch.equal(s.home.snapshot(handle), oracle[handle])
+                    assert torch.equal(s.backing.snapshot(handle), oracle[handle])
                 except BudgetError:
                     # Without a mapping of the disk a large one needs frames for all of it.
                     assert s.late is None
-        s.home.check_integrity()
+        s.backing.check_integrity()
     for transfer, block, expected in running:
         transfer.wait()
         assert expected is None or torch.equal(block, expected)
@@ -835,7 +835,7 @@ def test_any_use_over_the_real_disk(tmp_path: Path, steps: list[tuple[str, int]]
     assert budget.used_bytes == 0
 
 
-def test_threads_share_a_home() -> None:
+def test_threads_share_a_backing_store() -> None:
     s = Setup(pages=3, slots=12, device=MockDevice(latency_s=0.0005))
     errors: list[BaseException] = []
     blocks = [[s.block(2 * PAGE), s.block(2 * PAGE)] for _ in range(3)]
@@ -847,9 +847,9 @@ def test_threads_share_a_home() -> None:
             for turn in range(10):
                 for i, handle in enumerate(handles):
                     source.fill_(index * 20 + turn + i)
-                    s.home.store(handle, 0, source).wait()
+                    s.backing.store(handle, 0, source).wait()
                 for i, handle in enumerate(handles):
-                    s.home.load(handle, 0, into).order()
+                    s.backing.load(handle, 0, into).order()
                     assert (into == index * 20 + turn + i).all()
         except BaseException as error:
             errors.append(error)

@@ -1,6 +1,6 @@
-"""What a step on a card that is too small is made of, where the card's times are reckoned.
+"""What a step on a card that is too small is made of, on a simulated card.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/card_virtual.py [--share 0.21] [--calls]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/card_simulated.py [--share 0.21] [--calls]
 
 The thread that computes is real: it runs the engine over a model whose tensors are those of 8B, smaller by 1024, and is
 timed. The card is not: kernels of linear layers, and copies of both directions, go into rows of their own, each as
@@ -35,7 +35,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
-from ptm_accel.memory.transfer import Block
+from ptm_accel.memory.transfer import Buffer
 from ptm_accel.model import attach
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.units import GIB
@@ -161,7 +161,7 @@ class Allocator(CardAllocator):
         return super().reserved()
 
 
-class VirtualTier(CardTier):
+class SimulatedTier(CardTier):
     """A tier whose copies take time and move nothing."""
 
     def __init__(self, card: Card) -> None:
@@ -192,13 +192,13 @@ class VirtualTier(CardTier):
     def record(self) -> Event:
         return Event()
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> Buffer:
         assert self.memory is not None
         return self.memory.allocate(nbytes)
 
-    def recycle(self, block: Block) -> None:
+    def recycle(self, buffer: Buffer) -> None:
         assert self.memory is not None
-        self.memory.recycle(block)
+        self.memory.recycle(buffer)
 
 
 class Backward(torch.autograd.Function):
@@ -306,8 +306,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     DEVICE.call_us = CALL_US if options.calls else {}
-    print("# A card whose times are reckoned\n")
-    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/card_virtual.py {' '.join(sys.argv[1:])}".rstrip()))
+    print("# A simulated card\n")
+    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/card_simulated.py {' '.join(sys.argv[1:])}".rstrip()))
     print(f"* kernels at {FLOPS / 1e12:.0f} TFLOP/s, each direction of the link at {LINK_BYTES_S / 1e9:.0f} GB/s")
     print(f"* updates on the CPU: {options.cpu / PARAMETER_BYTES:.1f} G parameters/s ({options.cpu:.0f} GB/s)")
     print(f"* the driver's calls, in us: {CALL_US if options.calls else 'nothing'}\n")
@@ -320,7 +320,7 @@ def main() -> None:
     model = model_of(options.tokens)
     states = 4 * sum(p.nbytes for p in model.parameters())
     pages = int(states * options.share)
-    tier = VirtualTier(Card(2 * pages, 64))
+    tier = SimulatedTier(Card(2 * pages, 64))
     memory = build_memory(Capacities(page_bytes=PAGE_BYTES, host_bytes=GIB, device_bytes=pages), tier)
     attach._SMALL_SHARE = SMALL_SHARE
     engine = Engine.attach(model, PTMConfig(page_size=PAGE_BYTES), memory=memory)

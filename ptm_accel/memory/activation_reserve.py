@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 """Those of the tensors that a forward is given."""
 
 
-class Tide:
+class ActivationReserve:
     """Adjusts a device budget's capacity to what other memory leaves.
 
     Args:

@@ -5,38 +5,38 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from ptm_accel.memory.paged import PagedTensor, Place
+from ptm_accel.memory.block import Block, Place
 
 
-class Shelf:
+class EvictionQueue:
     """The idle tensors of a pool: resident, not pinned, and able to go elsewhere.
 
     Args:
-        has_home: whether there is a tier below; without one only what is clean could leave.
+        has_backing: whether there is a tier below; without one only what is clean could leave.
 
     Attributes:
         nbytes: what they hold.
     """
 
-    def __init__(self, has_home: bool) -> None:
+    def __init__(self, has_backing: bool) -> None:
         self.nbytes = 0
-        self._has_home = has_home
-        self._idle: OrderedDict[PagedTensor, None] = OrderedDict()
-        self._spared: OrderedDict[PagedTensor, None] = OrderedDict()
+        self._has_backing = has_backing
+        self._idle: OrderedDict[Block, None] = OrderedDict()
+        self._spared: OrderedDict[Block, None] = OrderedDict()
 
-    def __contains__(self, tensor: PagedTensor) -> bool:
+    def __contains__(self, tensor: Block) -> bool:
         return tensor in self._idle
 
-    def touch(self, tensor: PagedTensor) -> None:
+    def touch(self, tensor: Block) -> None:
         """Makes `tensor` the most recently used, if it may leave at all."""
         if tensor in self._idle:
             self._idle.move_to_end(tensor)
-        elif tensor.movable and (self._has_home or tensor.place is Place.CLEAN):
+        elif tensor.movable and (self._has_backing or tensor.place is Place.CLEAN):
             assert tensor.extent is not None
             self._idle[tensor] = None
             self.nbytes += tensor.extent.reservation.nbytes
 
-    def take(self, tensor: PagedTensor) -> None:
+    def take(self, tensor: Block) -> None:
         """Takes `tensor` off, if it is there: it must not be evicted now."""
         if tensor in self._idle:
             assert tensor.extent is not None
@@ -44,13 +44,13 @@ class Shelf:
             self._spared.pop(tensor, None)
             self.nbytes -= tensor.extent.reservation.nbytes
 
-    def spare(self, tensor: PagedTensor) -> None:
+    def spare(self, tensor: Block) -> None:
         """Evicts `tensor` after all others, the newest last: code outside of forwards may hold a view of it."""
         if tensor in self._idle:
             self._spared[tensor] = None
             self._spared.move_to_end(tensor)
 
-    def is_spared(self, tensor: PagedTensor) -> bool:
+    def is_spared(self, tensor: Block) -> bool:
         """Whether `tensor` is spared."""
         return tensor in self._spared
 
@@ -58,15 +58,15 @@ class Shelf:
         """Spared tensors are evicted as all others."""
         self._spared.clear()
 
-    def free(self) -> list[PagedTensor]:
+    def free(self) -> list[Block]:
         """The tensors that are not spared, least recently used first."""
         return [tensor for tensor in self._idle if tensor not in self._spared]
 
-    def in_order(self) -> Iterable[PagedTensor]:
+    def in_order(self) -> Iterable[Block]:
         """As `free`, without a copy where nothing is spared."""
         return self.free() if self._spared else self._idle
 
-    def last_resort(self) -> PagedTensor | None:
+    def last_resort(self) -> Block | None:
         """The first of the spared tensors."""
         return next(iter(self._spared), None)
 

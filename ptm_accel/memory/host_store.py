@@ -1,4 +1,4 @@
-"""The home under a device: pages in host frames, which overflow to a disk.
+"""The backing store under a device: pages in host frames, which overflow to a disk.
 
 Only copies of the device touch a frame before the transfers on it have been waited for.
 """
@@ -18,7 +18,7 @@ from ptm_accel.memory.budget import Budget, Tag
 from ptm_accel.memory.copies import Chained, finish, joined, settle
 from ptm_accel.memory.device import DeviceTier
 from ptm_accel.memory.frame_pages import (
-    FileHome,
+    FileStore,
     FrameHandle,
     FrameRun,
     Page,
@@ -69,8 +69,8 @@ def _running(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
     return tuple(each for each in transfers if not each.done()) if transfers else ()
 
 
-class FrameHome(FramedPages):
-    """A `Home` for a device; the handles are `FrameHandle`s. Thread-safe.
+class HostStore(FramedPages):
+    """A `BackingStore` for a device; the handles are `FrameHandle`s. Thread-safe.
 
     Args:
         device: copies between blocks and frames; it must outlive this.
@@ -78,7 +78,7 @@ class FrameHome(FramedPages):
         disk: where pages go when the frames are full, if anywhere; closed with this.
     """
 
-    def __init__(self, device: DeviceTier, frames: FramePool, disk: FileHome | None) -> None:
+    def __init__(self, device: DeviceTier, frames: FramePool, disk: FileStore | None) -> None:
         super().__init__(frames, disk)
         self.device = device
         self._handles: dict[FrameHandle, None] = {}
@@ -99,7 +99,7 @@ class FrameHome(FramedPages):
         """
         handle = FrameHandle(round_up(nbytes), tag, name)
         with self._lock:
-            assert not self._closed and nbytes > 0, f"new({nbytes}, {name}), home closed: {self._closed}"
+            assert not self._closed and nbytes > 0, f"new({nbytes}, {name}), store closed: {self._closed}"
             self._admit(handle)
             self._handles[handle] = None
             try:
@@ -171,7 +171,7 @@ class FrameHome(FramedPages):
     def load(self, handle: FrameHandle, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
         """Starts copying frames to the device; pages on disk are read into a frame first, without blocking (`Chained`).
 
-        See `Home.load`.
+        See `BackingStore.load`.
 
         Raises:
             BudgetError: no frame can be freed.
@@ -235,7 +235,7 @@ class FrameHome(FramedPages):
             return run.tensor()
 
     def copy(self, handle: FrameHandle, into: FrameHandle) -> None:
-        """See `Home.copy`.
+        """See `BackingStore.copy`.
 
         Raises:
             BudgetError: no frame can be freed.
@@ -383,7 +383,7 @@ class FrameHome(FramedPages):
             held = sum(page.nbytes for page in framed) + sum(frame.nbytes for frame, _ in self._ending)
             if framed != set(self._framed) or held != self._frames.used_bytes:
                 raise AssertionError(
-                    f"frame home: {len(framed)} pages in frames ({held} B), {len(self._framed)} in the order of use, "
+                    f"host store: {len(framed)} pages in frames ({held} B), {len(self._framed)} in the order of use, "
                     f"frames in use {self._frames.used_bytes} B"
                 )
             self._frames.check_integrity()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.transfer import ALIGN_BYTES, Block, Transfer, round_up
+from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer, Transfer, round_up
 
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pool
@@ -30,13 +30,13 @@ class Place(enum.Enum):
     BLANK = "blank"
     """Nowhere: every element is the fill value."""
     AWAY = "away"
-    """In the home only (what was never stored there is the fill value)."""
+    """In the backing store only (what was never stored there is the fill value)."""
     ARRIVING = "arriving"
-    """In the home, and on their way into an extent, which nobody has seen yet."""
+    """In the backing store, and on their way into an extent, which nobody has seen yet."""
     CLEAN = "clean"
-    """In an extent of the compute tier, and the same bytes in the home."""
+    """In an extent of the compute tier, and the same bytes in the backing store."""
     DIRTY = "dirty"
-    """In an extent only; what the home holds, if anything, is out of date."""
+    """In an extent only; what the backing store holds, if anything, is out of date."""
 
     resident: bool
     """Whether there is an extent that can be used now."""
@@ -70,28 +70,28 @@ class Occupant(Protocol):
 class Adviser(Protocol):
     """Follows the accesses. Called with the pool's lock held."""
 
-    def accessed(self, tensor: PagedTensor, *, write: bool) -> None:
+    def accessed(self, tensor: Block, *, write: bool) -> None:
         """The tensor is about to be used; it may not be resident yet."""
         ...
 
-    def awaited(self, tensor: PagedTensor) -> None:
+    def awaited(self, tensor: Block) -> None:
         """A fault: the load of the tensor has begun, and its user waits."""
         ...
 
-    def created(self, tensor: PagedTensor) -> None:
+    def created(self, tensor: Block) -> None:
         """The tensor gets its first bytes from a caller."""
         ...
 
 
-class Owed(Protocol):
+class PendingUpdates(Protocol):
     """Updates of tensors that are still to be made. Called with the pool's lock held."""
 
-    def before_use(self, tensor: PagedTensor) -> None:
+    def before_use(self, tensor: Block) -> None:
         """The tensor is about to be used: makes its pending update first."""
         ...
 
-    def elsewhere(self, tensor: PagedTensor) -> bool:
-        """Whether the tensor is being changed in its home, and must not be loaded yet."""
+    def elsewhere(self, tensor: Block) -> bool:
+        """Whether the tensor is being changed in its backing store, and must not be loaded yet."""
         ...
 
     def finish(self) -> None:
@@ -126,40 +126,41 @@ class Extent:
 
     Attributes:
         tensor: the tensor in its shape and dtype.
-        octets: the same memory as 1-D uint8; padded to `ALIGN_BYTES` if it is a block of the tier's.
-        block: the tier's block, or None where the memory is somebody else's (an adopted tensor).
+        octets: the same memory as 1-D uint8; padded to `ALIGN_BYTES` if it is a buffer of the tier's.
+        buffer: the tier's buffer, or None where the memory is somebody else's (an adopted tensor).
         reservation: the charge.
     """
 
-    __slots__ = ("block", "octets", "reservation", "tensor")
+    __slots__ = ("buffer", "octets", "reservation", "tensor")
 
     def __init__(
-        self, tensor: torch.Tensor, octets: torch.Tensor, block: Block | None, reservation: Reservation
+        self, tensor: torch.Tensor, octets: torch.Tensor, buffer: Buffer | None, reservation: Reservation
     ) -> None:
         self.tensor = tensor
         self.octets = octets
-        self.block = block
+        self.buffer = buffer
         self.reservation = reservation
 
     def viewed(self, known: int) -> bool:
         """Whether there are views of it beside `known` ones."""
         storage = self.octets.untyped_storage()
         users: int = torch._C._storage_Use_Count(storage._cdata)
-        if users > _OF_AN_EXTENT + (self.block is not None) + known:
+        if users > _OF_AN_EXTENT + (self.buffer is not None) + known:
             return True
         # All that Python has of a storage counts as one.
         return sys.getrefcount(storage) > _OF_A_STORAGE
 
 
-class PagedTensor:
+class Block:
     """A named tensor, charged under a tag. All changes of place go through the pool.
 
     Attributes:
         fill: the value of every element as long as nothing was written.
         extent: the contiguous copy in the compute tier, if any.
         arrival: the transfer that fills the extent of an arriving tensor.
-        handle: the home's handle, once it has been stored.
-        stored_bytes: how many of the home's bytes, from the start, have been written; the rest is the fill value.
+        handle: the backing store's handle, once it has been stored.
+        stored_bytes: how many of the backing store's bytes, from the start, have been written; the rest is the fill
+            value.
         pins: how many pins are held.
         movable: False for small tensors that stay in the compute tier.
         owner: the pool that has made it.
@@ -202,7 +203,7 @@ class PagedTensor:
         return self.extent is not None and self.extent.viewed(known)
 
     def __repr__(self) -> str:
-        return f"PagedTensor({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
+        return f"Block({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
 
     def note_changes(self) -> None:
         """Marks resident bytes that were changed in place as dirty."""
@@ -243,7 +244,7 @@ class Part:
 
     __slots__ = ("alone", "block", "dtype", "member", "nbytes", "numel", "shape", "start", "used")
 
-    def __init__(self, block: PagedTensor, start: int, shape: torch.Size, member: int, used: set[int]) -> None:
+    def __init__(self, block: Block, start: int, shape: torch.Size, member: int, used: set[int]) -> None:
         self.block = block
         self.member = member
         self.used = used
@@ -293,7 +294,7 @@ class Pin:
 
     __slots__ = ("_part", "_pool", "_tensor")
 
-    def __init__(self, pool: Pool, tensor: PagedTensor, part: Part | None = None) -> None:
+    def __init__(self, pool: Pool, tensor: Block, part: Part | None = None) -> None:
         self._pool: Pool | None = pool
         self._tensor = tensor
         self._part = part

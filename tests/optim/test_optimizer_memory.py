@@ -97,7 +97,7 @@ def test_what_fits_is_charged(tmp_path: Path) -> None:
             step(model, optimizer, number)
             step(expected, other, number)
         assert engine.needs.floor.total_bytes == much
-        assert optimizer.appetite.state_tensors == 3
+        assert optimizer.optimizer_memory.state_tensors == 3
         values = model.state_dict()
         assert all(same_bits(values[name], value) for name, value in expected.state_dict().items())
 
