@@ -330,7 +330,7 @@ class Engine:
             engine.training.plain.make_way()
             held.update(engine.training.plain.graphs.blocks())
         self.memory.check_integrity()
-        pinned = [(tensor, held[tensor]) for tensor in self.pool.pinned() if tensor.pins != held[tensor]]
+        pinned = [(tensor, held[tensor]) for tensor in self.pool.tenants.pinned() if tensor.pins != held[tensor]]
         assert not pinned, f"pinned while idle, beside so many times for graphs: {pinned}"
 
     def detach(self, *, check: bool = True) -> nn.Module:

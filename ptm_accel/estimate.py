@@ -15,7 +15,7 @@ from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import check_model, small_bytes, take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory, least_budget
 from ptm_accel.model.forecast import ShapeSpec, forecast
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.units import parse_bytes
 
 _OPENED_PAGES = 4

@@ -20,7 +20,7 @@ from ptm_accel.model.floor import (
     OptimizerMemory,
     least_budget,
 )
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.sizing import refuse_short
 
 
@@ -64,7 +64,7 @@ class Needs:
         # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
         if self._pool.pending_updates is not None:
             self._pool.pending_updates.finish()
-        self._pool.admission.settle()
+        self._pool.admission.released.settle()
         return least_budget(
             self.model if model is None else model,
             self._slots if slots is None else slots,

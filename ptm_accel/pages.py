@@ -27,7 +27,8 @@ from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import Paged, leave_meta, return_to_meta, small_bytes, take_parameters
 from ptm_accel.model.grouping import group_sizes
 from ptm_accel.model.residency import Residency
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.needs import Needs
 from ptm_accel.optim.update_rate import cpu_update_rate
@@ -264,7 +265,7 @@ class Pages:
         self.pool.forget(slot.value)
         if isinstance(compute := self.pool.compute, HostArena):
             # Nothing more comes onto pages: kept for that, they would lie beside the copies.
-            self.pool.admission.collect()
+            self.pool.admission.released.collect()
             compute.reclaim(compute.kept_bytes)
 
 

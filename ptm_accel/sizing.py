@@ -172,7 +172,7 @@ def idle_fits_below(memory: Memory) -> bool:
         return False
     pool = memory.pool
     below = (budget for tier, budget in memory.budgets.items() if tier is not pool.budget.tier)
-    return pool.idle_bytes <= sum(budget.free_bytes for budget in below)
+    return pool.eviction.nbytes <= sum(budget.free_bytes for budget in below)
 
 
 def hint_about_masters(trainable: list[ParamSlot], config: ResolvedConfig) -> None:

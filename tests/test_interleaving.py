@@ -231,14 +231,14 @@ class Twins:
                 self.both(model, lambda m: m(**batch))
             except StopError:
                 pending_updates = self.engine.pool.pending_updates is not None
-                assert model is self.plain or pending_updates or not self.engine.pool.pinned()
+                assert model is self.plain or pending_updates or not self.engine.pool.tenants.pinned()
             finally:
                 handle.remove()
 
     def do_evict(self) -> None:
         for tensor in list(self.engine.pool.tensors()):
             if tensor in self.engine.pool.eviction and self.rng.random() < 0.5:
-                self.engine.pool.evict(tensor)
+                self.engine.pool.admission.evict(tensor)
 
     def do_abort(self) -> None:
         self.engine.abort()
@@ -271,7 +271,7 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
             done.append(twins.act())
             # An update that is still pending holds its windows; after plain mode values stay until the next forward.
             held = engine.pool.pending_updates is not None or engine.training.plain.graphs.values
-            assert held or not engine.pool.pinned(), done
+            assert held or not engine.pool.tenants.pinned(), done
             if on_host:
                 assert engine.pool.backing is not None
                 engine.pool.backing.check_integrity()

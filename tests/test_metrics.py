@@ -126,7 +126,7 @@ def evaluate(engine: Engine, passes: int) -> None:
             engine.model(batch(number))
             for slot in engine.slots:
                 if slot.value.block in engine.pool.eviction:
-                    engine.pool.evict(slot.value.block)
+                    engine.pool.admission.evict(slot.value.block)
     engine.model.train()
 
 
@@ -209,7 +209,7 @@ def test_on_a_device_the_link_is_the_bound(monkeypatch: pytest.MonkeyPatch, tmp_
         work_s = (engine.run_ahead.tally.compute_s + engine.run_ahead.tally.update_s) / 7
         assert engine.metrics.since_last()["ptm_bound_s"] == pytest.approx(max(link_s, work_s), abs=1e-4)
         engine.settle()
-        engine.pool.admission.settle()
+        engine.pool.admission.released.settle()
         assert engine.run_ahead.link_use is not None
         use = engine.run_ahead.link_use()
         # What was sent for and not received, and fills of what was never stored, make a difference.
@@ -245,7 +245,7 @@ def test_below_a_device_the_disk_counts_where_host_memory_overflows(
         assert tier is not None
         assert tier.bytes_read > 0
         engine.settle()
-        engine.pool.admission.settle()
+        engine.pool.admission.released.settle()
         seconds = max(
             disk.seconds(tier.bytes_read / 4, tier.bytes_written / 4),
             CARD.seconds(engine.pool.stats.loaded_bytes / 4, engine.pool.stats.stored_bytes / 4),
@@ -263,7 +263,7 @@ def test_on_a_device_that_tells_times_it_is_its_own_waiting_that_is_shown() -> N
     metrics = Metrics(memory)
     tensor = memory.pool.create("w", Tag.PARAM, torch.Size([PAGE]), torch.float32)
     memory.pool.fault(tensor)
-    memory.pool.evict(tensor)
+    memory.pool.admission.evict(tensor)
     memory.pool.stats.stall_s = 1000.0
     timeline.switch(Span.PASS)
     memory.pool.fault(tensor)

@@ -222,8 +222,8 @@ def test_it_may_end_between_a_forward_and_its_backward(kind: str, thaws: bool, t
         def leave() -> None:
             for slot in engine.slots:
                 if slot.value.block in engine.pool.eviction:
-                    engine.pool.evict(slot.value.block)
-            assert engine.pool.pinned()
+                    engine.pool.admission.evict(slot.value.block)
+            assert engine.pool.tenants.pinned()
 
         optimizer = engine.bind_optimizer(make_adamw(model))
         train(model, optimizer, end, leave)
@@ -242,7 +242,7 @@ def test_a_graph_may_outlive_it(end: str, tmp_path: Path) -> None:
     pool, weight = engine.pool, model.first.weight
     loss = model(batch(50)).sum()
     engine.settle()
-    assert pool.pinned()
+    assert pool.tenants.pinned()
     if end == "close":
         engine.close()
     elif end == "detach":

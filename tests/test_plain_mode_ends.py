@@ -189,7 +189,7 @@ def let_leave(model: Net) -> None:
     if engine is not None and not engine.training.plain.active:
         for slot in engine.slots:
             if slot.value.block in engine.pool.eviction:
-                engine.pool.evict(slot.value.block)
+                engine.pool.admission.evict(slot.value.block)
 
 
 def train(model: Net, optimizer: torch.optim.Optimizer, moment: str, action: Action) -> list[torch.Tensor]:
@@ -268,7 +268,7 @@ def test_stock_may_be_taken_while_a_graph_is_alive(tmp_path: Path) -> None:
         train(model, engine.bind_optimizer(adamw(model)), "between", nothing)
         loss = model(batch(0)).square().mean()
         engine.check_integrity()
-        assert engine.pool.pinned()
+        assert engine.pool.tenants.pinned()
         del loss
         engine.check_integrity()
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()

@@ -96,9 +96,9 @@ def test_tensors_leave_the_model_that_is_furthest_beyond_its_share(tmp_path: Pat
         # Names need not differ.
         pool.fault(pool.create("w", Tag.PARAM, torch.Size([1024]), torch.float32, fill=number), write=True)
     left = []
-    while (victim := other.pool.victim()) is not None:
+    while (victim := other.pool.admission.victim()) is not None:
         left.append(victim.owner is memory.pool)
-        memory.pool.evict(victim)
+        memory.pool.admission.evict(victim)
     assert left == [True] * 5 + [False, True, False]
     memory.close()
     assert [bool((other.pool.fault(tensor) == tensor.fill).all()) for tensor in other.pool.tensors()] == [True] * 2
@@ -209,7 +209,7 @@ def test_one_that_fails_or_is_forgotten_leaves_nothing(tmp_path: Path, attached:
     Engine.attach(net(2), given, device=CPU)
     gc.collect()
     assert first.pool.share_bytes == 3 * floor
-    first.pool.admission.collect()
+    first.pool.admission.released.collect()
     assert {tier: budget.used_bytes for tier, budget in first.memory.budgets.items()} == used
 
 

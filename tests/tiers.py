@@ -15,9 +15,11 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
+from ptm_accel.memory.block import Block
+from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from ptm_accel.model.floor import ANY_OPTIMIZER
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.needs import Needs
 from ptm_accel.pages import Pages
 from tests.mock_device import MockCopy, MockDevice
@@ -170,3 +172,9 @@ def memory_of(pages: int, directory: Path, kind: str = "host+disk") -> Iterator[
     finally:
         memory.close()
     assert memory.pool.budget.used_bytes == 0
+
+
+def evict_and_wait(pool: Pool, block: Block) -> None:
+    """Evicts a tensor, and waits until its memory is free."""
+    pool.admission.evict(block)
+    pool.admission.released.settle()

@@ -30,7 +30,8 @@ from ptm_accel.checkpoint.manifest import MANIFEST_NAME, Sums
 from ptm_accel.checkpoint.shards import save_file
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.block import Part
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.others import Other, Others
 

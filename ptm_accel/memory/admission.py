@@ -1,104 +1,91 @@
-"""Room in the compute tier: every charge goes through here, and is granted or refused with the numbers.
+"""Admission to the compute tier: grants and refuses charges, and evicts idle tensors to make room.
 
-A view of an extent may outlive its eviction (autograd, or the user, may hold one). Its memory then stays valid and
-*charged* until the last view has died.
+What is evicted next is the least recently used tensor of the model that is furthest beyond its share.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptm_accel.errors import BudgetError, DeviceBudgetError, DiskError
+from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.memory.activation_reserve import ActivationReserve, Shapes
-from ptm_accel.memory.block import Block, Place
-from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.copies import order_behind, parts_of, settle
+from ptm_accel.memory.block import Block, Extent, Place
+from ptm_accel.memory.budget import Budget, Reservation, Tag
+from ptm_accel.memory.card_memory import CardMemory
+from ptm_accel.memory.copies import joined, order_behind
+from ptm_accel.memory.device import DeviceTier
+from ptm_accel.memory.eviction_queue import EvictionQueue
+from ptm_accel.memory.released import ReleasedMemory
 from ptm_accel.memory.slabs import Run
-from ptm_accel.memory.transfer import Buffer, Transfer, round_up
+from ptm_accel.memory.tenants import Tenants
+from ptm_accel.memory.traffic import Traffic
+from ptm_accel.memory.transfer import Buffer, ComputeTier, Transfer, round_up
 from ptm_accel.units import format_bytes
-
-if TYPE_CHECKING:
-    from ptm_accel.memory.device import DeviceTier
-    from ptm_accel.memory.pool import Pool
-
-
-@dataclass(slots=True, eq=False)
-class _Released:
-    """Memory that was let go of; it stays charged until neither a view nor a transfer uses it.
-
-    Attributes:
-        storage: dies with the last view.
-        buffer: is recycled then; None for memory of torch's.
-        reservation: the charge.
-        transfer: reads or writes the memory; None once it is known to have ended.
-        kept: memory of torch's that only the transfer still needs.
-    """
-
-    storage: StorageWeakRef
-    buffer: Buffer | None
-    reservation: Reservation
-    transfer: Transfer | None
-    kept: torch.Tensor | None = None
-
-    def is_unused(self) -> bool:
-        """Whether the memory can be taken back."""
-        if self.transfer is not None and self.transfer.done():
-            self.transfer = self.kept = None
-        return self.transfer is None and self.storage.expired()
-
-    def is_reusable(self, is_own: Callable[[Transfer], bool]) -> bool:
-        """Whether the memory can be used again behind the copies of the device (`is_own`) that use it."""
-        if self.buffer is None or not isinstance(self.buffer.region, Run) or not self.storage.expired():
-            return False
-        assert self.transfer is not None
-        if not all(map(is_own, parts := parts_of(self.transfer))):
-            return False
-        self.buffer.behind = parts
-        return True
-
-    def is_viewed(self, is_own: Callable[[Transfer], bool]) -> bool:
-        """Whether somebody else than a transfer holds the memory."""
-        ended = self.transfer is None or all(map(is_own, parts_of(self.transfer)))
-        return ended and self.kept is None and not self.storage.expired()
 
 
 class Admission:
-    """The budget of the compute tier and the memory that is on its way out of it.
+    """The budget of the compute tier, and who may hold what of it.
 
     Args:
-        pool: the first pool over the tier; it evicts tensors of all of them.
+        compute: the tier.
+        budget: its budget.
+        traffic: stores what is evicted.
+        tenants: the pools over the tier.
+        lock: guards it.
+        card: memory that blocks share with torch's; None on a CPU.
 
     Attributes:
+        shelf: the idle tensors.
+        released: memory that was let go of and is still charged.
         activation_reserve: watches the memory of the device that is not pages'; None on a CPU.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self.compute = pool.compute
-        self.budget = pool.budget
+    def __init__(
+        self,
+        compute: ComputeTier,
+        budget: Budget,
+        traffic: Traffic,
+        tenants: Tenants,
+        lock: threading.RLock,
+        card: CardMemory | None,
+    ) -> None:
+        self.compute = compute
+        self.budget = budget
         self.activation_reserve: ActivationReserve | None = None
-        self._traffic = pool.traffic
-        self._pool = pool
-        self._released: list[_Released] = []
-        self._lock = pool.lock
-        self._card = pool.card
-        self._is_own: Callable[[Transfer], bool] | None = None
-        if pool.card is not None:
-            self._is_own = cast("DeviceTier", pool.compute).is_own
+        self.eviction = EvictionQueue(has_backing=traffic.backing is not None)
+        is_own = None if card is None else cast("DeviceTier", compute).is_own
+        self.released = ReleasedMemory(compute, traffic, is_own, lock)
+        self._traffic = traffic
+        self._tenants = tenants
+        self._lock = lock
+        self._card = card
+
+    # ---- charges -------------------------------------------------------------------------------------------------
 
     @property
     def limit_bytes(self) -> int:
         """What the tier was given: its capacity, and what other memory takes of it at present."""
         return self.budget.capacity_bytes if self.activation_reserve is None else self.activation_reserve.total_bytes
 
+    def available_bytes(self) -> int:
+        """What could be charged if everything idle were evicted and every running transfer had ended."""
+        with self._lock:
+            self.released.collect()
+            return self.budget.free_bytes + self.released.ending_bytes + self.eviction.nbytes
+
+    def pinned_bytes(self) -> int:
+        """Charged bytes of pinned tensors, which cannot leave now."""
+        return sum(tensor.slot_bytes for tensor in self._tenants.pinned())
+
     def reserve(self, nbytes: int, tag: Tag, name: str, *, allocates: bool = False) -> Reservation:
-        """Charges `nbytes` of the compute tier, moving idle tensors away if need be.
+        """Charges `nbytes` of the compute tier, evicting idle tensors if need be.
 
         Args:
             nbytes: how many.
@@ -107,22 +94,61 @@ class Admission:
             allocates: the compute tier is asked for them next.
 
         Raises:
-            BudgetError: nothing more can be moved; says who holds what.
+            BudgetError: nothing more can be evicted; says who holds what.
         """
         with self._lock:
             if self.activation_reserve is not None:
                 self.activation_reserve.look()
             if nbytes > self.budget.free_bytes:
                 self._make_room(nbytes, name)
-            elif self._released and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
+            elif self.released and self.budget.used_bytes + nbytes > self.budget.peak_bytes:
                 # Only for a new peak, which evicted memory is no part of.
-                self.collect()
+                self.released.collect()
             return self.budget.reserve(nbytes, tag, name, allocates=allocates)
+
+    def _make_room(self, nbytes: int, name: str) -> None:
+        self.released.collect()
+        while nbytes > self.budget.free_bytes:
+            if not self.released.wait_for_one() and not self.evict_one():
+                # The last transfer may have ended since its memory was last asked for.
+                self.released.collect()
+                if nbytes > self.budget.free_bytes and self.released.running() is None:
+                    raise self._refusal(nbytes, name)
+            self.released.collect()
+
+    def _refusal(self, nbytes: int, name: str) -> BudgetError:
+        held = sorted(self._tenants.pinned(), key=lambda t: -t.nbytes)[:3]
+        holders = [f"{t.name} ({format_bytes(t.nbytes)}, pinned)" for t in held]
+        holders += [f"{r.name} ({format_bytes(r.nbytes)}, a view is alive)" for r in self.released.first(3)]
+        below = (
+            "" if self._traffic.backing is not None else " There is no tier below: set disk to a directory on an SSD."
+        )
+        refusal = self.budget.refusal(nbytes, name)
+        return type(refusal)(f"{refusal} Largest holders: {', '.join(holders) or 'none'}.{below}")
+
+    @contextmanager
+    def charged(self, nbytes: int, tag: Tag, name: str) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Charges memory that torch allocates within the block, for as long as its storage lives.
+
+        Yields:
+            a function that takes the tensor that was made.
+        """
+        reservation = self.reserve(nbytes, tag, name)
+        kept: list[StorageWeakRef] = []
+        try:
+            yield lambda tensor: kept.append(StorageWeakRef(tensor.untyped_storage()))
+        finally:
+            if kept:
+                self.released.watch(kept[0], reservation)
+            else:
+                reservation.release()
+
+    # ---- memory --------------------------------------------------------------------------------------------------
 
     def take_buffer(
         self, nbytes: int, tag: Tag, name: str, *, moves: bool = True, ordered: bool = True
     ) -> tuple[Reservation, Buffer]:
-        """A charged buffer for at least `nbytes`; ends with `leave`.
+        """A charged buffer for at least `nbytes`; ends with `released.add`.
 
         Args:
             nbytes: how many.
@@ -132,7 +158,7 @@ class Admission:
             ordered: whether compute may write to it; else the caller sees to `Buffer.behind`.
 
         Raises:
-            BudgetError: nothing more can be moved.
+            BudgetError: nothing more can be evicted.
             DeviceBudgetError: the card has no such buffer.
         """
         size = round_up(max(nbytes, 1))
@@ -156,16 +182,107 @@ class Admission:
                 with self._lock:
                     if not moves:
                         raise
-                    left = len(self._released)
-                    self.collect()
-                    if len(self._released) != left or self._wait_for_one():
+                    left = len(self.released)
+                    self.released.collect()
+                    if len(self.released) != left or self.released.wait_for_one():
                         continue
-                    if self._evict_range(nbytes) or self._pool.evict_one():
+                    if self._evict_range(nbytes) or self.evict_one():
                         continue
                     if self._card is None:
                         raise
                     # Nothing can be evicted any more: out of what is kept free for other memory.
                     return self._card.allocate(nbytes, anywhere=True)
+
+    def make(self, tensor: Block, *, moves: bool = True, ordered: bool = True) -> Extent:
+        """Gives a tensor an extent whose bytes are still to be written (`moves`, `ordered`: see `take_buffer`).
+
+        Raises:
+            BudgetError: no room.
+        """
+        if torch.is_inference_mode_enabled():
+            # It may be used outside of this inference mode, too.
+            with torch.inference_mode(False):
+                return self.make(tensor, moves=moves, ordered=ordered)
+        reservation, buffer = self.take_buffer(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves, ordered=ordered)
+        octets = buffer.octets
+        assert octets is not None
+        used = octets if tensor.nbytes == buffer.nbytes else octets[: tensor.nbytes]
+        tensor.extent = Extent(used.view(tensor.dtype).view(tensor.shape), octets, buffer, reservation)
+        return tensor.extent
+
+    def take_back(self, tensor: Block, transfer: Transfer | None = None) -> None:
+        """Takes the extent from a tensor; its memory is free once nobody views it and `transfer` has ended."""
+        extent, tensor.extent = tensor.extent, None
+        assert extent is not None
+        self.released.add(extent.octets, extent.buffer, extent.reservation, transfer)
+
+    def let_go(self, tensor: Block, place: Place, store: Transfer | None = None) -> None:
+        """As `take_back`, from a tensor that was resident, whose bytes are at `place` from now on."""
+        assert tensor.extent is not None
+        if tensor.occupant is not None:
+            tensor.occupant.leaving(tensor.extent.tensor)
+        self.eviction.take(tensor)
+        self.take_back(tensor, store)
+        tensor.become(place)
+
+    # ---- eviction ------------------------------------------------------------------------------------------------
+
+    def evict(self, tensor: Block) -> None:
+        """Evicts an idle tensor, storing it first if it is dirty; its memory is free once the store has ended.
+
+        Raises:
+            BudgetError: the backing store has no room; nothing has changed.
+            DiskError: the disk has failed.
+        """
+        with self._lock:
+            assert tensor.extent is not None and not tensor.pins and self._traffic.backing is not None, tensor
+            if tensor.place is Place.ARRIVING:
+                self.turn_back(tensor)
+            else:
+                tensor.note_changes()
+                store = None
+                if tensor.place is Place.DIRTY:
+                    self._traffic.start_store_whole(tensor)
+                    store = joined(tensor.stores)
+                self.let_go(tensor, Place.AWAY, store)
+            self._traffic.stats.evictions += 1
+
+    def turn_back(self, tensor: Block) -> None:
+        """Gives up a load: ARRIVING -> AWAY. The memory is free once the transfer has ended."""
+        load, tensor.arrival = tensor.arrival, None
+        assert load is not None
+        self.eviction.take(tensor)
+        self.take_back(tensor, load)
+        tensor.become(Place.AWAY)
+
+    def victim(self) -> Block | None:
+        """What is to leave next; None if nothing can."""
+        _, idle = self._tenants.giver(self.eviction.in_order())
+        return next(iter(idle), None) or self.eviction.last_resort()
+
+    def evict_one(self) -> bool:
+        """Evicts an idle tensor, or makes a pending update that holds memory; False if there is neither."""
+        victim = self.victim()
+        if victim is not None:
+            self.evict(victim)
+            return True
+        return self._tenants.give_way()
+
+    def make_way(self, nbytes: int) -> bool:
+        """Starts evicting idle tensors, as far as the backing store has room; returns whether `nbytes` are free
+        already.
+        """
+        with self._lock:
+            if nbytes > self.budget.free_bytes:
+                self.released.collect()
+            while nbytes > self.budget.free_bytes + self.released.ending_bytes and (victim := self.victim()):
+                try:
+                    self.evict(victim)
+                except BudgetError:
+                    # The backing store is full; a fault raises.
+                    break
+                self.released.collect()
+            return nbytes <= self.budget.free_bytes
 
     def _evict_range(self, nbytes: int) -> bool:
         """Evicts what lies in the cheapest contiguous range of a slab; False if no range is long enough."""
@@ -173,94 +290,36 @@ class Admission:
             return False
         movable = {
             run: tensor
-            for tensor in self._pool.eviction.free()
+            for tensor in self.eviction.free()
             if (run := _run_of(tensor)) is not None and tensor.place is not Place.ARRIVING and not tensor.viewed
         }
         runs = self._card.slabs.cheapest_range(nbytes, list(movable))
         for run in runs or ():
-            if movable[run] in self._pool.eviction:
-                self._pool.evict_behind(movable[run])
+            if movable[run] in self.eviction:
+                self.evict(movable[run])
         return bool(runs)
 
     def _drain(self) -> None:
         """Evicts what lies in slabs that are to be given back."""
         if self._card is None or not self._card.slabs.draining:
             return
-        for tensor in self._pool.eviction.free():
+        for tensor in self.eviction.free():
             run = _run_of(tensor)
-            if run is not None and run.slab.draining and tensor in self._pool.eviction:
-                self._pool.evict(tensor)
-        self.collect()
+            if run is not None and run.slab.draining and tensor in self.eviction:
+                self.evict(tensor)
+        # torch may write to the slabs as soon as they are empty.
+        self.released.settle()
 
-    def _wait_for_one(self) -> bool:
-        """Waits for a transfer that uses released memory; False if there is none."""
-        running = self._running()
-        if running is None:
-            return False
-        self._wait(running)
-        return True
-
-    def _wait(self, transfer: Transfer) -> None:
-        """Waits for a transfer to end; its error is that of its own tensor. Raises `DiskError` if it can never end."""
-        with self._traffic.stalled():
-            try:
-                transfer.wait()
-            except DiskError:
-                if not transfer.done():
-                    raise
-
-    @contextmanager
-    def charged(self, nbytes: int, tag: Tag, name: str) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Charges memory that torch allocates within the block, for as long as its storage lives.
-
-        Yields:
-            a function that takes the tensor that was made.
-        """
-        reservation = self.reserve(nbytes, tag, name)
-        kept: list[StorageWeakRef] = []
-        try:
-            yield lambda tensor: kept.append(StorageWeakRef(tensor.untyped_storage()))
-        finally:
-            with self._lock:
-                if kept:
-                    self._released.append(_Released(kept[0], None, reservation, None))
-                else:
-                    reservation.release()
-
-    def leave(
-        self,
-        octets: torch.Tensor,
-        buffer: Buffer | None,
-        reservation: Reservation,
-        transfer: Transfer | None = None,
-    ) -> None:
-        """Lets go of memory: it is taken back when its last view has died and `transfer` has ended.
-
-        Args:
-            octets: the memory.
-            buffer: what the tier takes back; None for memory of torch's.
-            reservation: the charge.
-            transfer: reads or writes it.
-        """
-        storage = StorageWeakRef(octets.untyped_storage())
-        if buffer is not None:
-            buffer.octets = None
+    def shrink(self) -> None:
+        """Evicts idle tensors until what is used is within a capacity that has been lowered."""
         with self._lock:
-            kept = octets if buffer is None and transfer is not None else None
-            self._released.append(_Released(storage, buffer, reservation, transfer, kept))
+            self.released.collect()
+            self._drain()
+            while self.budget.free_bytes < 0 and (self.released.wait_for_one() or self.evict_one()):
+                self.released.collect()
+            self.budget.make_real_room()
 
-    def collect(self) -> None:
-        """Takes back released memory that is no longer used."""
-        with self._lock:
-            still: list[_Released] = []
-            for each in self._released:
-                if not each.is_unused() and (self._is_own is None or not each.is_reusable(self._is_own)):
-                    still.append(each)
-                    continue
-                each.reservation.release()
-                if each.buffer is not None:
-                    self.compute.recycle(each.buffer)
-            self._released = still
+    # ---- other memory of a card ----------------------------------------------------------------------------------
 
     def glance(self) -> None:
         """Looks at the card's other memory in forwards where all pages are resident, and nothing is charged."""
@@ -291,70 +350,6 @@ class Admission:
             look()
             if self.budget.capacity_bytes < before:
                 self.shrink()
-
-    def shrink(self) -> None:
-        """Moves idle tensors away until what is used is within a capacity that has been lowered."""
-        with self._lock:
-            self.collect()
-            self._drain()
-            while self.budget.free_bytes < 0 and self._pool.evict_one():
-                self.collect()
-            self.budget.make_real_room()
-
-    def settle(self) -> None:
-        """Waits for all transfers that use released memory; their errors are those of their own tensors."""
-        with self._lock:
-            settle([each.transfer for each in self._released if each.transfer is not None])
-            self.collect()
-
-    def available_bytes(self) -> int:
-        """What could be charged if everything idle were evicted and every running transfer had ended."""
-        with self._lock:
-            self.collect()
-            return self.budget.free_bytes + self.ending_bytes + self._pool.idle_bytes
-
-    @property
-    def ending_bytes(self) -> int:
-        """Charged bytes that come free as running transfers end."""
-        return sum(each.reservation.nbytes for each in self._released if each.transfer is not None)
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Charged bytes of released memory that is still in use."""
-        return sum(each.reservation.nbytes for each in self._released)
-
-    def pinned_bytes(self) -> int:
-        """Charged bytes of pinned tensors, which cannot leave now."""
-        return sum(tensor.slot_bytes for tensor in self._pool.pinned())
-
-    def _make_room(self, nbytes: int, name: str) -> None:
-        self.collect()
-        while nbytes > self.budget.free_bytes:
-            if not self._wait_for_one() and not self._pool.evict_one():
-                # The last transfer may have ended since its memory was last asked for.
-                self.collect()
-                short = nbytes > self.budget.free_bytes
-                if short and self._running() is None:
-                    raise self._refusal(nbytes, name)
-            self.collect()
-
-    def _running(self) -> Transfer | None:
-        """A running transfer that uses released memory."""
-        # A device's own copies hold nothing: what is left beside them is viewed, and does not come free with them.
-        ending = (each for each in self._released if self._is_own is None or not each.is_viewed(self._is_own))
-        transfers = (each.transfer for each in ending if each.transfer is not None)
-        return next((transfer for transfer in transfers if not transfer.done()), None)
-
-    def _refusal(self, nbytes: int, name: str) -> BudgetError:
-        held = sorted(self._pool.pinned(), key=lambda t: -t.nbytes)[:3]
-        holders = [f"{t.name} ({format_bytes(t.nbytes)}, pinned)" for t in held]
-        viewed = [each.reservation for each in self._released[:3]]
-        holders += [f"{r.name} ({format_bytes(r.nbytes)}, a view is alive)" for r in viewed]
-        below = (
-            "" if self._traffic.backing is not None else " There is no tier below: set disk to a directory on an SSD."
-        )
-        refusal = self.budget.refusal(nbytes, name)
-        return type(refusal)(f"{refusal} Largest holders: {', '.join(holders) or 'none'}.{below}")
 
 
 def _run_of(tensor: Block) -> Run | None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer, Transfer, round_up
-
-if TYPE_CHECKING:
-    from ptm_accel.memory.pool import Pool
 
 
 class Place(enum.Enum):
@@ -44,6 +41,16 @@ class Place(enum.Enum):
     def __init__(self, value: str) -> None:
         # Kept, since it is asked for thousands of times a step.
         self.resident = value in ("clean", "dirty")
+
+
+_NEXT = {
+    Place.BLANK: (Place.DIRTY, Place.AWAY),
+    Place.AWAY: (Place.ARRIVING, Place.DIRTY, Place.BLANK),
+    Place.ARRIVING: (Place.CLEAN, Place.DIRTY, Place.AWAY, Place.BLANK),
+    Place.CLEAN: (Place.DIRTY, Place.AWAY, Place.BLANK),
+    Place.DIRTY: (Place.CLEAN, Place.AWAY, Place.BLANK),
+}
+"""Where the bytes may be next."""
 
 
 class Occupant(Protocol):
@@ -152,9 +159,10 @@ class Extent:
 
 
 class Block:
-    """A named tensor, charged under a tag. All changes of place go through the pool.
+    """A named tensor, charged under a tag.
 
     Attributes:
+        place: where its bytes are; only `become` changes it.
         fill: the value of every element as long as nothing was written.
         extent: the contiguous copy in the compute tier, if any.
         arrival: the transfer that fills the extent of an arriving tensor.
@@ -192,7 +200,7 @@ class Block:
         self.pins = 0
         self.movable = True
         self.occupant: Occupant | None = None
-        self.owner: Pool | None = None
+        self.owner: object = None
         self.stores: list[Transfer] = []
         self.parts = 1
 
@@ -205,10 +213,15 @@ class Block:
     def __repr__(self) -> str:
         return f"Block({self.name!r}, {self.tag.value}, {tuple(self.shape)}, {self.dtype}, {self.place.value})"
 
+    def become(self, place: Place) -> None:
+        """Notes where the bytes are from now on."""
+        assert place is self.place or place in _NEXT[self.place], f"{self!r} cannot become {place.value}"
+        self.place = place
+
     def note_changes(self) -> None:
         """Marks resident bytes that were changed in place as dirty."""
         if self.occupant is not None and self.occupant.was_written():
-            self.place = Place.DIRTY
+            self.become(Place.DIRTY)
 
     def check(self) -> None:
         """Raises `AssertionError` where the place and what is held disagree."""
@@ -289,13 +302,21 @@ def alone(values: torch.Tensor) -> torch.Tensor:
     return separate
 
 
+class Pins(Protocol):
+    """A pool, as its pins see it."""
+
+    def unpin(self, tensor: Block) -> None:
+        """Ends a pin."""
+        ...
+
+
 class Pin:
     """Keeps a tensor in the compute tier until it is released."""
 
     __slots__ = ("_part", "_pool", "_tensor")
 
-    def __init__(self, pool: Pool, tensor: Block, part: Part | None = None) -> None:
-        self._pool: Pool | None = pool
+    def __init__(self, pool: Pins, tensor: Block, part: Part | None = None) -> None:
+        self._pool: Pins | None = pool
         self._tensor = tensor
         self._part = part
 

@@ -1,9 +1,8 @@
 """The pool: brings paged tensors into the compute tier on demand, and evicts others to make room.
 
-It owns the tensors' places and the order of eviction: least recently used, unless an `Adviser` chooses. Its parts:
-`Admission` grants and refuses charges, `Traffic` moves bytes to and from the backing store, `Extents` gives tensors
-their memory, `Windows` opens parts of tensors, `Ahead` prefetches and evicts beside compute, `EvictionQueue` orders the
-idle tensors.
+Its parts: `Admission` grants charges and evicts, least recently used first; `Traffic` moves bytes to and from the
+backing store.
+An `Adviser` may prefetch and evict ahead of the accesses: what an access returns does not depend on that.
 """
 
 from __future__ import annotations
@@ -18,21 +17,18 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.admission import Admission
-from ptm_accel.memory.ahead import Ahead
-from ptm_accel.memory.block import Adviser, Block, Part, PendingUpdates, Pin, Place, alone
+from ptm_accel.memory.block import Adviser, Block, Extent, Part, PendingUpdates, Pin, Place, alone
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.calls import Calls
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import Keeping, close_all, settle
 from ptm_accel.memory.dispatch import keeps_results
-from ptm_accel.memory.eviction_queue import EvictionQueue
-from ptm_accel.memory.extents import Extents
 from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
 from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import BackingStore, ComputeTier
-from ptm_accel.memory.windows import Windows
 
 _ROUNDED_BY = 64
 """What is adopted is copied where that takes less than this part of it more."""
@@ -70,15 +66,12 @@ class Pool:
         self.timeline = Timeline(compute.record) if isinstance(compute, QueuedCompute) else None
         self.traffic = Traffic(backing, self.stats, self.timeline)
         self.card = card
-        self.eviction = EvictionQueue(has_backing=backing is not None)
-        self.admission = Admission(self)
         self.tenants = Tenants(budget)
+        self.admission = Admission(compute, budget, self.traffic, self.tenants, self.lock, card)
+        self.eviction = self.admission.eviction
         self._begin()
 
     def _begin(self) -> None:
-        self.extents = Extents(self)
-        self.windows = Windows(self)
-        self.ahead = Ahead(self)
         self.adviser: Adviser | None = None
         self.pending_updates: PendingUpdates | None = None
         self.copies_in = self.closed = False
@@ -149,7 +142,7 @@ class Pool:
             if self.pending_updates is not None:
                 self.pending_updates.before_use(tensor)
             if tensor.place is Place.ARRIVING:
-                self.ahead.turn_back(tensor)
+                self.admission.turn_back(tensor)
             if (adviser := self.listener) is not None:
                 adviser.created(tensor)
             copied |= self.copies(tensor)
@@ -157,10 +150,13 @@ class Pool:
             lazy = data.is_conj() or data.is_neg()
             alone = not (copied or lazy) and data.is_contiguous() and data.untyped_storage().nbytes() == tensor.nbytes
             if not alone or data.device != self.compute.device:
-                self.extents.make(tensor).tensor.copy_(data)
+                self._make(tensor).tensor.copy_(data)
             else:
-                self.extents.wrap(tensor, data)
-            self.extents.settle_in(tensor, Place.DIRTY)
+                reservation = self.admission.reserve(tensor.nbytes, tensor.tag, tensor.name)
+                # A view would keep its base, which would count as viewed.
+                own = data.data
+                tensor.extent = Extent(own, own.view(-1).view(torch.uint8), None, reservation)
+            self._settle_in(tensor, Place.DIRTY)
 
     def copies(self, tensor: Block) -> bool:
         """Whether what is adopted for a tensor is copied (`copies_in`)."""
@@ -177,9 +173,22 @@ class Pool:
             assert tensor.place is Place.BLANK, tensor
             if (adviser := self.listener) is not None:
                 adviser.created(tensor)
-            made = self.extents.make(tensor).tensor
-            self.extents.settle_in(tensor, Place.DIRTY)
+            made = self._make(tensor).tensor
+            self._settle_in(tensor, Place.DIRTY)
             return made
+
+    def _make(self, tensor: Block, *, moves: bool = True, ordered: bool = True) -> Extent:
+        assert not self.closed, f"the model of {tensor.name} is no longer on pages"
+        return self.admission.make(tensor, moves=moves, ordered=ordered)
+
+    def _settle_in(self, tensor: Block, place: Place) -> None:
+        """The bytes are in the extent: the tensor may be used, and evicted."""
+        tensor.become(place)
+        if not tensor.pins:
+            self.eviction.touch(tensor)
+        if tensor.occupant is not None:
+            assert tensor.extent is not None
+            tensor.occupant.arrived(tensor.extent.tensor)
 
     def drop(self, tensor: Block) -> None:
         """Lets go of all bytes of `tensor`: it is blank again."""
@@ -188,9 +197,9 @@ class Pool:
                 self.pending_updates.before_use(tensor)
             assert tensor.pins == 0, f"{tensor!r} is pinned"
             if tensor.place is Place.ARRIVING:
-                self.ahead.turn_back(tensor)
+                self.admission.turn_back(tensor)
             elif tensor.place.resident:
-                self.extents.let_go(tensor)
+                self.admission.let_go(tensor, Place.BLANK)
             if tensor.handle is not None:
                 # Errors of these stores no longer matter; the backing store waits for those that use its own memory.
                 stores, tensor.stores = tensor.stores, []
@@ -198,7 +207,7 @@ class Pool:
                 self.traffic.release(tensor.handle)
                 tensor.handle = None
             tensor.stored_bytes = 0
-            tensor.place = Place.BLANK
+            tensor.become(Place.BLANK)
 
     def forget(self, tensor: Block | Part) -> None:
         """Drops `tensor` and ends its life; a block ends with the last of its parts."""
@@ -246,13 +255,92 @@ class Pool:
             if not tensor.pins:
                 self.eviction.touch(tensor)
         elif tensor.place is Place.ARRIVING:
-            self.ahead.receive(tensor)
+            self.stats.hits += 1
+            self._receive(tensor)
         else:
-            self.extents.bring(tensor)
+            self._demand(tensor)
         if write:
-            tensor.place = Place.DIRTY
+            tensor.become(Place.DIRTY)
         assert tensor.extent is not None
         return tensor.extent.tensor
+
+    def _demand(self, tensor: Block) -> None:
+        """Brings in a tensor that is blank or away, while the caller waits."""
+        self.stats.faults += 1
+        if tensor.place is Place.BLANK:
+            self._make(tensor).tensor.fill_(tensor.fill)
+            self._settle_in(tensor, Place.DIRTY)
+            return
+        self._start(tensor)
+        try:
+            if (adviser := self.listener) is not None:
+                adviser.awaited(tensor)
+        except BaseException:
+            if tensor.place is Place.ARRIVING:
+                self.admission.turn_back(tensor)
+            raise
+        if tensor.place is Place.ARRIVING:
+            self._receive(tensor)
+
+    def _start(self, tensor: Block, *, moves: bool = True) -> None:
+        """Starts loading a tensor: AWAY -> ARRIVING, or DIRTY where the backing store has nothing of it.
+
+        Raises:
+            BudgetError: no room.
+            DiskError: an earlier store of it failed.
+        """
+        extent = self._make(tensor, moves=moves, ordered=False)
+        assert extent.buffer is not None
+        behind, extent.buffer.behind = extent.buffer.behind, ()
+        try:
+            load = self.traffic.start_load(tensor, 0, extent.octets, extent.tensor, behind)
+        except BaseException:
+            self.admission.take_back(tensor)
+            raise
+        if load is None:
+            self._settle_in(tensor, Place.DIRTY)
+            return
+        tensor.arrival = load
+        tensor.become(Place.ARRIVING)
+
+    def _receive(self, tensor: Block) -> None:
+        """Waits for the load of a tensor: ARRIVING -> CLEAN, or DIRTY where the backing store lacks the end of it.
+
+        Raises:
+            DiskError: the load failed; the tensor is away again.
+        """
+        assert tensor.arrival is not None
+        try:
+            self.traffic.order(tensor.arrival)
+        except BaseException:
+            self.admission.turn_back(tensor)
+            raise
+        tensor.arrival = None
+        self._settle_in(tensor, Place.CLEAN if tensor.stored_bytes >= tensor.slot_bytes else Place.DIRTY)
+
+    def prefetch(self, tensor: Block) -> bool:
+        """Starts loading a tensor that is away, if there is room without waiting and without evicting.
+
+        Returns:
+            whether the tensor is resident or arriving now.
+        """
+        with self.lock:
+            if tensor.place is not Place.AWAY:
+                return tensor.place is not Place.BLANK
+            if self.pending_updates is not None and self.pending_updates.elsewhere(tensor):
+                return False
+            if tensor.slot_bytes > self.budget.free_bytes:
+                self.admission.released.collect()
+            if tensor.slot_bytes > self.budget.free_bytes:
+                return False
+            try:
+                self._start(tensor, moves=False)
+            except DeviceBudgetError:
+                # The card's free memory is in pieces, or taken by others. A fault makes room, or raises.
+                return False
+            if not tensor.pins:
+                self.eviction.touch(tensor)
+            return True
 
     def pin(self, tensor: Block | Part, *, write: bool = False) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
@@ -287,11 +375,6 @@ class Pool:
         """Whether everything fits on a card beside the activations that have been seen."""
         return self.card is not None and 0 < self.whole_bytes <= self.budget.capacity_bytes
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that could be moved away now."""
-        return self.eviction.nbytes
-
     def occupy(self, tensor: Block) -> None:
         """Makes room for a tensor that is away: AWAY -> DIRTY, no load. The caller writes all of it, or `vacate`s.
 
@@ -300,14 +383,31 @@ class Pool:
         """
         with self.lock:
             assert tensor.place is Place.AWAY, tensor
-            self.extents.make(tensor)
-            self.extents.settle_in(tensor, Place.DIRTY)
+            self._make(tensor)
+            self._settle_in(tensor, Place.DIRTY)
 
     def vacate(self, tensor: Block) -> None:
         """Undoes `occupy`, before anything was written."""
         with self.lock:
-            self.extents.let_go(tensor)
-            tensor.place = Place.AWAY
+            self.admission.let_go(tensor, Place.AWAY)
+
+    def leave_to_viewers(self, tensor: Block) -> None:
+        """Gives a pinned tensor other memory with the same bytes if anybody else views what it has, and so keeps that.
+
+        Raises:
+            BudgetError: no room for both.
+        """
+        assert tensor.pins and tensor.extent is not None, tensor
+        if not tensor.viewed:
+            return
+        tensor.note_changes()
+        old = tensor.extent
+        new = self._make(tensor)
+        new.tensor.copy_(old.tensor)
+        if tensor.occupant is not None:
+            tensor.occupant.leaving(old.tensor)
+            tensor.occupant.arrived(new.tensor)
+        self.admission.released.add(old.octets, old.buffer, old.reservation)
 
     @property
     def listener(self) -> Adviser | None:
@@ -324,52 +424,13 @@ class Pool:
         finally:
             self._silent = before
 
-    def evict_one(self) -> bool:
-        """Evicts an idle tensor, or makes a pending update that holds memory; False if there is neither."""
-        victim = self.victim()
-        if victim is not None:
-            self.evict_behind(victim)
-            return True
-        return any(pool.pending_updates is not None and pool.pending_updates.give_way() for pool in self.tenants.pools)
-
-    def victim(self) -> Block | None:
-        """What is to leave next: the least recently used; None if nothing can."""
-        _, idle = self.tenants.giver(self.eviction.in_order())
-        return next(iter(idle), None) or self.eviction.last_resort()
-
-    def evict(self, tensor: Block) -> None:
-        """Evicts an idle tensor, storing it first if it is dirty.
-
-        Raises:
-            BudgetError: the backing store has no room.
-            DiskError: the store failed; the tensor is then still resident and unharmed.
-        """
-        with self.lock:
-            assert tensor.extent is not None and not tensor.pins and self.backing is not None, tensor
-            self.stats.evictions += 1
-            if tensor.place is Place.ARRIVING:
-                self.ahead.turn_back(tensor)
-                return
-            tensor.note_changes()
-            if tensor.place is Place.DIRTY:
-                self.traffic.store_whole(tensor)
-            self.extents.let_go(tensor)
-            tensor.place = Place.AWAY
-
-    def evict_behind(self, tensor: Block) -> None:
-        """As `evict`; memory of a card can be used again behind the store, which is not waited for."""
-        if self.card is None:
-            self.evict(tensor)
-        else:
-            self.ahead.evict(tensor)
-
     def flush(self, tensor: Block) -> None:
         """Makes the backing store hold the newest bytes of a resident tensor; it stays resident."""
         with self.lock:
             tensor.note_changes()
             if tensor.place is Place.DIRTY and self.backing is not None:
                 self.traffic.store_whole(tensor)
-                tensor.place = Place.CLEAN
+                tensor.become(Place.CLEAN)
 
     def snapshot(self, tensor: Block | Part) -> torch.Tensor:
         """The tensor's values as a CPU tensor that costs no charged memory.
@@ -386,7 +447,8 @@ class Pool:
             if tensor.place is Place.BLANK:
                 return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
             if tensor.place is Place.ARRIVING:
-                self.ahead.receive(tensor)
+                self.stats.hits += 1
+                self._receive(tensor)
             if tensor.extent is not None:
                 movable = self.backing is not None and tensor.movable and not tensor.pins
                 all_fits = 0 < self.whole_bytes <= self.budget.capacity_bytes
@@ -417,21 +479,17 @@ class Pool:
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
             steps += [partial(_release, held) for held in self._held]
             self.tenants.pools.remove(self)
-            close_all([*steps, self._tensors.clear, self.admission.settle])
+            close_all([*steps, self._tensors.clear, self.admission.released.settle])
 
     def tensors(self) -> Iterator[Block]:
         """All living paged tensors."""
         return iter(list(self._tensors.values()))
 
-    def pinned(self) -> list[Block]:
-        """The pinned tensors of all models."""
-        return [t for pool in self.tenants.pools for t in pool.tensors() if t.pins]
-
     def check_integrity(self) -> None:
         """Raises `AssertionError` with the numbers unless places are right and charges are within the budget's use."""
         with self.lock:
-            self.admission.collect()
-            charged = self.admission.leaving_bytes
+            self.admission.released.collect()
+            charged = self.admission.released.nbytes
             for tensor in [tensor for pool in self.tenants.pools for tensor in pool.tensors()]:
                 tensor.check()
                 if tensor.extent is not None:

@@ -7,15 +7,12 @@ its share are evicted first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ptm_accel.memory.block import Block
+from ptm_accel.memory.block import Block, PendingUpdates
 from ptm_accel.memory.budget import Budget
-
-if TYPE_CHECKING:
-    from ptm_accel.memory.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +34,22 @@ class Need:
     away_bytes: int = 0
 
 
+class Tenant(Protocol):
+    """A pool over the tiers."""
+
+    need: Need
+    pending_updates: PendingUpdates | None
+
+    def tensors(self) -> Iterator[Block]:
+        """All living paged tensors."""
+        ...
+
+
 class Tenants:
     """The open pools that share a compute tier."""
 
     def __init__(self, budget: Budget) -> None:
-        self.pools: list[Pool] = []
+        self.pools: list[Tenant] = []
         self._budget = budget
 
     @property
@@ -54,7 +62,7 @@ class Tenants:
         """With so much nothing ever moves; 0 where that is not known."""
         return sum(pool.need.whole_bytes for pool in self.pools)
 
-    def share_bytes(self, pool: Pool) -> int:
+    def share_bytes(self, pool: Tenant) -> int:
         """The least of a model, and of the rest a part in proportion to what it could use."""
         capacity = self._budget.capacity_bytes
         if len(self.pools) == 1:
@@ -63,7 +71,7 @@ class Tenants:
         more = pool.need.whole_bytes - pool.need.least_bytes
         return pool.need.least_bytes + spare * more // max(wish, spare, 1)
 
-    def giver(self, idle: Iterable[Block]) -> tuple[Pool | None, Iterable[Block]]:
+    def giver(self, idle: Iterable[Block]) -> tuple[Tenant | None, Iterable[Block]]:
         """The pool that is furthest beyond its share, and its part of `idle`, in the same order."""
         if len(self.pools) == 1:
             return self.pools[0], idle
@@ -75,3 +83,11 @@ class Tenants:
         }
         giver = max(beyond, key=lambda pool: beyond[pool], default=None)
         return giver, () if giver is None else parts[giver]
+
+    def pinned(self) -> list[Block]:
+        """The pinned tensors of all models."""
+        return [tensor for pool in self.pools for tensor in pool.tensors() if tensor.pins]
+
+    def give_way(self) -> bool:
+        """Makes a pending update of one of the models that holds memory; False if there is none."""
+        return any(pool.pending_updates is not None and pool.pending_updates.give_way() for pool in self.pools)

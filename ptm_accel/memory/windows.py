@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ptm_accel.memory.block import PART_ALIGN, Block, Part, Pin, Place
 from ptm_accel.memory.budget import Reservation, Tag
 from ptm_accel.memory.host_store import HostStore
+from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer, Transfer, round_up
-
-if TYPE_CHECKING:
-    from ptm_accel.memory.pool import Pool
 
 WINDOW_ALIGN = PART_ALIGN
 """Window starts are multiples of this many elements, as those of parts."""
@@ -109,7 +105,7 @@ class Windows:
             try:
                 window.load = pool.traffic.start_load(tensor, offset, buffer.octets, typed, behind)
             except BaseException:
-                pool.admission.leave(buffer.octets, buffer, reservation)
+                pool.admission.released.add(buffer.octets, buffer, reservation)
                 raise
             return window
 
@@ -157,7 +153,7 @@ class Windows:
             tensor, window.tensor = window.source, None
             if window.pin is not None:
                 if wrote:
-                    tensor.place = Place.DIRTY
+                    tensor.become(Place.DIRTY)
                 window.pin.release()
                 return
             buffer, reservation = window.buffer, window.reservation
@@ -176,9 +172,9 @@ class Windows:
                 elif wrote:
                     offset = window.start * tensor.dtype.itemsize
                     transfer = pool.traffic.start_store(tensor, offset, octets)
-                    tensor.place = Place.AWAY
+                    tensor.become(Place.AWAY)
             finally:
-                pool.admission.leave(octets, buffer, reservation, transfer)
+                pool.admission.released.add(octets, buffer, reservation, transfer)
 
     def _write_through(self, window: Window, octets: torch.Tensor) -> None:
         tensor = window.source
@@ -186,7 +182,7 @@ class Windows:
         nbytes = min(octets.numel(), tensor.nbytes - window.start * tensor.dtype.itemsize)
         typed = octets[:nbytes].view(tensor.dtype)
         tensor.extent.tensor.view(-1)[window.start : window.start + typed.numel()].copy_(typed)
-        tensor.place = Place.DIRTY
+        tensor.become(Place.DIRTY)
 
 
 class HostWindow(Window):

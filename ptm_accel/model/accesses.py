@@ -14,7 +14,8 @@ from ptm_accel.memory.calls import Call
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.assignments import assign, take_in
 from ptm_accel.model.forwards import Forwards
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 
 logger = logging.getLogger(__name__)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ptm_accel.memory.block import Block
 from ptm_accel.model.away import AwayParameter, bare
-
-if TYPE_CHECKING:
-    from ptm_accel.memory.block import Block
-    from ptm_accel.model.slots import ParamSlot
+from ptm_accel.model.slots import ParamSlot
 
 
 class ExtentTable:
@@ -38,6 +35,10 @@ class ExtentTable:
         address = self.address(tensor)
         self.addresses[address] = (source, StorageWeakRef(tensor.untyped_storage()))
         return address
+
+    def occupy(self, block: Block) -> None:
+        """Makes members of a block, which has none yet."""
+        block.occupant = Members(self)
 
     def remove(self, tensor: torch.Tensor) -> None:
         """Forgets `tensor`'s storage."""

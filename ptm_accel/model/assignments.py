@@ -19,6 +19,7 @@ import torch
 
 from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.windows import Windows
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.slots import ParamSlot
 
@@ -106,7 +107,7 @@ def _leave_to_viewers(slot: ParamSlot, *, alone: bool) -> None:
         return
     if value.alone or value.block.pins or not alone:
         with pool.pin(value, write=True):
-            pool.extents.leave_to_viewers(value.block)
+            pool.leave_to_viewers(value.block)
         return
     own = ParamGroup(slot.name, [value.shape], movable=slot.group.movable).part(0, "", Tag.PARAM, value.dtype, pool)
     try:
@@ -128,19 +129,19 @@ def regroup(slots: Iterable[ParamSlot]) -> list[ParamSlot]:
 
 def _is_back(slot: ParamSlot) -> bool:
     """Moves values back into the block of their group, if nobody views it and there is room."""
-    pool, own, part = slot.pool, slot.value, slot.group_part
+    pool, own, part, windows = slot.pool, slot.value, slot.group_part, Windows(slot.pool)
     with pool.lock, pool.unadvised():
         resident = own.place.resident and part.place.resident
         room = resident or pool.admission.available_bytes() >= 2 * own.block.slot_bytes
         if own.block.pins or part.block.pins or part.block.viewed or not room:
             return False
         # Not the whole block, if it is away.
-        window = pool.windows.open(part, 0, part.numel, reads=False)
+        window = windows.open(part, 0, part.numel, reads=False)
         try:
             with pool.pin(own) as values:
-                pool.windows.ready(window).copy_(values.view(-1))
+                windows.ready(window).copy_(values.view(-1))
         finally:
-            pool.windows.close(window, wrote=True)
+            windows.close(window, wrote=True)
         slot.move_to(part)
         pool.forget(own)
     return True

@@ -16,7 +16,8 @@ from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.gradients import refuse_sparse
 from ptm_accel.model.grouping import groups_of
 from ptm_accel.model.groups import ParamGroup
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 
 _WRAPPERS = {
     "DeepSpeedEngine": "DeepSpeed",

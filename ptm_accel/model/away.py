@@ -16,8 +16,8 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,9 +26,76 @@ from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.calls import Call
 from ptm_accel.model.away_functions import CONVERSIONS, LAYOUT, METADATA, WRITES, converts, one_tensor_at_a_time
 
-if TYPE_CHECKING:
-    from ptm_accel.model.grad_slot import GradSlot
-    from ptm_accel.model.slots import ParamSlot
+
+class Uses(Protocol):
+    """What parameters on pages ask of their engine."""
+
+    def values(self, slot: Any, *, changes: bool) -> AbstractContextManager[torch.Tensor]:
+        """A context in which the values are resident."""
+        ...
+
+    def take_over(self, slot: Any) -> None:
+        """Takes over what was written to values in state dictionaries."""
+        ...
+
+    def alias_given(self, slot: Any) -> None:
+        """Notes that user code has a view of the values."""
+        ...
+
+    def assign(self, slot: Any, data: torch.Tensor) -> None:
+        """Makes `data` the values."""
+        ...
+
+    def gradient(self, slot: Any) -> torch.Tensor | None:
+        """Returns `p.grad`."""
+        ...
+
+    def set_gradient(self, slot: Any, gradient: torch.Tensor | None) -> None:
+        """Takes what `p.grad` was set to."""
+        ...
+
+    def let_go(self) -> None:
+        """Releases what is only pinned until the next forward."""
+        ...
+
+    def snapshot_follows(self, module: nn.Module) -> bool:
+        """Whether a hook puts the values into the state dictionary that `module` makes."""
+        ...
+
+
+class Slot(Protocol):
+    """A parameter on pages (`ptm_accel.model.slots.Slot`), as its parameter sees it."""
+
+    name: str
+    param: nn.Parameter
+
+    @property
+    def accesses(self) -> Uses:
+        """Serves uses of the parameter."""
+        ...
+
+    def copied(self) -> torch.Tensor:
+        """A copy of the values in ordinary memory."""
+        ...
+
+
+class Sum(Protocol):
+    """The sum of a parameter's gradients (`ptm_accel.model.grad_slot.Sum`), as `p.grad` sees it."""
+
+    slot: Any
+
+    def used_by(self) -> AbstractContextManager[torch.Tensor]:
+        """A context in which the sum is in the compute tier."""
+        ...
+
+    def replace(self, gradient: torch.Tensor) -> None:
+        """Makes `gradient` the sum."""
+        ...
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """The sum's norm."""
+        ...
+
 
 bare = torch._C.DisableTorchFunctionSubclass
 """A context in which our own code uses a parameter's storage without bringing the values in."""
@@ -38,16 +105,16 @@ _PARAMETER = nn.Parameter.__new__.__code__
 _T: Any = torch.Tensor
 
 
-_slots: weakref.WeakValueDictionary[int, ParamSlot] = weakref.WeakValueDictionary()
+_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 """The slot of each parameter on pages, by the parameter's identity; a slot keeps its parameter alive."""
 
 
-def register(slot: ParamSlot) -> None:
+def register(slot: Slot) -> None:
     """Makes a slot known; from then on its parameter may be an `AwayParameter`."""
     _slots[id(slot.param)] = slot
 
 
-def forget(slot: ParamSlot) -> None:
+def forget(slot: Slot) -> None:
     """Ends `register`."""
     if _slots.get(id(slot.param)) is slot:
         del _slots[id(slot.param)]
@@ -116,11 +183,11 @@ class AwayGradient(torch.Tensor):
         parameter: its name.
     """
 
-    source: GradSlot | None
+    source: Sum | None
     parameter: str
 
     @staticmethod
-    def of(source: GradSlot, name: str, stand_in: torch.Tensor) -> AwayGradient:
+    def of(source: Sum, name: str, stand_in: torch.Tensor) -> AwayGradient:
         """The gradient of parameter `name`, with the shape, dtype and device of `stand_in`."""
         with bare():
             made: AwayGradient = torch.Tensor._make_subclass(AwayGradient, stand_in)
@@ -139,7 +206,7 @@ def is_on_pages(param: nn.Parameter) -> bool:
     return slot is not None and slot.param is param
 
 
-def slot_of(param: nn.Parameter) -> ParamSlot:
+def slot_of(param: nn.Parameter) -> Slot:
     """The slot of a parameter on pages.
 
     Raises:
@@ -156,7 +223,7 @@ def slot_of(param: nn.Parameter) -> ParamSlot:
     return slot
 
 
-def _gradient_source(gradient: AwayGradient) -> GradSlot:
+def _gradient_source(gradient: AwayGradient) -> Sum:
     if gradient.source is None:
         raise PagedModelError(
             f"the gradient of {gradient.parameter} was used after an optimizer step or zero_grad() had used it up. "

@@ -33,7 +33,8 @@ from ptm_accel.memory.dispatch import unkept
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.away import AwayParameter, is_transformed, slot_of
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 
 LOWER_PRECISION_OPS = frozenset(
     {F.linear, torch.addbmm, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__}
@@ -120,6 +121,7 @@ class CastCache:
         if type(tensor) is AwayParameter:
             # Read by the forward of another module.
             slot = slot_of(tensor)
+            assert isinstance(slot, ParamSlot)
             with slot.accesses.values(slot, changes=False):
                 return self.cast(tensor, dtype)
         source = self._table.find(tensor)

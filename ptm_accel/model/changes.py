@@ -11,7 +11,8 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 
 Outline = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
 """The parameters of a model under all their names, in order: name, identity, shape, type."""

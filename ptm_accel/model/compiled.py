@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -34,10 +34,36 @@ from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.budget import Budget, Tier
 from ptm_accel.model.floor import Floor, blocks_of
 from ptm_accel.model.saved import CALLED_BY_AUTOGRAD
+from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
 
-if TYPE_CHECKING:
-    from ptm_accel.model.residency import Residency
+
+class ForwardCalls(Protocol):
+    """Begins and ends the forwards of modules (`ptm_accel.model.forwards.Forwards`)."""
+
+    def enter(self, module: nn.Module, region: Region | None = None) -> None:
+        """A module's forward begins."""
+        ...
+
+    def leave(self, module: nn.Module) -> None:
+        """A module's forward has returned."""
+        ...
+
+
+class Surroundings(Protocol):
+    """What brings parameters in around regions (`ptm_accel.model.residency.Residency`)."""
+
+    slots: SlotTable
+
+    @property
+    def forwards(self) -> ForwardCalls:
+        """The forwards of the model's modules."""
+        ...
+
+    def hook(self, module: nn.Module) -> None:
+        """Puts the forward hooks on a module."""
+        ...
+
 
 Handles = tuple[RemovableHandle, RemovableHandle]
 """The hooks before and after a module's forward."""
@@ -145,7 +171,7 @@ class CompiledRegions:
         found: called with each new region before it first runs; may refuse it.
     """
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(self, residency: Surroundings) -> None:
         self.found: Callable[[Region], None] | None = None
         self._residency = residency
         self._wrappers: weakref.WeakKeyDictionary[nn.Module, Region | None] = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.model.hooks import RootHook, no_hook
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 
 
 def copy_off_pages(model: nn.Module, slots: SlotTable, hooks: Iterable[RemovableHandle]) -> nn.Module:

@@ -25,7 +25,8 @@ from ptm_accel.memory.block import Block, Part
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.grouping import ONE_KERNEL, owned_by
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.units import format_bytes
 
 

@@ -155,7 +155,7 @@ class Following:
     def _held_bytes(self) -> int:
         """Bytes that can neither be evicted nor are in the plan, which has open updates where they run."""
         pool = self._pool
-        held = pool.budget.used_bytes - pool.idle_bytes - pool.admission.leaving_bytes
+        held = pool.budget.used_bytes - pool.eviction.nbytes - pool.admission.released.nbytes
         return held - (self.beside.open_bytes if self.beside is not None else 0)
 
     def _awaits(self, tensor: Block) -> bool:
@@ -211,7 +211,7 @@ class Following:
             elif tensor in self._pool.eviction and not self._pool.eviction.is_spared(tensor):
                 # Where the backing store is full it stays, and a demand load that needs its room raises.
                 with suppress(BudgetError):
-                    self._pool.ahead.evict(tensor)
+                    self._pool.admission.evict(tensor)
 
     def _prefetch(self, accessed: Block) -> None:
         """Starts planned loads, in order, as far as there is room; the others are tried again at a later access."""
@@ -225,7 +225,7 @@ class Following:
             if self.beside is not None and self.beside.elsewhere(tensor):
                 passed.append(self._coming.popleft())
                 continue
-            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.ahead.prefetch(tensor):
+            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.prefetch(tensor):
                 break
             self._coming.popleft()
         self._coming.extendleft(reversed(passed))

@@ -31,7 +31,8 @@ from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, re
 from ptm_accel.model.grouping import ONE_KERNEL, owned_by
 from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 
 _CALL = nn.Module._call_impl.__code__
 """The code that is on the stack while a module is being called."""

@@ -7,15 +7,13 @@ backing store. Torch counts writes to them, and the model's next use takes over 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import PagedModelError
-
-if TYPE_CHECKING:
-    from ptm_accel.model.slots import ParamSlot
+from ptm_accel.model.slots import ParamSlot
 
 
 @dataclass(slots=True, eq=False)

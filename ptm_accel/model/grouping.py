@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +12,8 @@ from torch import nn
 from ptm_accel.memory.block import PART_ALIGN
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.groups import ParamGroup
-
-if TYPE_CHECKING:
-    from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 
 ONE_KERNEL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that torch may compute by one kernel where no gradients are wanted (its fast path), from all parameters under

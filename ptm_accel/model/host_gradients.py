@@ -110,7 +110,7 @@ class HostGradients:
         with pool.lock:
             try:
                 if more.place.resident and block.place is Place.AWAY:
-                    pool.ahead.evict(more)
+                    pool.admission.evict(more)
             except BudgetError:
                 # The backing store is full.
                 self._fold(block)

@@ -11,7 +11,7 @@ from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.compiled import CompiledRegions
 from ptm_accel.model.forwards import Forwards
 from ptm_accel.model.hooks import Hook, RootHook
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 
 _LIBRARIES = ("torch.", "transformers.", "peft.")
 """Packages whose modules do not write to weights through `.data` in their own forwards, which torch does not count.

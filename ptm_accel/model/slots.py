@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -16,13 +15,36 @@ from ptm_accel.memory.calls import Call
 from ptm_accel.memory.copied import copied
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
-from ptm_accel.model.addresses import ExtentTable, Members
-from ptm_accel.model.away import AwayParameter
-from ptm_accel.model.given_values import GivenValues
+from ptm_accel.model.away import AwayParameter, Uses
 from ptm_accel.model.groups import ParamGroup
 
-if TYPE_CHECKING:
-    from ptm_accel.model.accesses import Accesses
+
+class Members(Protocol):
+    """The parameters whose values lie in one block (`ptm_accel.model.addresses.Members`)."""
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """The block is in the compute tier."""
+        ...
+
+    def add(self, slot: ParamSlot, tensor: torch.Tensor | None) -> None:
+        """Adds a parameter; `tensor` is the block where it is resident."""
+        ...
+
+    def remove(self, slot: ParamSlot) -> None:
+        """Takes a parameter off."""
+        ...
+
+    def lost(self, slot: ParamSlot) -> None:
+        """Notes that the values of a parameter are lost."""
+        ...
+
+
+class Addresses(Protocol):
+    """Finds parameters by address (`ptm_accel.model.addresses.ExtentTable`)."""
+
+    def occupy(self, block: Block) -> None:
+        """Makes members of a block, which has none yet."""
+        ...
 
 
 class ParamSlot:
@@ -67,7 +89,7 @@ class ParamSlot:
         member: int,
         value: Part,
         pool: Pool,
-        table: ExtentTable,
+        table: Addresses,
     ) -> None:
         self.name = name
         self.param = param
@@ -76,7 +98,7 @@ class ParamSlot:
         self.value = self.group_part = value
         self.generation = 0
         # Weak: the pool, which outlives the model, holds this object.
-        self._accesses: weakref.ref[Accesses] | None = None
+        self._accesses: weakref.ref[Uses] | None = None
         self._writes = 0
         self._version = param._version
         self.pool = pool
@@ -89,7 +111,7 @@ class ParamSlot:
 
     # ---- what its parameter is -------------------------------------------------------------------------------------
 
-    def come_onto_pages(self, accesses: Accesses, device: torch.device) -> None:
+    def come_onto_pages(self, accesses: Uses, device: torch.device) -> None:
         """Makes the parameter an `AwayParameter`, with its buffer or a placeholder as its data.
 
         Args:
@@ -133,7 +155,7 @@ class ParamSlot:
         pool.forget(read)
 
     @property
-    def accesses(self) -> Accesses:
+    def accesses(self) -> Uses:
         """Serves uses of the parameter while it is an `AwayParameter`."""
         accesses = None if self._accesses is None else self._accesses()
         if accesses is None:
@@ -211,7 +233,7 @@ class ParamSlot:
     def _take_part(self) -> None:
         block = self.value.block
         if block.occupant is None:
-            block.occupant = Members(self._table)
+            self._table.occupy(block)
         self._members().add(self, block.extent.tensor if block.place.resident and block.extent is not None else None)
 
     def give_up_part(self) -> None:
@@ -242,9 +264,7 @@ class ParamSlot:
         self._take_part()
 
     def _members(self) -> Members:
-        members = self.value.block.occupant
-        assert isinstance(members, Members)
-        return members
+        return cast("Members", self.value.block.occupant)
 
     def leave_pages(self) -> None:
         """Makes the parameter an ordinary one again, with the data that it has."""
@@ -284,14 +304,14 @@ class ParamSlot:
         """Number of times that user code may have written to the values."""
         block = self.value.block
         if block.place.resident and self.was_written():
-            block.place = Place.DIRTY
+            block.become(Place.DIRTY)
         return self._writes
 
     def changed(self) -> None:
         """The values may have been changed in a way that torch does not count."""
         self._writes += 1
         if self.value.place.resident:
-            self.value.block.place = Place.DIRTY
+            self.value.block.become(Place.DIRTY)
 
     def can_have(self, data: torch.Tensor) -> bool:
         """Whether the parameter can be given `data`."""
@@ -359,58 +379,3 @@ class ParamSlot:
 def same_place(one: torch.device, other: torch.device) -> bool:
     """Whether both are the same; one without an index is any of its type."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
-
-
-class SlotTable:
-    """All slots of one model, by parameter identity and by name (every name a tied parameter has).
-
-    Attributes:
-        by_name: see above.
-        given: copies of their values in state dictionaries.
-    """
-
-    def __init__(self) -> None:
-        self.given = GivenValues()
-        self._by_id: dict[int, ParamSlot] = {}
-        self.by_name: dict[str, ParamSlot] = {}
-
-    def put(self, name: str, slot: ParamSlot) -> None:
-        """Adds a slot under its parameter and one of its names."""
-        self._by_id[id(slot.param)] = slot
-        self.by_name[name] = slot
-
-    def become(self, other: SlotTable) -> None:
-        """Takes over the slots of another table, their order and their names."""
-        self._by_id = dict(other._by_id)
-        self.by_name = dict(other.by_name)
-        for name, slot in reversed(self.by_name.items()):
-            slot.name = name
-            if slot.group_part.alone:
-                slot.group.rename(name)
-
-    def remove(self, slot: ParamSlot) -> None:
-        """Forgets a slot whose parameter has left the model."""
-        self._by_id.pop(id(slot.param), None)
-        for name in [n for n, s in self.by_name.items() if s is slot]:
-            del self.by_name[name]
-
-    def replace(self, params: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Gives slots another parameter object each; their order stays."""
-        for slot in self._by_id.values():
-            slot.param = params.get(slot.param, slot.param)
-        self._by_id = {id(slot.param): slot for slot in self._by_id.values()}
-
-    def of(self, param: torch.Tensor | None) -> ParamSlot | None:
-        """The slot of a parameter, or None if it is not on pages."""
-        slot = self._by_id.get(id(param))
-        return slot if slot is not None and slot.param is param else None
-
-    def blocks(self) -> list[Block]:
-        """The blocks of all values, each once, in order."""
-        return list(dict.fromkeys(slot.value.block for slot in self))
-
-    def __iter__(self) -> Iterator[ParamSlot]:
-        return iter(self._by_id.values())
-
-    def __len__(self) -> int:
-        return len(self._by_id)

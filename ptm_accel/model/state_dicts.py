@@ -21,7 +21,8 @@ from ptm_accel.memory.block import alone
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.hooks import Hook
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 
 
 class StateDictHooks:

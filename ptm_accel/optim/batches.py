@@ -151,7 +151,7 @@ class Batches:
             return None
         if not must and self._stays:
             moving = self._compute.cost_bytes(unit, moving_only=True)
-            if not self._pool.ahead.make_way(moving):
+            if not self._pool.admission.make_way(moving):
                 return None
         if needed <= self._pool.budget.free_bytes or needed <= self._pool.admission.available_bytes():
             try:
@@ -176,7 +176,7 @@ class Batches:
         """Moves away what a window of `unit` would hold whole, so that it holds no more than the window."""
         for block in unit.blocks.values():
             if block in self._pool.eviction and block.numel > unit.stop - unit.start:
-                self._pool.evict(block)
+                self._pool.admission.evict(block)
 
     # ---- cutting ---------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Batches:
     def _has_room(self, unit: Unit) -> bool:
         """Whether what has to be moved for a unit finds room that is free."""
         # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
-        free = self._pool.budget.free_bytes + (self._pool.admission.ending_bytes if self._stays else 0)
+        free = self._pool.budget.free_bytes + (self._pool.admission.released.ending_bytes if self._stays else 0)
         return self._compute.cost_bytes(unit, moving_only=True) <= free
 
     def _advance(self, unit: Unit) -> None:

@@ -20,7 +20,7 @@ from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.transfer import round_up
-from ptm_accel.memory.windows import Window, window_elements
+from ptm_accel.memory.windows import Window, Windows, window_elements
 from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.core_threads import CoreThreads
@@ -59,7 +59,8 @@ class ComputeUpdates:
         self.window_bytes = window_bytes
         self.batch_bytes = batch_bytes
         self.threads = threads
-        self._arithmetic = Arithmetic(inner, optimizer_memory, pool.compute.device, pool.windows.shaped, threads)
+        self.windows = Windows(pool)
+        self._arithmetic = Arithmetic(inner, optimizer_memory, pool.compute.device, self.windows.shaped, threads)
 
     # ---- what it takes ---------------------------------------------------------------------------------------
 
@@ -140,10 +141,10 @@ class ComputeUpdates:
             if not key and unit.overwrites and block.place is Place.AWAY:
                 self.pool.occupy(block)
                 unit.occupied = True
-            elif not block.place.resident and self._comes_whole(block, unit) and not self.pool.ahead.prefetch(block):
+            elif not block.place.resident and self._comes_whole(block, unit) and not self.pool.prefetch(block):
                 self.pool.fault(block)
             reads = bool(key) or not unit.state.overwritten
-            unit.windows[key] = self.pool.windows.open(part, unit.start, unit.stop, reads=reads)
+            unit.windows[key] = self.windows.open(part, unit.start, unit.stop, reads=reads)
 
     def give_up(self, unit: Unit) -> None:
         """Ends a unit without writing anything."""
@@ -152,7 +153,7 @@ class ComputeUpdates:
         for key in list(unit.windows):
             # Whatever fails here is no more news: somebody is being told of a failure already, or will ask again.
             with suppress(PTMError):
-                self.pool.windows.close(unit.windows.pop(key), wrote=False)
+                self.windows.close(unit.windows.pop(key), wrote=False)
         if unit.occupied:
             unit.occupied = False
             self.pool.vacate(unit.state.slot.value.block)
@@ -166,7 +167,7 @@ class ComputeUpdates:
         if desk is not None:
             reservation, buffer = desk
             assert buffer.octets is not None
-            self.pool.admission.leave(buffer.octets, buffer, reservation)
+            self.pool.admission.released.add(buffer.octets, buffer, reservation)
 
     def _release_made(self, unit: Unit) -> None:
         while unit.made:
@@ -201,9 +202,9 @@ class ComputeUpdates:
             value = after.pop(key)
             part, window = state.paged.get(key), unit.windows.get(f"state.{key}")
             if unit.together and part is not None and window is not None:
-                here = part.of(self.pool.windows.ready(window))
+                here = part.of(self.windows.ready(window))
             elif isinstance(value, torch.Tensor) and value.dim() and value.shape == shape and not unit.together:
-                here = self.pool.windows.shaped(window or self._first_window(unit, key, value))
+                here = self.windows.shaped(window or self._first_window(unit, key, value))
             else:
                 small[key] = value
                 continue
@@ -227,7 +228,7 @@ class ComputeUpdates:
                 self.pool.adopt(part.block, value.view(slot.value.shape))
         if self._comes_whole(part.block, unit):
             self.pool.fault(part.block)
-        window = unit.windows[f"state.{key}"] = self.pool.windows.open(part, unit.start, unit.stop)
+        window = unit.windows[f"state.{key}"] = self.windows.open(part, unit.start, unit.stop)
         return window
 
     def _close(self, unit: Unit) -> None:
@@ -236,6 +237,6 @@ class ComputeUpdates:
                 state.mastered = state.slot.value.numel if unit.together else max(state.mastered, unit.stop)
         unit.occupied = False
         for key in list(unit.windows):
-            self.pool.windows.close(unit.windows.pop(key), wrote=key != "grad")
+            self.windows.close(unit.windows.pop(key), wrote=key != "grad")
         if unit.last:
             unit.end()

@@ -172,9 +172,9 @@ class HostUpdates:
 
     def _send_to_backing(self, tensor: Block) -> None:
         if tensor.place is Place.ARRIVING:
-            self._pool.ahead.turn_back(tensor)
+            self._pool.admission.turn_back(tensor)
         elif tensor.place.resident:
-            self._pool.ahead.evict(tensor)
+            self._pool.admission.evict(tensor)
 
     def _prepare(self, entry: Entry) -> bool:
         """Makes ready for an update, if there is room for what the arithmetic of one window allocates."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import nn
 
 from ptm_accel.optim.units import Work
-
-if TYPE_CHECKING:
-    from ptm_accel.optim.others import Others
 
 NAMES = "param_names"
 """Of a group that was made from named parameters: one for each."""
@@ -22,7 +21,7 @@ def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def of_step(inner: torch.optim.Optimizer, work: Work, others: Others) -> list[dict[str, Any]]:
+def of_step(inner: torch.optim.Optimizer, work: Work, others: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """As `hyperparameters`, with what torch takes from the first parameter, for calls that update some of them each.
 
     Of torch's optimizers only Adafactor does: where its `eps` is None, that of the first dtype is for all parameters.
@@ -35,7 +34,7 @@ def of_step(inner: torch.optim.Optimizer, work: Work, others: Others) -> list[di
     groups = hyperparameters(inner.param_groups)
     if not isinstance(inner, torch.optim.Adafactor):
         return groups
-    dtypes = {id(other.param): other.param.dtype for other in others if other.param.grad is not None}
+    dtypes = {id(param): param.dtype for param in others if param.grad is not None}
     dtypes |= {id(state.slot.param): state.wide.dtype for _, state, _ in work}
     for values, group in zip(groups, inner.param_groups, strict=True):
         first, second = values["eps"]

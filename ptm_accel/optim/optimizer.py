@@ -15,7 +15,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.run_ahead import RunAhead
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.optim.arithmetic import bare_step
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.core_threads import CoreThreads
@@ -173,7 +173,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.expect(self.param_groups)
         self.gradients.synchronise()
         work = self.gradients.work()
-        hyper = of_step(self.inner, work, self.others)
+        hyper = of_step(self.inner, work, [other.param for other in self.others])
         # A scheduler made over the wrapped optimizer looks for this, to warn of steps in the wrong order.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         # Only of those that are known to be element-wise is it known that their order does not matter.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.optim.arithmetic import step_over
 from ptm_accel.optim.hyperparameters import NAMES
 

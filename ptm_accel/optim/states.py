@@ -14,7 +14,8 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copied import copied
 from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.others import Other, Others
 from ptm_accel.optim.units import ParamState
 

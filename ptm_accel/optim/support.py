@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.model.norms import is_narrow
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.model.gradients import Gradients
@@ -131,5 +131,5 @@ def call_at(place: str, then: Callable[[], object], patch: pytest.MonkeyPatch) -
     elif place == "backward":
         before(Traffic, "start_load", lambda traffic, *_: in_backward())
     else:
-        before(Ahead, "prefetch", lambda ahead, tensor, *_: not in_backward() and tensor.tag is Tag.PARAM)
+        before(Pool, "prefetch", lambda ahead, tensor, *_: not in_backward() and tensor.tag is Tag.PARAM)
     return FromStep(3, lambda: begun.append(True))

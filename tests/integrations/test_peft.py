@@ -110,7 +110,7 @@ def test_generation(compare: Callable[..., None]) -> None:
 def _evict(engine: Engine) -> None:
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:
-            engine.pool.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
 
 
 class Written:

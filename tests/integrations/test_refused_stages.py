@@ -466,7 +466,7 @@ def test_a_disk_that_fails_then_leaves_nothing_open(tmp_path: Path, monkeypatch:
     memory = open_memory("host+disk", 1 << 20, tmp_path)
     engine = Engine.attach(model, config(), memory=memory)
     for block in engine.slots.blocks():
-        memory.pool.evict(block)
+        memory.pool.admission.evict(block)
     monkeypatch.setattr(memory.pool, "snapshot", Unreadable())
     with pytest.raises(DiskError, match="cannot be read"):
         engine.detach(check=False)

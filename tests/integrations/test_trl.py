@@ -320,9 +320,9 @@ def test_a_fused_head_finds_its_weight_in_forward_and_backward(
     assert engine is not None
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:
-            engine.pool.evict(slot.value.block)
-    engine.pool.admission.collect()
-    assert engine.pool.admission.leaving_bytes == 0
+            engine.pool.admission.evict(slot.value.block)
+    engine.pool.admission.released.collect()
+    assert engine.pool.admission.released.nbytes == 0
     loss.backward()
     assert not called
     assert engine.gradients is not None

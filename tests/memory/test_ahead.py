@@ -18,7 +18,8 @@ from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.scratch import Io
-from tests.tiers import PAGE, memory_of
+from ptm_accel.memory.windows import Windows
+from tests.tiers import PAGE, evict_and_wait, memory_of
 
 KINDS = ("host+disk", "mock+host", "mock+host+disk")
 
@@ -64,12 +65,12 @@ def test_what_was_sent_for_is_no_fault(kind: str, tmp_path: Path) -> None:
     with memory_of(2, tmp_path, kind) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 3.0)
-        assert pool.ahead.prefetch(tensor)
+        assert pool.prefetch(tensor)
         assert tensor.place is Place.DIRTY
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         faults = pool.stats.faults
-        assert pool.ahead.prefetch(tensor)
-        assert pool.ahead.prefetch(tensor)
+        assert pool.prefetch(tensor)
+        assert pool.prefetch(tensor)
         assert tensor.place is Place.ARRIVING
         memory.check_integrity()
         assert (pool.fault(tensor) == 3.0).all()
@@ -82,19 +83,19 @@ def test_nothing_is_moved_and_nothing_waited_for(gate: Gate, tmp_path: Path) -> 
         pool = memory.pool
         a, b, c = (made(pool, name, value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
         assert a.place is Place.AWAY
-        assert not pool.ahead.prefetch(a), "there is no room for it"
+        assert not pool.prefetch(a), "there is no room for it"
         assert (b.place, c.place) == (Place.DIRTY, Place.DIRTY)
         gate.open.clear()
-        pool.ahead.evict(b)
+        pool.admission.evict(b)
         assert b.place is Place.AWAY
-        assert not pool.ahead.prefetch(a), "the room comes free as the store ends"
+        assert not pool.prefetch(a), "the room comes free as the store ends"
         gate.open.set()
-        pool.admission.settle()
-        assert pool.ahead.prefetch(a)
-        assert not pool.ahead.prefetch(b)
+        pool.admission.released.settle()
+        assert pool.prefetch(a)
+        assert not pool.prefetch(b)
         assert (pool.fault(a) == 1.0).all()
         assert (pool.fault(b) == 2.0).all()
-        assert not pool.ahead.prefetch(pool.create("blank", Tag.PARAM, torch.Size([8]), torch.float32))
+        assert not pool.prefetch(pool.create("blank", Tag.PARAM, torch.Size([8]), torch.float32))
 
 
 def test_a_load_comes_after_the_store_of_the_same_bytes(gate: Gate, tmp_path: Path) -> None:
@@ -102,8 +103,8 @@ def test_a_load_comes_after_the_store_of_the_same_bytes(gate: Gate, tmp_path: Pa
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
         gate.open.clear()
-        pool.ahead.evict(tensor)
-        assert pool.ahead.prefetch(tensor), "there is room for it beside what still leaves"
+        pool.admission.evict(tensor)
+        assert pool.prefetch(tensor), "there is room for it beside what still leaves"
         gate.open.set()
         assert (pool.fault(tensor) == 1.0).all()
 
@@ -114,16 +115,16 @@ def test_arriving_tensors_make_room_for_what_is_wanted_now(kind: str, tmp_path: 
         pool = memory.pool
         tensors = [made(pool, name, float(n)) for n, name in enumerate("abcd")]
         a, b, c, d = tensors
-        pool.evict(c)
-        pool.evict(d)
-        assert pool.ahead.prefetch(a)
-        assert pool.ahead.prefetch(b)
+        evict_and_wait(pool, c)
+        evict_and_wait(pool, d)
+        assert pool.prefetch(a)
+        assert pool.prefetch(b)
         assert (pool.fault(c) == 2.0).all()
         assert a.place is Place.AWAY
         assert b.place is Place.ARRIVING
         pool.drop(b)
         assert b.place is Place.BLANK
-        assert pool.ahead.prefetch(d)
+        assert pool.prefetch(d)
         pool.forget(d)
         assert (pool.fault(a) == 0.0).all()
 
@@ -132,8 +133,8 @@ def test_adopted_bytes_replace_those_that_arrive(tmp_path: Path) -> None:
     with memory_of(4, tmp_path) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
-        pool.evict(tensor)
-        assert pool.ahead.prefetch(tensor)
+        evict_and_wait(pool, tensor)
+        assert pool.prefetch(tensor)
         pool.adopt(tensor, torch.full((1024,), 7.0))
         assert (pool.fault(tensor) == 7.0).all()
 
@@ -142,17 +143,17 @@ def test_a_window_over_a_tensor_that_arrives(tmp_path: Path) -> None:
     with memory_of(8, tmp_path) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 1.0, pages=4)
-        pool.evict(tensor)
-        window = pool.windows.open(tensor, 0, 4096)
-        assert pool.ahead.prefetch(tensor)
-        pool.windows.ready(window).fill_(9.0)
-        pool.windows.close(window, wrote=True)
+        evict_and_wait(pool, tensor)
+        window = Windows(pool).open(tensor, 0, 4096)
+        assert pool.prefetch(tensor)
+        Windows(pool).ready(window).fill_(9.0)
+        Windows(pool).close(window, wrote=True)
         assert (pool.fault(tensor) == 9.0).all()
-        pool.evict(tensor)
-        assert pool.ahead.prefetch(tensor)
-        window = pool.windows.open(tensor, 0, 4096)
-        assert (pool.windows.ready(window) == 9.0).all()
-        pool.windows.close(window, wrote=False)
+        evict_and_wait(pool, tensor)
+        assert pool.prefetch(tensor)
+        window = Windows(pool).open(tensor, 0, 4096)
+        assert (Windows(pool).ready(window) == 9.0).all()
+        Windows(pool).close(window, wrote=False)
 
 
 def test_a_window_that_is_all_of_a_tensor_has_its_shape(tmp_path: Path) -> None:
@@ -165,26 +166,26 @@ def test_a_window_that_is_all_of_a_tensor_has_its_shape(tmp_path: Path) -> None:
             # There, arriving or staged; all of it or a part.
             for stop in (4096, 2048):
                 expected = values if stop == 4096 else values.view(-1)[:stop]
-                window = pool.windows.open(tensor, 0, stop)
-                here = pool.windows.shaped(window)
+                window = Windows(pool).open(tensor, 0, stop)
+                here = Windows(pool).shaped(window)
                 assert torch.equal(here, expected)
                 assert tensor.extent is not None
                 assert here.data_ptr() == tensor.extent.tensor.data_ptr()
                 assert here is not tensor.extent.tensor, "an optimizer may give it other data"
-                assert torch.equal(pool.windows.ready(window), expected.reshape(-1))
-                assert torch.equal(pool.windows.shaped(window), expected)
+                assert torch.equal(Windows(pool).ready(window), expected.reshape(-1))
+                assert torch.equal(Windows(pool).shaped(window), expected)
                 here.add_(1)
                 values.view(-1)[:stop] += 1
-                pool.windows.close(window, wrote=True)
+                Windows(pool).close(window, wrote=True)
                 with pytest.raises(AssertionError, match="after its end"):
-                    pool.windows.shaped(window)
-                pool.evict(tensor)
-                staged = pool.windows.open(tensor, 0, stop)
-                assert torch.equal(pool.windows.shaped(staged), expected)
-                pool.windows.close(staged, wrote=False)
+                    Windows(pool).shaped(window)
+                evict_and_wait(pool, tensor)
+                staged = Windows(pool).open(tensor, 0, stop)
+                assert torch.equal(Windows(pool).shaped(staged), expected)
+                Windows(pool).close(staged, wrote=False)
                 del here, window, staged
                 if sent_for:
-                    assert pool.ahead.prefetch(tensor)
+                    assert pool.prefetch(tensor)
                 else:
                     pool.fault(tensor)
         assert torch.equal(pool.fault(tensor), values)
@@ -194,18 +195,18 @@ def test_a_tensor_that_arrives_stays_for_each_of_its_windows(tmp_path: Path) -> 
     with memory_of(3, tmp_path) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 3.0, pages=2)
-        pool.evict(tensor)
-        assert pool.ahead.prefetch(tensor)
-        first, second, third = (pool.windows.open(tensor, 0, 1024) for _ in range(3))
-        pool.windows.ready(first)
-        pool.windows.close(first, wrote=False)
+        evict_and_wait(pool, tensor)
+        assert pool.prefetch(tensor)
+        first, second, third = (Windows(pool).open(tensor, 0, 1024) for _ in range(3))
+        Windows(pool).ready(first)
+        Windows(pool).close(first, wrote=False)
         assert tensor not in pool.eviction, "the others have not been closed"
         with pytest.raises(BudgetError):
             pool.admission.reserve(2 * PAGE, Tag.STAGING, "somebody else")
         faults = pool.stats.faults
-        assert (pool.windows.ready(second) == 3.0).all()
-        pool.windows.close(second, wrote=True)
-        pool.windows.close(third, wrote=False)
+        assert (Windows(pool).ready(second) == 3.0).all()
+        Windows(pool).close(second, wrote=True)
+        Windows(pool).close(third, wrote=False)
         assert tensor in pool.eviction
         assert (pool.stats.faults, tensor.place) == (faults, Place.DIRTY)
 
@@ -214,15 +215,15 @@ def test_windows_of_a_tensor_that_did_not_come_end_without_harm(gate: Gate, tmp_
     with memory_of(3, tmp_path) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 3.0)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         gate.failing = {"preadv"}
-        assert pool.ahead.prefetch(tensor)
-        window = pool.windows.open(tensor, 0, 1024)
+        assert pool.prefetch(tensor)
+        window = Windows(pool).open(tensor, 0, 1024)
         with pytest.raises(DiskError):
-            pool.windows.ready(window)
-        pool.windows.close(window, wrote=False)
+            Windows(pool).ready(window)
+        Windows(pool).close(window, wrote=False)
         assert tensor.place is Place.AWAY
-        pool.admission.collect()
+        pool.admission.released.collect()
         assert pool.admission.available_bytes() == 3 * PAGE
 
 
@@ -230,14 +231,14 @@ def test_a_load_that_fails_is_told_to_who_reads(gate: Gate, tmp_path: Path) -> N
     with memory_of(2, tmp_path) as memory:
         pool = memory.pool
         tensor = made(pool, "a", 1.0)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         gate.failing.add("preadv")
-        assert pool.ahead.prefetch(tensor)
+        assert pool.prefetch(tensor)
         with pytest.raises(DiskError, match="read of a failed"):
             pool.fault(tensor)
         assert tensor.place is Place.AWAY
         with pytest.raises(DiskError, match="read of a failed"):
-            pool.ahead.prefetch(tensor)
+            pool.prefetch(tensor)
 
 
 def test_a_store_behind_that_fails_is_told_to_the_next_who_needs_the_disk(gate: Gate, tmp_path: Path) -> None:
@@ -246,9 +247,9 @@ def test_a_store_behind_that_fails_is_told_to_the_next_who_needs_the_disk(gate: 
         tensor = made(pool, "a", 1.0)
         gate.failing.add("pwritev")
         other = made(pool, "b", 2.0)
-        pool.ahead.evict(tensor)
-        pool.admission.settle()
-        for use in (pool.fault, pool.snapshot, pool.ahead.prefetch):
+        pool.admission.evict(tensor)
+        pool.admission.released.settle()
+        for use in (pool.fault, pool.snapshot, pool.prefetch):
             with pytest.raises(DiskError, match="write of a failed"):
                 use(tensor)
         with pytest.raises(DiskError, match="write of a failed"):
@@ -266,8 +267,8 @@ def test_what_leaves_behind_comes_back_as_it_was(kind: str, tmp_path: Path) -> N
                 values = pool.fault(tensor, write=True)
                 assert (values == float(n)).all()
                 del values
-                pool.ahead.evict(tensor)
-                pool.ahead.prefetch(tensors[(n + 2) % 6])
+                pool.admission.evict(tensor)
+                pool.prefetch(tensors[(n + 2) % 6])
 
 
 def test_a_full_backing_store_keeps_what_should_leave(tmp_path: Path) -> None:
@@ -277,9 +278,9 @@ def test_a_full_backing_store_keeps_what_should_leave(tmp_path: Path) -> None:
         assert memory.disk is not None
         with memory.disk.budget.reserve(memory.disk.budget.free_bytes, Tag.STAGING, "somebody else"):
             with pytest.raises(BudgetError, match="disk"):
-                pool.ahead.evict(tensor)
+                pool.admission.evict(tensor)
             assert tensor.place is Place.DIRTY
-            assert not pool.ahead.make_way(pool.budget.capacity_bytes), "nothing can leave, which is no error here"
+            assert not pool.admission.make_way(pool.budget.capacity_bytes), "nothing can leave, which is no error here"
             assert tensor.place is Place.DIRTY
 
 
@@ -315,7 +316,7 @@ def test_an_adviser_is_told_of_accesses(tmp_path: Path) -> None:
         pool.pin(a).release()
         assert adviser.told == [("c", True), ("d", None), ("a", False)]
         assert not adviser.waited_for, "one was there, and the access to the other is none of its business"
-        pool.evict(a)
+        evict_and_wait(pool, a)
         pool.pin(a).release()
         assert adviser.waited_for == ["a"]
         assert pool.adviser is adviser
@@ -344,7 +345,7 @@ def test_a_transfer_that_ends_between_two_looks_is_no_reason_to_refuse(tmp_path:
         reservation, buffer = admission.take_buffer(PAGE, Tag.STAGING, "a window")
         octets = buffer.octets
         assert octets is not None
-        admission.leave(octets, buffer, reservation, EndsUnseen())
+        admission.released.add(octets, buffer, reservation, EndsUnseen())
         del octets
         admission.reserve(PAGE, Tag.STAGING, "the next window").release()
 
@@ -357,8 +358,8 @@ def test_an_error_that_was_caught_holds_no_memory(call: str, tmp_path: Path, gat
         tensors = [made(pool, f"t{number}", number, pages=8) for number in range(8)]
         for tensor in tensors:
             if tensor.place.resident:
-                pool.evict(tensor)
-        pool.admission.settle()
+                evict_and_wait(pool, tensor)
+        pool.admission.released.settle()
         gc.collect()
         gc.disable()
         try:
@@ -367,15 +368,15 @@ def test_an_error_that_was_caught_holds_no_memory(call: str, tmp_path: Path, gat
             for tensor in tensors:
                 with suppress(DiskError):
                     pool.fault(tensor)
-                    pool.evict(tensor)
+                    evict_and_wait(pool, tensor)
                 with suppress(DiskError):
-                    window = pool.windows.open(tensor, 0, tensor.numel)
+                    window = Windows(pool).open(tensor, 0, tensor.numel)
                     try:
-                        pool.windows.ready(window)
+                        Windows(pool).ready(window)
                     finally:
-                        pool.windows.close(window, wrote=False)
+                        Windows(pool).close(window, wrote=False)
             gate.failing = set()
-            pool.admission.collect()
+            pool.admission.released.collect()
             assert pool.budget.used_by_tag() == before
         finally:
             gc.enable()

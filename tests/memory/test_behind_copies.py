@@ -65,8 +65,8 @@ def test_a_load_takes_the_memory_of_a_store_that_runs() -> None:
         for store in first.stores:
             store.wait()
         tier.delay = gate = Gate(CopyDirection.OUT)
-        pool.ahead.evict(second)
-        assert pool.ahead.prefetch(first)
+        pool.admission.evict(second)
+        assert pool.prefetch(first)
         assert first.place is Place.ARRIVING
         assert not any(store.done() for store in second.stores), "nobody has waited for it"
         gate.open()
@@ -92,11 +92,11 @@ def test_a_load_that_is_given_up_leaves_its_memory_to_the_next() -> None:
         tensors = [made(pool, value) for value in (1, 2, 3, 4)]
         assert tensors[0].place is tensors[1].place is Place.AWAY
         for tensor in tensors[2:]:
-            pool.ahead.evict(tensor)
-        assert pool.ahead.prefetch(tensors[0])
-        pool.ahead.turn_back(tensors[0])
-        assert pool.ahead.prefetch(tensors[1])
-        assert pool.ahead.prefetch(tensors[2])
+            pool.admission.evict(tensor)
+        assert pool.prefetch(tensors[0])
+        pool.admission.turn_back(tensors[0])
+        assert pool.prefetch(tensors[1])
+        assert pool.prefetch(tensors[2])
         gate.open()
         for value in (2, 3, 1, 4):
             assert pool.fault(tensors[value - 1]).eq(value).all()
@@ -111,9 +111,9 @@ def test_memory_without_a_slab_is_kept_until_its_store_has_ended(of_torch: bool)
             pool.adopt(first, torch.ones(1024))
         else:
             pool.fault(first, write=True).fill_(1)
-        pool.ahead.evict(first)
-        pool.admission.collect()
-        assert pool.admission.leaving_bytes == 4096, "charged until then, too"
+        pool.admission.evict(first)
+        pool.admission.released.collect()
+        assert pool.admission.released.nbytes == 4096, "charged until then, too"
         second = made(pool, 2)
         threading.Timer(0.2, gate.open).start()
         third = made(pool, 3)
@@ -129,10 +129,10 @@ def test_a_view_keeps_its_memory_however_the_store_stands(small: bool) -> None:
     with card(2, gate, small=small) as (pool, _):
         first = made(pool, 1)
         kept = pool.fault(first)[:4]
-        pool.ahead.evict(first)
+        pool.admission.evict(first)
         second = made(pool, 2)
         assert kept.eq(1).all()
-        assert pool.admission.leaving_bytes == 4096
+        assert pool.admission.released.nbytes == 4096
         gate.open()
         del kept
         assert pool.fault(first).eq(1).all()
@@ -143,7 +143,7 @@ def test_a_store_that_fails_is_no_matter_of_who_has_its_memory_next() -> None:
     gate = Gate()
     with card(2, gate) as (pool, tier):
         first, second = made(pool, 1), made(pool, 2)
-        pool.ahead.evict(first)
+        pool.admission.evict(first)
         assert pool.fault(second).eq(2).all()
         for store in first.stores:
             store.wait()
@@ -153,7 +153,7 @@ def test_a_store_that_fails_is_no_matter_of_who_has_its_memory_next() -> None:
                 raise OSError("the link is down")
 
         tier.delay = fail
-        pool.ahead.evict(second)
+        pool.admission.evict(second)
         while not second.stores[-1].done():
             time.sleep(1e-3)
         tier.delay = None

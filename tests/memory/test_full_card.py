@@ -12,8 +12,9 @@ from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.memory.windows import Windows
 from tests.mock_device import MockDevice
-from tests.tiers import PAGE, jitter
+from tests.tiers import PAGE, evict_and_wait, jitter
 
 ON_CARD = 3
 
@@ -46,9 +47,9 @@ def test_idle_tensors_leave_for_what_is_used(pool: Pool) -> None:
 def test_so_they_do_for_windows(pool: Pool) -> None:
     tensors = made(pool, 6)
     away = next(tensor for tensor in tensors if tensor.place is Place.AWAY)
-    window = pool.windows.open(away, 0, 1024)
-    assert (pool.windows.ready(window) == tensors.index(away)).all()
-    pool.windows.close(window, wrote=False)
+    window = Windows(pool).open(away, 0, 1024)
+    assert (Windows(pool).ready(window) == tensors.index(away)).all()
+    Windows(pool).close(window, wrote=False)
     assert sum(tensor.place.resident for tensor in tensors) < ON_CARD
 
 
@@ -57,12 +58,12 @@ def test_what_is_sent_for_is_left_where_it_is(pool: Pool) -> None:
     evictions = pool.stats.evictions
     away = [tensor for tensor in tensors if tensor.place is Place.AWAY]
     used = pool.budget.used_bytes
-    assert not pool.ahead.prefetch(away[0])
+    assert not pool.prefetch(away[0])
     assert (pool.stats.evictions, pool.budget.used_bytes) == (evictions, used)
     idle = next(tensor for tensor in tensors if tensor.place.resident)
-    pool.evict(idle)
-    pool.admission.settle()
-    assert pool.ahead.prefetch(away[0])
+    evict_and_wait(pool, idle)
+    pool.admission.released.settle()
+    assert pool.prefetch(away[0])
     assert (pool.fault(away[0]) == tensors.index(away[0])).all()
 
 

@@ -20,8 +20,8 @@ from ptm_accel.memory.block import Block, Place, placeholder
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
-from ptm_accel.memory.windows import WINDOW_ALIGN
-from tests.tiers import PAGE, open_memory
+from ptm_accel.memory.windows import WINDOW_ALIGN, Windows
+from tests.tiers import PAGE, evict_and_wait, open_memory
 
 KINDS = ("host+disk", "mock+host", "mock+host+disk")
 
@@ -100,21 +100,19 @@ def test_what_only_its_occupant_knows_to_be_changed_is_stored(how: str, kind: st
         tensor = made(pool, "a", fill=3.0)
         tensor.occupant = told = Told()
         pool.fault(tensor)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         pool.fault(tensor).fill_(5.0)
         assert tensor.place is Place.CLEAN
         told.writes = 1
-        if how == "evicted":
-            pool.evict(tensor)
-        elif how == "sent away":
-            pool.ahead.evict(tensor)
+        if how == "evicted" or how == "sent away":
+            pool.admission.evict(tensor)
         elif how == "flushed":
             pool.flush(tensor)
         else:
             assert (pool.snapshot(tensor) == 5.0).all()
         assert (pool.snapshot(tensor) == 5.0).all()
         if tensor.place.resident:
-            pool.evict(tensor)
+            evict_and_wait(pool, tensor)
         assert (pool.fault(tensor) == 5.0).all()
 
 
@@ -139,7 +137,7 @@ def test_pins_nest_and_end_once(tmp_path: Path) -> None:
     with pool_of(1, tmp_path) as pool:
         tensor, other = made(pool, "a"), made(pool, "b")
         first, second = pool.pin(tensor), pool.pin(tensor)
-        assert pool.pinned() == [tensor]
+        assert pool.tenants.pinned() == [tensor]
         assert first.tensor.data_ptr() == second.tensor.data_ptr()
         first.release()
         first.release()
@@ -151,7 +149,7 @@ def test_pins_nest_and_end_once(tmp_path: Path) -> None:
             pool.drop(tensor)
         second.release()
         pool.fault(other)
-        assert not pool.pinned()
+        assert not pool.tenants.pinned()
 
 
 def test_a_refusal_names_the_largest_holders(tmp_path: Path) -> None:
@@ -178,16 +176,16 @@ def test_what_is_written_whole_is_not_loaded(kind: str, tmp_path: Path) -> None:
         tensor = made(pool, "w")
         pool.fault(tensor, write=True).fill_(1.0)
         for value in (2.0, 3.0):
-            pool.evict(tensor)
+            evict_and_wait(pool, tensor)
             loaded = pool.stats.loaded_bytes
             pool.occupy(tensor)
             with pool.pin(tensor, write=True) as there:
                 there.fill_(value)
             del there
             assert pool.stats.loaded_bytes == loaded
-            pool.evict(tensor)
+            evict_and_wait(pool, tensor)
             assert bool((pool.fault(tensor) == value).all())
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         pool.occupy(tensor)
         pool.vacate(tensor)
         assert tensor.place is Place.AWAY
@@ -204,7 +202,7 @@ def test_without_a_backing_store_nothing_leaves() -> None:
         pool.fault(c)
     pool.drop(a)
     pool.fault(c)
-    assert pool.idle_bytes == 0
+    assert pool.eviction.nbytes == 0
     memory.check_integrity()
     memory.close()
 
@@ -231,9 +229,9 @@ def test_a_view_that_outlives_its_extent_is_charged_and_keeps_its_values(kind: s
         tensor, other, third = (made(pool, name) for name in "abc")
         view = pool.fault(tensor, write=True)[10:20]
         view.fill_(7.0)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         pool.fault(other, write=True).fill_(1.0)
-        assert pool.admission.leaving_bytes == PAGE
+        assert pool.admission.released.nbytes == PAGE
         with pool.pin(other), pytest.raises(BudgetError, match="a view is alive"):
             pool.fault(third)
         assert (view == 7.0).all()
@@ -250,7 +248,7 @@ def test_memory_of_others_is_adopted_without_a_copy(tmp_path: Path) -> None:
         assert pool.fault(tensor).data_ptr() == data.data_ptr()
         assert pool.budget.used_by_tag()[Tag.PARAM] == 2800
         del data
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         assert torch.equal(pool.fault(tensor), torch.arange(700.0))
 
 
@@ -271,18 +269,18 @@ def test_snapshots_cost_nothing_and_are_true(place: Place, kind: str, tmp_path: 
         if place is not Place.BLANK:
             pool.fault(tensor, write=True).copy_(torch.arange(1024.0))
         if place in (Place.AWAY, Place.CLEAN, Place.ARRIVING):
-            pool.evict(tensor)
+            evict_and_wait(pool, tensor)
         if place is Place.CLEAN:
             pool.fault(tensor)
         if place is Place.ARRIVING:
-            assert pool.ahead.prefetch(tensor)
+            assert pool.prefetch(tensor)
         assert tensor.place is place
-        pool.admission.collect()
+        pool.admission.released.collect()
         used = pool.budget.used_bytes
         snapshot = pool.snapshot(tensor)
         expected = torch.full((1024,), 2.0) if place is Place.BLANK else torch.arange(1024.0)
         assert torch.equal(snapshot, expected)
-        pool.admission.collect()
+        pool.admission.released.collect()
         assert pool.budget.used_bytes == used
         del snapshot
 
@@ -294,36 +292,36 @@ def test_a_snapshot_stays_what_it_is(how: str, kind: str, tmp_path: Path) -> Non
         tensor = made(pool, "a", 2 * WINDOW_ALIGN)
         values = torch.arange(2.0 * WINDOW_ALIGN)
         pool.fault(tensor, write=True).copy_(values)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         assert pool.backing is not None
         used = pool.backing.budget.used_bytes  # type: ignore[attr-defined]
         snapshot = pool.snapshot(tensor)
         if how == "whole":
             pool.fault(tensor, write=True).fill_(1.0)
-            pool.evict(tensor)
+            evict_and_wait(pool, tensor)
         elif how == "in parts":
-            window = pool.windows.open(tensor, WINDOW_ALIGN, 2 * WINDOW_ALIGN)
-            pool.windows.ready(window).fill_(1.0)
-            pool.windows.close(window, wrote=True)
+            window = Windows(pool).open(tensor, WINDOW_ALIGN, 2 * WINDOW_ALIGN)
+            Windows(pool).ready(window).fill_(1.0)
+            Windows(pool).close(window, wrote=True)
         else:
             pool.drop(tensor)
             other = made(pool, "b", 2 * WINDOW_ALIGN, fill=1.0)
             pool.fault(other)
-            pool.evict(other)
+            evict_and_wait(pool, other)
         assert torch.equal(snapshot, values)
         if how != "dropped":
             expected = torch.cat(
                 [torch.ones(WINDOW_ALIGN) if how == "whole" else values[:WINDOW_ALIGN], torch.ones(WINDOW_ALIGN)]
             )
             assert torch.equal(pool.fault(tensor), expected)
-            pool.evict(tensor)
+            evict_and_wait(pool, tensor)
             assert torch.equal(pool.snapshot(tensor), expected)
             assert pool.backing.budget.used_bytes == used + tensor.slot_bytes  # type: ignore[attr-defined]
         del snapshot
         # What was kept for it is free with the next new tensor.
         more = made(pool, "c")
         pool.fault(more, write=True)
-        pool.evict(more)
+        evict_and_wait(pool, more)
         assert pool.backing.budget.used_bytes == used + more.slot_bytes  # type: ignore[attr-defined]
 
 
@@ -331,11 +329,11 @@ def test_no_room_beside_a_snapshot_is_a_refusal(tmp_path: Path) -> None:
     with pool_of(4, tmp_path, "mock+host", host_bytes=PAGE) as pool:
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(1.0)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         snapshot = pool.snapshot(tensor)
         pool.fault(tensor, write=True).fill_(2.0)
         with pytest.raises(BudgetError) as refused:
-            pool.evict(tensor)
+            evict_and_wait(pool, tensor)
         assert str(refused.value).startswith(
             "a: a value of state_dict() is kept, and takes 4096 B beside the one that is to be stored. Drop it, or "
             "keep a copy of it (`value.clone()`). (host frames: cannot place 4096 B for a: "
@@ -343,7 +341,7 @@ def test_no_room_beside_a_snapshot_is_a_refusal(tmp_path: Path) -> None:
         assert (snapshot == 1.0).all()
         assert (pool.fault(tensor) == 2.0).all()
         del snapshot
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         assert (pool.fault(tensor) == 2.0).all()
 
 
@@ -355,7 +353,7 @@ def test_flushing_leaves_a_tensor_where_it_is(tmp_path: Path) -> None:
         assert tensor.place is Place.CLEAN
         stored = pool.stats.stored_bytes
         pool.flush(tensor)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         assert pool.stats.stored_bytes == stored
         assert (pool.fault(tensor) == 4.0).all()
 
@@ -364,7 +362,7 @@ def test_a_load_that_fails_leaves_the_tensor_away(tmp_path: Path, monkeypatch: p
     with pool_of(2, tmp_path) as pool:
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(4.0)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         assert pool.backing is not None
 
         def broken(*args: Any) -> Any:
@@ -375,7 +373,7 @@ def test_a_load_that_fails_leaves_the_tensor_away(tmp_path: Path, monkeypatch: p
             with pytest.raises(DiskError, match="broken"):
                 pool.fault(tensor)
         assert tensor.place is Place.AWAY
-        pool.admission.collect()
+        pool.admission.released.collect()
         assert Tag.PARAM not in pool.budget.used_by_tag()
         assert (pool.fault(tensor) == 4.0).all()
 
@@ -404,10 +402,10 @@ def test_charges_for_memory_of_torchs_last_as_long_as_the_memory(tmp_path: Path)
             keep(kept)
         view = kept[3:]
         del kept
-        pool.admission.collect()
+        pool.admission.released.collect()
         assert pool.budget.used_by_tag()[Tag.CAST] == 100
         del view
-        pool.admission.collect()
+        pool.admission.released.collect()
         assert Tag.CAST not in pool.budget.used_by_tag()
         with pytest.raises(ZeroDivisionError), pool.admission.charged(100, Tag.CAST, "a"):
             raise ZeroDivisionError
@@ -422,18 +420,18 @@ def test_windows_write_what_they_show(kind: str, tmp_path: Path) -> None:
         tensor = made(pool, "a", elements, fill=1.0)
         for sweep in range(2):
             for start, stop in bounds:
-                window = pool.windows.open(tensor, start, stop)
-                assert (pool.windows.ready(window) == 1.0 + 2 * sweep).all()
-                pool.windows.ready(window).add_(2.0)
-                pool.windows.close(window, wrote=True)
+                window = Windows(pool).open(tensor, start, stop)
+                assert (Windows(pool).ready(window) == 1.0 + 2 * sweep).all()
+                Windows(pool).ready(window).add_(2.0)
+                Windows(pool).close(window, wrote=True)
             assert tensor.place is Place.AWAY
         assert (pool.fault(tensor) == 5.0).all()
-        window = pool.windows.open(tensor, *bounds[1])
-        pool.windows.ready(window).fill_(9.0)
-        pool.windows.close(window, wrote=True)
+        window = Windows(pool).open(tensor, *bounds[1])
+        Windows(pool).ready(window).fill_(9.0)
+        Windows(pool).close(window, wrote=True)
         expected = torch.full((elements,), 5.0)
         expected[slice(*bounds[1])] = 9.0
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         assert torch.equal(pool.fault(tensor), expected)
 
 
@@ -441,10 +439,10 @@ def test_a_tensor_that_comes_in_under_a_window_gets_what_is_written(tmp_path: Pa
     elements = WINDOW_ALIGN + 100
     with pool_of(20, tmp_path) as pool:
         tensor = made(pool, "a", elements, fill=1.0)
-        window = pool.windows.open(tensor, 0, WINDOW_ALIGN)
-        pool.windows.ready(window).fill_(2.0)
+        window = Windows(pool).open(tensor, 0, WINDOW_ALIGN)
+        Windows(pool).ready(window).fill_(2.0)
         assert (pool.fault(tensor) == 1.0).all()
-        pool.windows.close(window, wrote=True)
+        Windows(pool).close(window, wrote=True)
         expected = torch.full((elements,), 1.0)
         expected[:WINDOW_ALIGN] = 2.0
         assert torch.equal(pool.fault(tensor), expected)
@@ -454,7 +452,7 @@ def test_a_window_whose_load_fails_gives_its_room_back(tmp_path: Path, monkeypat
     with pool_of(4, tmp_path) as pool:
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(4.0)
-        pool.evict(tensor)
+        evict_and_wait(pool, tensor)
         assert pool.backing is not None
 
         class Broken:
@@ -467,10 +465,10 @@ def test_a_window_whose_load_fails_gives_its_room_back(tmp_path: Path, monkeypat
             order = wait
 
         monkeypatch.setattr(pool.backing, "load", lambda *args: Broken())
-        window = pool.windows.open(tensor, 0, 1024)
+        window = Windows(pool).open(tensor, 0, 1024)
         with pytest.raises(DiskError, match="broken"):
-            pool.windows.close(window, wrote=False)
-        pool.admission.collect()
+            Windows(pool).close(window, wrote=False)
+        pool.admission.released.collect()
         assert pool.budget.used_by_tag() == {Tag.STAGING: pool.budget.used_bytes}
 
 
@@ -478,8 +476,8 @@ def test_a_window_whose_load_cannot_begin_gives_its_room_back(tmp_path: Path, mo
     with pool_of(4, tmp_path) as pool:
         tensor = made(pool, "a")
         pool.fault(tensor, write=True).fill_(4.0)
-        pool.evict(tensor)
-        pool.admission.settle()
+        evict_and_wait(pool, tensor)
+        pool.admission.released.settle()
         before = pool.budget.used_by_tag()
 
         def refuse(*args: object) -> None:
@@ -488,12 +486,12 @@ def test_a_window_whose_load_cannot_begin_gives_its_room_back(tmp_path: Path, mo
         with monkeypatch.context() as patched:
             patched.setattr(pool.backing, "load", refuse)
             with pytest.raises(DiskError, match="lost"):
-                pool.windows.open(tensor, 0, 1024)
-        pool.admission.collect()
+                Windows(pool).open(tensor, 0, 1024)
+        pool.admission.released.collect()
         assert pool.budget.used_by_tag() == before
-        window = pool.windows.open(tensor, 0, 1024)
-        assert pool.windows.ready(window).unique().tolist() == [4.0]
-        pool.windows.close(window, wrote=False)
+        window = Windows(pool).open(tensor, 0, 1024)
+        assert Windows(pool).ready(window).unique().tolist() == [4.0]
+        Windows(pool).close(window, wrote=False)
 
 
 def test_closing_drops_what_comes_after_a_pin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -518,11 +516,11 @@ def test_what_could_be_had(tmp_path: Path) -> None:
         assert whole == 4 * PAGE
         pool.fault(a)
         with pool.pin(b):
-            assert pool.idle_bytes == PAGE
+            assert pool.eviction.nbytes == PAGE
             assert (a in pool.eviction, b in pool.eviction) == (True, False)
             assert pool.admission.available_bytes() == 3 * PAGE
         view = pool.fault(a)
-        pool.evict(a)
+        evict_and_wait(pool, a)
         assert pool.admission.available_bytes() == 3 * PAGE
         del view
         assert pool.admission.available_bytes() == whole
@@ -594,14 +592,14 @@ class Twin:
         start = 0
         while start < tensor.numel:
             stop = min(start + WINDOW_ALIGN, tensor.numel)
-            window = self.pool.windows.open(tensor, start, stop)
-            values = self.pool.windows.ready(window)
+            window = Windows(self.pool).open(tensor, start, stop)
+            values = Windows(self.pool).ready(window)
             assert torch.equal(values, truth[start:stop])
             wrote = number % 3 > 0
             if wrote:
                 values += 1.0
                 truth[start:stop] += 1.0
-            self.pool.windows.close(window, wrote=wrote)
+            Windows(self.pool).close(window, wrote=wrote)
             start = stop
 
     def snapshot(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
@@ -618,12 +616,12 @@ class Twin:
             self.pool.flush(tensor)
 
     def prefetch(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
-        there = self.pool.ahead.prefetch(tensor)
+        there = self.pool.prefetch(tensor)
         assert there == (tensor.place in (Place.ARRIVING, Place.CLEAN, Place.DIRTY))
 
     def behind(self, tensor: Block, truth: torch.Tensor, number: int) -> None:
         if tensor in self.pool.eviction:
-            self.pool.ahead.evict(tensor)
+            self.pool.admission.evict(tensor)
             assert tensor.place is Place.AWAY
 
     def end(self) -> None:

@@ -17,7 +17,7 @@ from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, build_memory
 from ptm_accel.memory.slabs import Run
 from tests.card import Card, CardTier
-from tests.tiers import jitter
+from tests.tiers import evict_and_wait, jitter
 
 SCALE = 1024
 """Small blocks are of up to a KiB, and slabs are multiples of two."""
@@ -58,7 +58,7 @@ def with_gaps(pool: Pool) -> list[Block]:
     tensors = [made(pool, 1, float(number)) for number in range(PAGES)]
     for tensor in tensors[::2]:
         pool.forget(tensor)
-    pool.admission.collect()
+    pool.admission.released.collect()
     return tensors[1::2]
 
 
@@ -77,7 +77,7 @@ def test_the_least_bytes_leave_however_recently_they_were_used(pool: Pool) -> No
     tensors = [made(pool, pages, float(number)) for number, pages in enumerate(sizes)]
     for number in (0, 2, 4, 6, 7):
         pool.forget(tensors[number])
-    pool.admission.collect()
+    pool.admission.released.collect()
     # Gaps of 2, 1, 1 and 2 pages, between them 1, 2 and 1.
     made(pool, 4, 100.0)
     assert [number for number in (1, 3, 5, 8) if not tensors[number].place.resident] == [1]
@@ -99,11 +99,11 @@ def test_what_is_pinned_or_viewed_stays_where_it_is(pool: Pool) -> None:
 
 def test_nothing_leaves_for_what_is_sent_for(pool: Pool) -> None:
     away = made(pool, 3, 50.0)
-    pool.evict(away)
-    pool.admission.settle()
+    evict_and_wait(pool, away)
+    pool.admission.released.settle()
     with_gaps(pool)
     before = pool.stats.evictions
-    assert not pool.ahead.prefetch(away)
+    assert not pool.prefetch(away)
     assert pool.stats.evictions == before
     assert (pool.fault(away) == 50).all()
 
@@ -130,7 +130,7 @@ def test_slabs_that_are_too_many_are_emptied(pool: Pool) -> None:
     with pytest.raises(DeviceBudgetError, match="cannot allocate"):
         pool.compute.allocate(PAGE)
     del view
-    pool.admission.collect()
+    pool.admission.released.collect()
     assert pool.card.held_bytes == 0
     pool.card.confine(PAGES * PAGE)
     for number, tensor in enumerate(tensors):
@@ -164,7 +164,7 @@ def test_whatever_is_asked_for_bytes_stay_what_they_are(seed: int) -> None:
             elif action == "pin" and len(pins) < 2 and tensor.slot_bytes <= 2 * PAGE:
                 pins.append(pool.pin(tensor))
             elif action == "send for" and not tensor.pins:
-                pool.ahead.prefetch(tensor)
+                pool.prefetch(tensor)
         pool.check_integrity()
     for pin in pins:
         pin.release()

@@ -83,7 +83,7 @@ def test_a_scalar_can_be_away(tmp_path: Path) -> None:
     model = Net()
     engine = Engine.attach(model, config(), memory=tiers("host+disk", 4 << 20, tmp_path))
     value = engine.slots.by_name["scale"].value.block
-    engine.pool.evict(value)
+    engine.pool.admission.evict(value)
     assert value.place is Place.AWAY
     assert value.shape == torch.Size([])
     assert torch.equal(model.state_dict()["scale"], torch.tensor(2.0))
@@ -103,7 +103,7 @@ def test_values_that_are_on_pages_are_taken_over(tmp_path: Path) -> None:
         memory.pool.fault(pages[param][1], write=True).copy_(param.detach())
         param.data = torch.full((1,) * param.dim(), float("nan")).expand(param.shape)
     block = pages[model.a.weight][1].block
-    memory.pool.evict(block)
+    memory.pool.admission.evict(block)
     engine = Engine.take_over(model, options, resolved, memory, pages)
     assert engine_of(model) is engine
     assert block.name == "a.weight"
@@ -128,7 +128,7 @@ def test_what_is_resident_is_copied_when_it_is_taken_off(tmp_path: Path, monkeyp
     with on_pages(model, "host+disk", 4 << 20, tmp_path) as engine:
         # At first they lie in the memory that the model brought along.
         for slot in engine.slots:
-            engine.pool.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
             engine.pool.fault(slot.value)
         largest = (64 * 64 + 64) * 4
         monkeypatch.setattr("ptm_accel.sizing.available_bytes", lambda: largest - 1)

@@ -30,7 +30,7 @@ def net(layers: int = 5) -> nn.Sequential:
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:
-            engine.pool.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
 
 
 def test_a_description_brings_nothing_in(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_values_that_do_not_fit_at_once_are_refused(tmp_path: Path) -> None:
     with at_floor(model, tmp_path) as engine:
         with pytest.raises(BudgetError, match="cannot place 16384 B for"):
             torch.stack(list(model.parameters()))
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         assert model(torch.ones(1, WIDTH)).isfinite().all()
 
 

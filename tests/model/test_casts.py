@@ -20,7 +20,8 @@ from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.casts import CastCache
 from ptm_accel.model.grouping import group_of
-from ptm_accel.model.slots import ParamSlot, SlotTable
+from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.model.slots import ParamSlot
 from tests.plain_loop import same_bits
 from tests.tiers import PAGE, at_floor
 
@@ -324,7 +325,7 @@ def test_a_copy_is_gone_when_the_module_that_made_it_returns(tmp_path: Path) -> 
     casts: list[int] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        engine.pool.admission.collect()
+        engine.pool.admission.released.collect()
         casts.append(engine.pool.budget.used_by_tag().get(Tag.CAST, 0))
 
     with at_floor(model, tmp_path) as engine:
@@ -334,7 +335,7 @@ def test_a_copy_is_gone_when_the_module_that_made_it_returns(tmp_path: Path) -> 
             out = model(inputs())
         assert casts == [0] * len(model.layers)
         out.float().sum().backward()
-        engine.pool.admission.collect()
+        engine.pool.admission.released.collect()
         assert Tag.CAST not in engine.pool.budget.used_by_tag()
 
 

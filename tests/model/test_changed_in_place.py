@@ -255,7 +255,7 @@ def test_it_is_an_error_where_plain_torch_has_one(run: Callable[[Net], object], 
     # A graph of a backward keeps what it needs where it is.
     with on_pages(model, kind, need if run is double_backward else floor, tmp_path) as engine:
         found = outcome(model, run, engine)
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         engine.zero_grad()
         if isinstance(expected, dict):
             assert isinstance(found, dict)
@@ -325,7 +325,7 @@ def test_pages_that_come_and_go_are_no_changes(tmp_path: Path) -> None:
             loss = loss_of(net, step)
             for slot in engine.slots if net is model else ():
                 if slot.value.block in engine.pool.eviction:
-                    engine.pool.evict(slot.value.block)
+                    engine.pool.admission.evict(slot.value.block)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

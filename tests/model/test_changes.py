@@ -244,7 +244,7 @@ def test_what_is_held_for_a_moment_does_not_count_as_needed(tmp_path: Path) -> N
         floor, admission = engine.needs.floor, engine.pool.admission
         reservation, buffer = admission.take_buffer(1 << 20, Tag.STAGING, "a window that was written")
         assert buffer.octets is not None
-        admission.leave(buffer.octets, buffer, reservation, Late())
+        admission.released.add(buffer.octets, buffer, reservation, Late())
         del buffer
         assert engine.pool.budget.used_by_tag()[Tag.STAGING] > 1 << 20
         engine.bind_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
@@ -267,7 +267,7 @@ def test_what_left_the_model_keeps_its_values(tmp_path: Path) -> None:
     model, plain = net(), net()
     with on_pages(model, "host+disk", 300 << 10, tmp_path) as engine:
         head = model.head
-        engine.pool.evict(engine.slots.by_name["head.weight"].value.block)
+        engine.pool.admission.evict(engine.slots.by_name["head.weight"].value.block)
         with_another_head(model)
         engine.follow()
         assert same_bits(next(head.parameters()).detach(), plain.head.weight.detach())
@@ -361,7 +361,7 @@ def test_a_wrapper_takes_its_pages_with_it_and_an_unwrapped_model_keeps_them(tmp
         engine = Engine.attach(model, config(), memory=memory)
         for slot in engine.slots:
             if slot.value.block in engine.pool.eviction:
-                engine.pool.evict(slot.value.block)
+                engine.pool.admission.evict(slot.value.block)
         return memory
 
     inner, plain = net(), net()

@@ -236,7 +236,7 @@ def test_pages_leave_between_layers(tmp_path: Path) -> None:
         loss = net(**inputs(0))
         away = [s.name for s in engine.slots if not s.value.place.resident]
         assert "layers.0.up.weight" in away
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         faults = engine.pool.stats.faults
         loss.backward()
         assert engine.pool.stats.faults > faults
@@ -252,7 +252,7 @@ def test_other_paged_models_do_not_recompile_this_one(tmp_path: Path) -> None:
             compiled(**inputs(0))
         compiled(**inputs(0))
         assert counters["stats"]["unique_graphs"] == graphs > 0
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
 
 
 def test_a_parameter_from_outside_the_region_comes_in(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_parameter_from_outside_the_region_comes_in(tmp_path: Path) -> None:
         pair.reader = torch.compile(pair.reader, backend="aot_eager")
         for _ in range(2):
             slot = engine.slots.by_name["other.weight"]
-            engine.pool.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
             loss = pair(x)
             assert torch.equal(loss, wanted)
             loss.backward()
@@ -280,7 +280,7 @@ def test_its_modules_called_eagerly_still_fault(tmp_path: Path) -> None:
             assert type(layer.up.weight) is AwayParameter  # type: ignore[union-attr]
         x = net.layers[0].forward(inputs(0)["x"])  # type: ignore[operator]
         assert not x.isnan().any()
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
 
 
 def test_an_exception_in_a_region_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_an_exception_in_a_region_leaves_nothing_behind(tmp_path: Path) -> None:
     with on_pages(net, "host+disk", FITS, tmp_path) as engine:
         with pytest.raises(Exception, match="64"):
             net(torch.randn(8, 63))
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         assert type(net.layers[0].up.weight) is AwayParameter  # type: ignore[union-attr]
 
 

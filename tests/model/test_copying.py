@@ -54,7 +54,7 @@ def on_pages(model: nn.Module, directory: Path, *, evict: bool = True) -> Engine
     if evict:
         for slot in engine.slots:
             if slot.group.movable and slot.value.place.resident:
-                engine.pool.evict(slot.value.block)
+                engine.pool.admission.evict(slot.value.block)
     return engine
 
 
@@ -104,9 +104,9 @@ def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_pending(tm
     assert same(plain_copy(model).state_dict(), twin.state_dict())
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:
-            engine.pool.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
     sent_for = [
-        slot for slot in engine.slots if slot.value.place is Place.AWAY and engine.pool.ahead.prefetch(slot.value.block)
+        slot for slot in engine.slots if slot.value.place is Place.AWAY and engine.pool.prefetch(slot.value.block)
     ]
     assert any(slot.value.place is Place.ARRIVING for slot in sent_for)
     assert same(plain_copy(model).state_dict(), twin.state_dict())
@@ -244,7 +244,7 @@ def test_a_part_and_a_wrapper_can_be_gathered(tmp_path: Path) -> None:
         with ptm_accel.gathered(look, write=True):
             seen = [p.detach().clone() for p in look.parameters()]
             slots = [engine.slots.of(param) for param in look.parameters()]
-            assert set(engine.pool.pinned()) == {slot.value.block for slot in slots if slot is not None}
+            assert set(engine.pool.tenants.pinned()) == {slot.value.block for slot in slots if slot is not None}
             with torch.no_grad():
                 model.inner[0].weight.add_(1.0)
                 twin.inner[0].weight.add_(1.0)

@@ -23,7 +23,7 @@ from ptm_accel.memory.windows import window_elements
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Floor, OptimizerMemory, least_budget
-from ptm_accel.model.slots import SlotTable
+from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.pages import Pages
 from tests.mock_device import MockDevice
 from tests.plain_loop import Recipe, adamw, assert_same, sgd, train, train_with_masters

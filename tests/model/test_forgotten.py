@@ -52,7 +52,7 @@ def forget():
         if slot.value.block in engine.pool.eviction:
             slot.fetch()
             slot.changed()
-            engine.pool.ahead.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
     while not held.is_set():
         time.sleep(0.001)
 

@@ -176,7 +176,7 @@ def test_gradients_are_gathered_of_the_part_that_is_asked_for(tmp_path: Path) ->
                 for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
                     assert same_bits(param.grad, expected.grad)
                     param.grad.mul_(0.5)
-                assert engine.pool.pinned()
+                assert engine.pool.tenants.pinned()
             for param in theirs.parameters():
                 param.grad.mul_(0.5)
         expect(engine, plain)
@@ -235,7 +235,7 @@ def test_gathering_what_does_not_fit_is_refused_and_leaves_no_pins(tmp_path: Pat
         with pytest.raises(BudgetError, match=said), gathered(model):
             raise AssertionError("not reached")
         assert engine.pool.stats.faults == faults
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         with gathered(model[0]):
             pass
 
@@ -259,7 +259,7 @@ def test_room_for_the_next_gradient_is_always_held(tmp_path: Path) -> None:
         assert engine.pool.budget.used_by_tag()[Tag.GRAD] == largest
         backward(model)
         engine.zero_grad()
-        engine.pool.admission.collect()
+        engine.pool.admission.released.collect()
         assert engine.pool.budget.used_by_tag()[Tag.GRAD] == largest
 
 
@@ -275,7 +275,7 @@ def test_a_sum_that_is_widened_is_charged_and_kept_until_it_is(tmp_path: Path) -
         assert narrow.dtype == torch.bfloat16
         before = found(engine)[grad.slot.name]
         engine.run_ahead.end()
-        left = pool.budget.capacity_bytes - pool.budget.used_bytes + pool.idle_bytes
+        left = pool.budget.capacity_bytes - pool.budget.used_bytes + pool.eviction.nbytes
         rest = pool.admission.reserve(left - 2 * narrow.slot_bytes, Tag.STAGING, "a neighbour")
         with pytest.raises(BudgetError, match=rf"for {re.escape(narrow.block.name)}:"):
             grad.widen()
@@ -310,7 +310,7 @@ class _MovesAwayFirst:
     def accessed(self, tensor: Block, *, write: bool) -> None:
         if tensor.tag is Tag.GRAD and tensor in self.engine.pool.eviction:
             self.moved += 1
-            self.engine.pool.ahead.evict(tensor)
+            self.engine.pool.admission.evict(tensor)
 
     def awaited(self, tensor: Block) -> None:
         pass

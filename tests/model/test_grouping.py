@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.windows import Windows
 from ptm_accel.model.floor import ANY_OPTIMIZER
 from ptm_accel.model.grouping import MOST_GROUP_BYTES, group_sizes, groups_of
 from ptm_accel.model.groups import ParamGroup
@@ -119,10 +120,10 @@ def test_parts_are_stored_in_any_order(tmp_path: Path) -> None:
     pool, group = memory.pool, ParamGroup("g", [torch.Size([4096])] * 3, movable=True)
     parts = [group.part(n, "", Tag.STATE, torch.float32, pool, fill=2.0) for n in range(3)]
     for number in (2, 0):
-        window = pool.windows.open(parts[number], 0, 4096)
-        assert torch.equal(pool.windows.ready(window), torch.full((4096,), 2.0))
-        pool.windows.ready(window).fill_(number)
-        pool.windows.close(window, wrote=True)
+        window = Windows(pool).open(parts[number], 0, 4096)
+        assert torch.equal(Windows(pool).ready(window), torch.full((4096,), 2.0))
+        Windows(pool).ready(window).fill_(number)
+        Windows(pool).close(window, wrote=True)
     values = pool.fault(parts[0].block)
     assert [float(part.of(values).mean()) for part in parts] == [0.0, 2.0, 2.0]
     assert all(float(part.of(values).std()) == 0 for part in parts)
@@ -245,7 +246,7 @@ def test_a_member_that_is_given_another_shape_leaves_its_group(away: bool, tmp_p
         if engine is not None and away:
             for block in {slot.value.block for slot in engine.slots}:
                 if block in engine.pool.eviction:
-                    engine.pool.evict(block)
+                    engine.pool.admission.evict(block)
         last = model[7][1]
         last.weight.data = last.weight.data[:32].clone()
         last.bias.data = last.bias.data[:32].clone()

@@ -49,12 +49,12 @@ def inputs(seed: int = 0) -> torch.Tensor:
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:
-            engine.pool.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
 
 
 def used_bytes(engine: Engine) -> int:
     """What is charged for values."""
-    engine.pool.admission.settle()
+    engine.pool.admission.released.settle()
     return engine.pool.budget.used_by_tag()[Tag.PARAM]
 
 
@@ -333,7 +333,7 @@ def loops(
             engine.settle()
             model(inputs())
             used_bytes(engine)
-            assert engine.pool.admission.leaving_bytes == 0
+            assert engine.pool.admission.released.nbytes == 0
             assert not any(slot.apart for slot in engine.slots)
             assert engine.pool.budget.peak_bytes <= engine.pool.budget.capacity_bytes
 
@@ -524,14 +524,14 @@ def test_what_does_not_fit_where_all_did_is_as_it_was(tmp_path: Path) -> None:
         model[0].up.weight.data = torch.zeros(WIDTH, WIDTH)
         model[1].up.weight.data = torch.zeros(WIDTH, WIDTH)
         with pytest.MonkeyPatch.context() as patched:
-            make = engine.pool.extents.make
+            make = engine.pool.admission.make
 
             def out_of_room(tensor: Any, **options: Any) -> Any:
                 if tensor.name == "0.up.weight":
                     raise BudgetError("no room")
                 return make(tensor, **options)
 
-            patched.setattr(engine.pool.extents, "make", out_of_room)
+            patched.setattr(engine.pool.admission, "make", out_of_room)
             with pytest.raises(BudgetError, match="no room"):
                 model(inputs())
         assert not engine.training.plain.active

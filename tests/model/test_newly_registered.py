@@ -96,7 +96,7 @@ def test_a_module_that_is_no_part_of_the_model_reads_them_and_may_go(tmp_path: P
         expected = model.body[2].weight.detach().clone()
         for slot in engine.slots:
             if slot.value.block in engine.pool.eviction:
-                engine.pool.evict(slot.value.block)
+                engine.pool.admission.evict(slot.value.block)
         other = nn.Linear(WIDTH, WIDTH)
         other.weight = model.body[2].weight
         assert same_bits(other.weight.detach().clone(), expected)

@@ -87,7 +87,7 @@ def test_the_room_is_charged_and_given_back(tmp_path: Path) -> None:
         norms.hold(nbytes)
         assert memory.pool.budget.used_by_tag()[Tag.GRAD] == nbytes
     norms.hold(0)
-    memory.pool.admission.settle()
+    memory.pool.admission.released.settle()
     assert Tag.GRAD not in memory.pool.budget.used_by_tag()
     memory.check_integrity()
     memory.close()
@@ -100,7 +100,7 @@ def net() -> nn.Sequential:
 
 def held(engine: Engine) -> int:
     """What is held of the budget for norms: there are no gradients, and room for one of them."""
-    engine.pool.admission.settle()
+    engine.pool.admission.released.settle()
     charged = engine.pool.budget.used_by_tag()[Tag.GRAD]
     return charged - max(slot.value.nbytes for slot in engine.slots)
 

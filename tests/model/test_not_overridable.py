@@ -146,7 +146,7 @@ class Pair:
             pool.pending_updates.finish()
         for slot, plain in self._weights():
             if slot.value.block in pool.eviction:
-                pool.evict(slot.value.block)
+                pool.admission.evict(slot.value.block)
             if not slot.value.place.resident:
                 return slot.param, plain
         raise AssertionError("nothing leaves")

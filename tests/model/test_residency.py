@@ -191,7 +191,7 @@ def test_whoever_reads_a_parameter_gets_its_values(name: str, kind: str, tmp_pat
     with at_floor(paged, tmp_path, kind) as engine:
         for seed in range(2):
             assert same(step_of(paged, seed), step_of(plain, seed))
-            assert not engine.pool.pinned()
+            assert not engine.pool.tenants.pinned()
         assert same(paged_grads(engine), grads_of(plain))
         assert engine.pool.stats.evictions > 0
         for ours, theirs in zip(paged.parameters(), plain.parameters(), strict=True):
@@ -204,7 +204,7 @@ def test_pins_last_as_long_as_the_forward_that_needs_them(tmp_path: Path) -> Non
     seen: list[set[str]] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append({t.name for t in engine.pool.pinned()})
+        seen.append({t.name for t in engine.pool.tenants.pinned()})
 
     with at_floor(model, tmp_path) as engine:
         model[0].c.register_forward_hook(look)
@@ -214,7 +214,7 @@ def test_pins_last_as_long_as_the_forward_that_needs_them(tmp_path: Path) -> Non
         inside, after = seen
         assert inside == {"0.scale"}
         assert after == set()
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
@@ -241,7 +241,7 @@ def test_an_exception_in_a_forward_leaves_no_pins(checkpointing: bool | None, tm
             engine.zero_grad()
         with pytest.raises(RuntimeError, match="the user's own"):
             run(paged)
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         engine.zero_grad()
         assert same(run(paged), run(plain))
@@ -254,9 +254,9 @@ def test_forwards_cut_off_without_their_hooks_are_ended_by_abort(tmp_path: Path)
     with at_floor(paged, tmp_path) as engine:
         engine.residency.forwards.enter(paged)
         engine.residency.forwards.enter(paged[0])
-        assert engine.pool.pinned()
+        assert engine.pool.tenants.pinned()
         engine.abort()
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert same(step_of(paged), step_of(plain))
 
@@ -271,7 +271,7 @@ def test_closing_after_ctrl_c_in_a_forward_hides_nothing(tmp_path: Path) -> None
         try:
             step_of(paged)
         finally:
-            assert engine.pool.pinned()
+            assert engine.pool.tenants.pinned()
             engine.close()
 
     with at_floor(paged, tmp_path) as engine:
@@ -311,9 +311,9 @@ def test_training_goes_on_after_ctrl_c_in_a_forward(compiled: bool, tmp_path: Pa
             if step in pressed:
                 with pytest.raises(KeyboardInterrupt):
                     train(called, ours)
-                assert engine.pool.pinned()
+                assert engine.pool.tenants.pinned()
             assert same(train(called, ours), train(plain, theirs)), step
-            assert not engine.pool.pinned()
+            assert not engine.pool.tenants.pinned()
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
             passes.append(engine.run_ahead.tally.passes)
         engine.check_integrity()
@@ -411,7 +411,7 @@ def test_a_read_outside_a_forward(tmp_path: Path) -> None:
             assert same_bits(ours.weight.detach(), theirs.weight.detach())
         places = [slot.value.place for slot in engine.slots]
         assert Place.AWAY in places
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
 
 
 def test_counting_and_naming_bring_nothing_in(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.memory.ahead import Ahead
 from ptm_accel.memory.block import Block
+from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.following import Following
 from ptm_accel.model.route import Route
@@ -180,7 +180,7 @@ def test_while_an_access_is_waited_for_those_behind_it_are_sent_for(
         before = engine.pool.stats.faults
         for slot in engine.slots:
             if slot.value.block in engine.pool.eviction:
-                engine.pool.evict(slot.value.block)
+                engine.pool.admission.evict(slot.value.block)
         with torch.no_grad():
             model(batch(0))
         assert engine.pool.stats.faults - before == 1
@@ -528,16 +528,16 @@ def test_what_is_sent_for_too_late_is_given_up(tmp_path: Path, monkeypatch: pyte
         # It counts on nothing, so nothing is asked for but by these.
         route.expected = {}
         seen: list[str] = []
-        prefetch = Ahead.prefetch
+        prefetch = Pool.prefetch
 
-        def noted(self: Ahead, tensor: Block) -> bool:
+        def noted(self: Pool, tensor: Block) -> bool:
             seen.append(tensor.name)
             return prefetch(self, tensor)
 
-        monkeypatch.setattr(Ahead, "prefetch", noted)
+        monkeypatch.setattr(Pool, "prefetch", noted)
         for slot in engine.slots:
             if slot.value.block.name in wanted and slot.value.block in engine.pool.eviction:
-                engine.pool.evict(slot.value.block)
+                engine.pool.admission.evict(slot.value.block)
         with torch.no_grad():
             model(batch(0))
         # As often as it takes until there is room.

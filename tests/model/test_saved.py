@@ -55,12 +55,12 @@ def test_nothing_is_held_between_forward_and_backward(tmp_path: Path) -> None:
     backward(plain)
     with at_floor(model, tmp_path) as engine:
         out = model(inputs())
-        engine.pool.admission.collect()
-        assert engine.pool.admission.leaving_bytes == 0
+        engine.pool.admission.released.collect()
+        assert engine.pool.admission.released.nbytes == 0
         for slot in engine.slots:
             if slot.value.block in engine.pool.eviction:
-                engine.pool.evict(slot.value.block)
-        engine.pool.admission.collect()
+                engine.pool.admission.evict(slot.value.block)
+        engine.pool.admission.released.collect()
         assert Tag.PARAM not in engine.pool.budget.used_by_tag()
         backward(model, out)
         expect_grads(engine, plain)
@@ -134,7 +134,7 @@ def test_hooks_that_a_forward_puts_on_itself(hooks: Any, tmp_path: Path) -> None
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         for slot in engine.slots:
             if slot.value.block in engine.pool.eviction:
-                engine.pool.evict(slot.value.block)
+                engine.pool.admission.evict(slot.value.block)
         backward(model, out)
         expect_grads(engine, plain)
 
@@ -245,7 +245,7 @@ def test_a_backward_through_older_values_is_an_error(autocast: bool, tmp_path: P
             "parameter 2.weight was updated 2 time(s) between a forward and its backward, so the gradient would be "
             "wrong. Call backward before optimizer.step()."
         )
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         engine.zero_grad()
 
 

@@ -34,7 +34,7 @@ def inputs() -> torch.Tensor:
 def evict(engine: Engine) -> None:
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:
-            engine.pool.evict(slot.value.block)
+            engine.pool.admission.evict(slot.value.block)
 
 
 def add_in_place(layer: nn.Linear) -> None:

@@ -318,7 +318,7 @@ def test_a_step_that_fails_leaves_nothing_open(
         with pytest.raises(type(error()), match="the disk is"):
             optimizer.step()
         failing.left = 1 << 30
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         engine.zero_grad()
         engine.check_integrity()
         # What a checkpoint brings back is all it takes to go on.

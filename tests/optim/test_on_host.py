@@ -532,7 +532,7 @@ def test_a_gradient_that_cannot_be_stored_is_told(tmp_path: Path) -> None:
         device.delay = None
         assert not holds(engine)
         engine.abort()
-        engine.pool.admission.settle()
+        engine.pool.admission.released.settle()
 
 
 @pytest.mark.parametrize("clipped", [True, False])

@@ -224,7 +224,7 @@ def test_giving_up_ends_a_queue_although_something_raises(tmp_path: Path, monkey
         assert len(dropped) > 1
         assert engine.pool.pending_updates is None
         assert optimizer.updates.queue is None
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
         assert not any(is_pending(engine, slot) for slot in engine.slots)
         assert not any(t.name.endswith(GRAD_SUFFIX) for t in engine.pool.tensors())
 
@@ -405,7 +405,7 @@ def test_what_is_pending_ends_with_the_engine(tmp_path: Path) -> None:
         assert engine.pool.pending_updates is not None
         optimizer.close()
         assert engine.pool.pending_updates is None
-        assert not engine.pool.pinned()
+        assert not engine.pool.tenants.pinned()
     model = net()
     floor, need = needs(net(), tmp_path, "host+disk", optimizer=adamw)
     with on_pages(model, "host+disk", floor + (need - floor) // 2, tmp_path) as engine:
