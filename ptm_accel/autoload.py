@@ -65,7 +65,7 @@ def watch(wanted: dict[str, tuple[str, str]], main: str = "") -> None:
 
 
 def what_runs(argv: Sequence[str]) -> str:
-    """The script's file name, or the module, that Python was started with; `argv` is as `sys.orig_argv`."""
+    """Returns the script's file name, or the module, that Python was started with; `argv` is as `sys.orig_argv`."""
     rest = iter(argv[1:])
     for arg in rest:
         if arg in ("-X", "-W"):

@@ -245,7 +245,7 @@ def plan(
 
 
 def _dtype_of(name: str) -> Any:
-    """A dtype of torch by its name.
+    """Returns a dtype of torch by its name.
 
     Raises:
         ConfigError: it is none of the three.
@@ -318,7 +318,7 @@ def config(
 
 
 def _asked_for(option: str) -> str | list[str]:
-    """What is answered for an option, once it can be used; empty for the default."""
+    """Asks for an option until the answer can be used; empty for the default."""
 
     def checked(answer: str) -> str | list[str]:
         value = [part.strip() for part in answer.split(",")] if option == "disk" and answer else answer.strip()
@@ -421,7 +421,7 @@ def launch(context: typer.Context) -> None:
 
 
 def _status(code: int) -> int:
-    """A shell's exit status for a return code of `subprocess`, where a negative one is a signal."""
+    """Returns a shell's exit status for a return code of `subprocess`, where a negative one is a signal."""
     if code >= 0:
         return code
     hint = " Memory may have run out: lower host_memory or the batch size." if -code == signal.SIGKILL else ""

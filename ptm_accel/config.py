@@ -143,7 +143,7 @@ class PTMConfig:
         return cls._from_mapping(value)
 
     def unlike(self, other: PTMConfig) -> tuple[str, str]:
-        """The options in which another configuration differs, with the values that they have here and there."""
+        """Returns the options in which another configuration differs, with the values that they have here and there."""
         names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
         here, there = (", ".join(f"{name}={getattr(each, name)!r}" for name in names) for each in (self, other))
         return here, there
@@ -195,7 +195,7 @@ class PTMConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedConfig:
-    """What the options come to on this machine.
+    """Options, resolved on this machine.
 
     Attributes:
         page_bytes: the page size.
@@ -221,7 +221,7 @@ class ResolvedConfig:
     origins: dict[str, str]
 
     def lines(self) -> list[str]:
-        """One line an option, with its value and origin, for the log."""
+        """Returns one line per option, with its value and origin, for the log."""
         disk = ", ".join(str(path) for path in self.disk_paths)
         verified = ", verified" if self.disk_verify else ""
         values = {
@@ -355,7 +355,7 @@ def _each(processes: int) -> str:
 
 
 def _given(option: str, asked: str | int, total_bytes: int, name: str) -> tuple[int, str]:
-    """The bytes of an option that was given, and where they come from.
+    """Returns the bytes of an option that was given, and where they come from.
 
     Args:
         option: its name.

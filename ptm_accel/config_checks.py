@@ -1,4 +1,4 @@
-"""What the options may be: checks of their values, each with an error that says what to write."""
+"""Checks of the options' values, each with an error that says what to write."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def delink_of(value: object) -> str | int | float:
 
 
 def count_of(value: object) -> int:
-    """A positive whole number, also as text; 0 for what is none, or too long to be one of steps or the like."""
+    """Returns a positive whole number, also as text; 0 for what is none, or too long to be one of steps or the like."""
     if isinstance(value, str) and re.fullmatch(rf"[0-9]{{1,{_MOST_DIGITS}}}", value):
         return int(value)
     number = value if isinstance(value, int) and not isinstance(value, bool) else 0
@@ -67,7 +67,7 @@ def count_of(value: object) -> int:
 
 
 def slices_of(value: object) -> str | int:
-    """The number of slices of a sequence, or `"auto"`."""
+    """Returns the number of slices of a sequence, or `"auto"`."""
     slices = AUTO if value == AUTO else count_of(value)
     if slices:
         return slices
@@ -75,7 +75,7 @@ def slices_of(value: object) -> str | int:
 
 
 def switch_of(option: str, value: object) -> bool:
-    """Whether an option that is true or false is true."""
+    """Returns whether an option that is true or false is true."""
     text = str(value).strip().lower()
     if text not in ("true", "false"):
         raise ConfigError(f"{option}: got {value!r}; write true or false.")
@@ -98,11 +98,11 @@ _MEANT = {
     "nvme": "disk",
     "ssd": "disk",
 }
-"""What others call it, and the option that it is here."""
+"""Other tools' words, each with the option that it is here."""
 
 
 def nearly(key: object, known: list[str]) -> list[str]:
-    """The keys that one may be meant for."""
+    """Returns the keys that one may be meant for."""
     text = key[:100] if isinstance(key, str) else shown(key)
     words = re.split("[^a-z]+", text.lower())
     meant = [option for word, option in _MEANT.items() if word in words and option in known]
@@ -131,7 +131,7 @@ def path_texts(paths: object) -> tuple[str, ...]:
 
 
 def is_path(text: str) -> bool:
-    """Whether the system can be asked for a file of that name at all."""
+    """Returns whether the system can be asked for a file of that name at all."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -139,5 +139,5 @@ def is_path(text: str) -> bool:
 
 
 def expand(text: str) -> str:
-    """A path with `~` and environment variables put in."""
+    """Returns a path with `~` and environment variables put in."""
     return os.path.expanduser(os.path.expandvars(text))

@@ -24,7 +24,7 @@ MOMENTS = ("copy", "scale", "reset")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskConfig:
-    """Where pages may go on disk, and how much of it.
+    """Place for pages on disk, and how much of it they may take.
 
     Attributes:
         paths: folders for the scratch files; `~` and environment variables are expanded.

@@ -54,7 +54,7 @@ class Engine:
     """
 
     count: ClassVar[int] = 0
-    """How many models this process has put on pages."""
+    """Number of models that this process has put on pages."""
 
     def __init__(self, model: nn.Module, asked: PTMConfig, config: ResolvedConfig, memory: Memory) -> None:
         self.asked = asked
@@ -148,7 +148,7 @@ class Engine:
         memory: Memory,
         values: Mapping[nn.Parameter, Paged],
     ) -> Engine:
-        """As `attach`, for a model that was read or built on pages.
+        """Attaches, as `attach` does, a model that was read or built on pages.
 
         Args:
             model: the model.
@@ -283,7 +283,7 @@ class Engine:
         error_if_nonfinite: bool = False,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` over all parameters with gradients; bit-equal to it.
+        """Clips as `torch.nn.utils.clip_grad_norm_` does over all parameters with gradients; bit-equal to it.
 
         Args:
             max_norm: the most that their norm may be.
@@ -415,7 +415,7 @@ class Engine:
         self.training.hold_norms()
 
     def abort(self) -> None:
-        """After an exception out of a step: ends what is half done, so that saving and training on are possible."""
+        """Ends what is half done after an exception out of a step, so that saving and training on are possible."""
         self.training.plain.make_way()
         self.residency.forwards.abort()
         with bare():
@@ -467,7 +467,7 @@ def _close_unasked(memory: Memory, graphs: LiveGraphs) -> None:
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine whose model is `model`, or wraps it, or None if it is not on pages."""
+    """Returns the engine whose model is `model`, or wraps it, or None if it is not on pages."""
     candidate: nn.Module | None = model
     while candidate is not None:
         known = _engines.get(candidate)
@@ -484,7 +484,7 @@ def living_engines() -> list[Engine]:
 
 
 def engine_holding(parameters: Iterable[torch.Tensor]) -> Engine | None:
-    """The engine that has at least one of `parameters` on its pages, or None."""
+    """Returns the engine that has at least one of `parameters` on its pages, or None."""
     engines = living_engines()
     for param in parameters:
         for engine in engines:

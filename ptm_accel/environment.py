@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config_file"
 PREFIX = "ptm_"
-"""What the flags of the options begin with."""
+"""Prefix of the options' flags."""
 SWITCH_FLAG = "use_ptm"
 """The launcher's flag that switches pages on."""
 
@@ -50,12 +50,12 @@ _IN_PARTS = ("disk", "disk_limit", "disk_verify", "pseudo_to_real", "moments", "
 
 
 def variable_of(option: str) -> str:
-    """The environment variable of an option, or of the configuration file."""
+    """Returns the environment variable of an option, or of the configuration file."""
     return f"PTM_{option.upper()}"
 
 
 def is_on(environ: Mapping[str, str]) -> bool:
-    """Whether pages are switched on.
+    """Returns whether pages are switched on.
 
     Raises:
         ConfigError: the switch is neither on nor off.
@@ -69,7 +69,7 @@ def is_on(environ: Mapping[str, str]) -> bool:
 
 
 def from_environment(environ: Mapping[str, str]) -> PTMConfig | None:
-    """The options that the environment asks for; None if pages are not switched on.
+    """Returns the options that the environment asks for; None if pages are not switched on.
 
     Raises:
         ConfigError: options that cannot be used, or a variable that is nearly one of an option.
@@ -88,7 +88,7 @@ def from_environment(environ: Mapping[str, str]) -> PTMConfig | None:
 
 
 def launched_with(name: str, default: int) -> int:
-    """A number that the launcher has set for its processes.
+    """Returns a number that the launcher has set for its processes.
 
     Args:
         name: of the variable, such as `LOCAL_RANK`.
@@ -109,7 +109,7 @@ def launched_with(name: str, default: int) -> int:
 
 
 def to_environment(config: PTMConfig) -> dict[str, str]:
-    """The variables from which `from_environment` makes `config` again.
+    """Returns the variables from which `from_environment` makes `config` again.
 
     Raises:
         ConfigError: the path of a disk has a comma.
@@ -133,7 +133,7 @@ def to_environment(config: PTMConfig) -> dict[str, str]:
 
 
 def agreed(given: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
-    """The options that a script gives, or else those of the environment.
+    """Returns the options that a script gives, or else those of the environment.
 
     Raises:
         ConfigError: options that cannot be used; both give some, and not the same.
@@ -208,12 +208,12 @@ def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
 
 
 def is_flag(text: str) -> bool:
-    """Whether an argument is meant for us."""
+    """Returns whether an argument is meant for us."""
     return text.replace("-", "_").startswith((f"__{SWITCH_FLAG}", f"__{PREFIX}"))
 
 
 def unknown_flag(flag: str, *switches: str) -> str:
-    """What is said of a flag, as it was typed, that is none of the options' or of `switches`."""
+    """Returns the message for a flag, as it was typed, that is none of the options' or of `switches`."""
     known = [*switches, *(f"--{PREFIX}{option}" for option in (*TEXT_OPTIONS, CONFIG_FILE))]
     if not switches and flag.replace("-", "_") == f"__{SWITCH_FLAG}":
         return f"{flag} is a flag of accelerate launch; here pages are switched on without it."
@@ -223,7 +223,7 @@ def unknown_flag(flag: str, *switches: str) -> str:
 
 
 def misplaced_flag(flag: str, script: str) -> str:
-    """What is said of a flag, as it was typed, that stands behind the script and would be given to it."""
+    """Returns the message for a flag, as it was typed, that stands behind the script and would be given to it."""
     return f"{flag} stands behind the script {script}, to which it would be given; put it before."
 
 

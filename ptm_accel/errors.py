@@ -14,7 +14,7 @@ _SHORT.maxlevel = 2
 
 
 def shown(value: object) -> str:
-    """A value that a person gave, as messages show it: cut short, however long or deep it is."""
+    """Returns a value that a person gave, as messages show it: cut short, however long or deep it is."""
     # Python refuses to write very long numbers out.
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"

@@ -1,4 +1,4 @@
-"""The memory that a model will need, from shapes alone and from a pass over fake tensors."""
+"""Estimates the memory that a model will need, from shapes alone and from a pass over fake tensors."""
 
 from __future__ import annotations
 

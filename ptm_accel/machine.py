@@ -1,4 +1,4 @@
-"""What this machine lets the process use: the least of physical memory and every cgroup limit above the process.
+"""Memory that this machine lets the process use: the least of physical memory and every cgroup limit above it.
 
 `psutil` reports the host even inside a container, where the kernel kills at the cgroup's limit. So the limits of the
 process's own control group and of each of its ancestors are read too, for cgroup v1 and v2.
@@ -37,7 +37,7 @@ _FILES = {
 
 
 def host_limit() -> MemoryLimit:
-    """The least of physical memory and the limits of all control groups the process is in."""
+    """Returns the least of physical memory and the limits of all control groups the process is in."""
     physical = MemoryLimit(psutil.virtual_memory().total, "physical memory")
     return min([physical, *(limit for limit, _ in _limits())], key=lambda limit: limit.bytes)
 
@@ -53,7 +53,7 @@ def available_bytes() -> int:
 
 
 def _limits() -> Iterator[tuple[MemoryLimit, int]]:
-    """The limit of every memory group of the process that has one, and the bytes that are used of it."""
+    """Yields the limit of every memory group of the process that has one, and the bytes that are used of it."""
     for version, folder in _groups():
         limit_file, usage_file, prefix = _FILES[version]
         stat = _read_stat(folder)
@@ -67,7 +67,7 @@ def _limits() -> Iterator[tuple[MemoryLimit, int]]:
 
 
 def _groups() -> Iterator[tuple[str, Path]]:
-    """The process's memory groups with all their ancestors, from the own one upward, of both cgroup versions."""
+    """Yields the process's memory groups with all their ancestors, from the own one upward, of both cgroup versions."""
     try:
         lines = PROC_CGROUP.read_text().splitlines()
     except OSError:
@@ -85,7 +85,7 @@ def _groups() -> Iterator[tuple[str, Path]]:
 
 
 def _own_and_ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """The folders of a group and of its ancestors up to the mount point, the own one first.
+    """Yields the folders of a group and of its ancestors up to the mount point, the own one first.
 
     In a container the mount point often is the container's own group while `path` is still seen from the host, so
     leading parts of `path` that do not exist under the mount point are left out.
@@ -98,7 +98,7 @@ def _own_and_ancestors(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _read_int(file: Path) -> int | None:
-    """The number in a control file; None where it is missing, unreadable or says `max`."""
+    """Returns the number in a control file; None where it is missing, unreadable or says `max`."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -107,7 +107,7 @@ def _read_int(file: Path) -> int | None:
 
 
 def _read_stat(folder: Path) -> dict[str, int]:
-    """The `memory.stat` of a group by name; empty where there is none."""
+    """Returns the `memory.stat` of a group by name; empty where there is none."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

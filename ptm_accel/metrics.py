@@ -1,4 +1,4 @@
-"""What a run has used and moved: peaks per tier, bytes per link, faults, stalls."""
+"""Counts of a run: peaks per tier, bytes per link, faults, stalls."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Metrics:
             self._evaluation = None
 
     def read(self) -> Reading:
-        """The totals now, without those of evaluations."""
+        """Returns the totals now, without those of evaluations."""
         now = self._totals()
         seen = self._evaluation or now
         return replace(now, **{name: getattr(seen, name) - self._left_out[name] for name in _MOVES})
@@ -121,7 +121,7 @@ class Metrics:
         )
 
     def peaks(self) -> dict[Tier, int]:
-        """The most bytes that were charged to each tier, so far."""
+        """Returns the most bytes that were charged to each tier, so far."""
         return {tier: budget.peak_bytes for tier, budget in self._memory.budgets.items()}
 
     def since_last(self) -> dict[str, float]:
@@ -168,7 +168,7 @@ class Metrics:
         return lower_bound(cost, link, disk)
 
     def times(self) -> str | None:
-        """The time of a step and its lower bound, and of a pass and its prediction; None if not known."""
+        """Returns the time of a step and its lower bound, and of a pass and its prediction; None if not known."""
         if self._warm is None or not self._steps_s:
             return None
         now = self.read()

@@ -1,4 +1,4 @@
-"""What a model needs of the tiers: worked out, held against what there is, and made known to the pool."""
+"""Works out what a model needs of the tiers, checks it against the budgets, and tells the pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ptm_accel.sizing import refuse_short
 
 
 class Needs:
-    """What one model needs of the tiers.
+    """Needs of one model of the tiers.
 
     Args:
         model: the model.
@@ -54,7 +54,7 @@ class Needs:
     def estimate(
         self, optimizer_memory: OptimizerMemory, model: nn.Module | None = None, slots: SlotTable | None = None
     ) -> Floor:
-        """The least budget with an optimizer.
+        """Returns the least budget with an optimizer.
 
         Args:
             optimizer_memory: what the optimizer needs.
@@ -93,7 +93,7 @@ class Needs:
         return most.total_bytes <= max(room, self.estimate(ANY_OPTIMIZER, None, alone).total_bytes)
 
     def expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
-        """Before there is an optimizer: reckons with AdamW, or where that is too much, with what any needs.
+        """Estimates before there is an optimizer: for AdamW, or where that is too much, for the least that any needs.
 
         The arguments are those of `estimate`.
 
@@ -145,7 +145,7 @@ class Needs:
             self._pool.admission.activation_reserve.need(self.least_beside_activations())
 
     def _counted(self, floor: Floor) -> Floor:
-        """What counts of a floor: a model that is only evaluated has no gradients."""
+        """Returns what counts of a floor: a model that is only evaluated has no gradients."""
         if not self.evaluates:
             return floor
         values = floor.fixed_bytes + sum(slot.value.slot_bytes for slot in self._slots)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def _speeds(paths: Sequence[Path]) -> list[float] | None:
-    """The speed of each of several disks for equal reads and writes; None where one is not known."""
+    """Returns the speed of each of several disks for equal reads and writes; None where one is not known."""
     if len(paths) < 2:
         return None
     rates = disk_rates(paths)
@@ -29,12 +29,12 @@ def _speeds(paths: Sequence[Path]) -> list[float] | None:
 
 
 def local_processes() -> int:
-    """How many processes train on this machine, from the launcher's environment."""
+    """Returns the number of processes that train on this machine, from the launcher's environment."""
     return max(launched_with("LOCAL_WORLD_SIZE", 1), 1)
 
 
 def default_device() -> torch.device:
-    """The device of this process: its card, or the CPU where there is none.
+    """Returns the device of this process: its card, or the CPU where there is none.
 
     torch's current device is the same in all processes of a launcher until `Accelerator` or `TrainingArguments` sets
     it, so until then `LOCAL_RANK` gives the number.
@@ -73,7 +73,7 @@ _opened: dict[torch.device, _Opened] = {}
 def open_memory(
     config: PTMConfig, memory: Memory | None = None, device: torch.device | None = None
 ) -> tuple[ResolvedConfig, Memory]:
-    """The tiers for a model: those that are open for the device already, or new ones, which are logged.
+    """Returns the tiers for a model: those that are open for the device already, or new ones, which are logged.
 
     Args:
         config: the configuration.
@@ -125,7 +125,7 @@ def open_memory(
 
 
 def _living(device: torch.device) -> _Opened | None:
-    """The tiers that are open for a device, after unreferenced models have been collected."""
+    """Returns the tiers that are open for a device, after unreferenced models have been collected."""
     opened = _opened.get(device)
     if opened is not None and opened.users:
         gc.collect()
@@ -134,6 +134,6 @@ def _living(device: torch.device) -> _Opened | None:
 
 
 def _of_memory(config: PTMConfig) -> PTMConfig:
-    """The configuration with the defaults for all that is not about memory."""
+    """Returns the configuration with the defaults for all that is not about memory."""
     apart = replace(config, pseudo_to_real=None, token_slices=None, pipeline=None, checkpoint_hashes=True)
     return replace(apart, update=PTMConfig().update, master_weights=None)

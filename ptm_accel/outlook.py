@@ -1,4 +1,4 @@
-"""What a step of a model would come to on this machine, and which of its layers would stay, before anything is run.
+"""Forecasts a step of a model on this machine, and which of its layers would stay, before anything is run.
 
 The pass is made up, not recorded: each group of parameters is read in the model's order, and again in reverse, and
 takes the arithmetic of its products. From there on it is planned and simulated as any other.
@@ -35,7 +35,7 @@ _PRODUCTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What this machine does in a second.
+    """Rates of this machine.
 
     Attributes:
         flops: of products of matrices, in the dtype of the model.
@@ -84,7 +84,7 @@ def _products_s(device: torch.device, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a step comes to.
+    """Forecast of a step.
 
     Attributes:
         step_s: seconds, simulated.
@@ -164,7 +164,7 @@ class _MovingGroup:
 
 
 def _groups(model: nn.Module, capacity: int, page_bytes: int) -> tuple[list[_MovingGroup], int]:
-    """The groups that move, in the model's order, and the bytes of the states of those that never leave."""
+    """Returns the groups that move, in the model's order, and the bytes of the states of those that never leave."""
     params = [param for param in model.parameters() if param.numel()]
     placed = groups_of(model, params, small=small_bytes(page_bytes), group_bytes=group_sizes(capacity)[0])
     moved: dict[str, _MovingGroup] = {}
@@ -182,7 +182,7 @@ def _groups(model: nn.Module, capacity: int, page_bytes: int) -> tuple[list[_Mov
 def _step(
     groups: Sequence[_MovingGroup], speeds: Speeds, tokens: int, *, checkpointing: bool, masters: bool
 ) -> tuple[Trace, dict[str, list[Item]]]:
-    """The pass, and what updates use beside it; the gradient last."""
+    """Returns the pass, and what updates use beside it; the gradient last."""
     count = len(groups)
     items = [Item(group.name, group.numel * group.element_bytes) for group in groups]
     items += [Item(f"{group.name}{GRAD_SUFFIX}", group.numel * group.element_bytes) for group in groups]

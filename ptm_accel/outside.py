@@ -1,4 +1,4 @@
-"""For code outside the training loop that wants to see a paged model as an ordinary one."""
+"""Views of a paged model as an ordinary one, for code outside the training loop."""
 
 from __future__ import annotations
 

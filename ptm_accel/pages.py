@@ -238,7 +238,7 @@ class Pages:
                 self.pool.admission.shrink()
 
     def origin_of(self, slot: ParamSlot) -> torch.device:
-        """The device where a parameter was before it came onto pages, or where it computes."""
+        """Returns the device where a parameter was before it came onto pages, or where it computes."""
         return self._origins.get(slot, self.pool.compute.device)
 
     def take_off_all(self, origin: Callable[[ParamSlot], torch.device] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where everything fits the hooks come off: parameters, gradients and optimizer state are ordinary tensors meanwhile.
+"""Takes the hooks off where everything fits: parameters, gradients and state are ordinary tensors meanwhile.
 
 Nothing of ours is called in such a step but a hook before the model's forward and the optimizer's `step`. Values and
 state stay on their pages, pinned; gradients stay in `p.grad`, with room held for them. The first use of a tensor
@@ -36,7 +36,7 @@ _Given = ParamSpec("_Given")
 _Answer = TypeVar("_Answer")
 
 _MOST_ENDS = 2
-"""How often a batch may be too large for it; the run keeps its hooks after that."""
+"""Times that a batch may be too large for it; the run keeps its hooks after that."""
 
 
 class PlainMode:
@@ -63,7 +63,7 @@ class PlainMode:
         self._too_large = 0
 
     def step_ended(self, optimizer: PagedOptimizer, gradients: Gradients) -> None:
-        """After a step: takes the hooks off if everything fits, and puts them on if it no longer does.
+        """Takes the hooks off after a step if everything fits, and puts them on if it no longer does.
 
         Args:
             optimizer: has made the step.
@@ -217,7 +217,7 @@ class PlainMode:
         return RootHook(enter)
 
     def _leaves_too_little(self, reserve: ActivationReserve, shapes: Shapes) -> bool:
-        """Whether a forward, which begins, leaves pages less than all of them take."""
+        """Returns whether a forward, which begins, leaves pages less than all of them take."""
         evaluates = not torch.is_grad_enabled()
         if reserve.least_bytes < self._pool.whole_bytes and not reserve.knows(shapes, evaluates=evaluates):
             # Pages get the least for it, once nothing is pinned but what a graph needs.
@@ -235,7 +235,7 @@ class PlainMode:
 
 
 def weakly(method: Callable[_Given, _Answer], otherwise: _Answer) -> Callable[_Given, _Answer]:
-    """A method that is called without keeping its object alive; `otherwise` is its answer once that is gone."""
+    """Returns a method that is called without keeping its object alive; `otherwise` is its answer once that is gone."""
     known = weakref.WeakMethod(method)
 
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Answer:
@@ -308,7 +308,7 @@ class LiveGraphs:
 
 
 class _Stay:
-    """What stays in the compute tier while the hooks are off. Whoever uses it through the pool ends that first.
+    """Keeps blocks in the compute tier while the hooks are off. Whoever uses it through the pool ends that first.
 
     Keeps no model alive: the pool, which has it as what is pending, outlives the model.
     """

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def option_of(memory: Memory) -> str:
-    """The option that sets the compute tier's budget."""
+    """Returns the name of the option that sets the compute tier's budget."""
     return "device_memory" if memory.pool.budget.tier is Tier.DEVICE else "host_memory"
 
 
@@ -167,7 +167,7 @@ def refuse_oversized_model(memory: Memory, values: Iterable[Part]) -> None:
 
 
 def idle_fits_below(memory: Memory) -> bool:
-    """Whether all that may leave the compute tier would have room below; not while other models work there."""
+    """Returns whether all that may leave the compute tier would have room below; not while other models work there."""
     if memory.others:
         return False
     pool = memory.pool

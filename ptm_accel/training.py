@@ -1,4 +1,4 @@
-"""What trains a model on pages: its gradients, its optimizer, its replicas, and the steps that a loop asks for."""
+"""Training of a model on pages: its gradients, its optimizer, its replicas, and the steps that a loop asks for."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ptm_accel.plain_mode import PlainMode, weakly
 logger = logging.getLogger(__name__)
 
 _LARGEST_BATCH_BYTES = 256 << 20
-"""The most that an optimizer step holds at a time."""
+"""Most bytes that an optimizer step holds at a time."""
 
 _OF_BUDGET_FOR_NORMS = 16
 _MOST_FOR_NORMS = 64 << 20
-"""What is held to take norms of gradients in: at most this part of a budget, and at most so many bytes."""
+"""Memory to take norms of gradients in: at most this part of a budget, and at most so many bytes."""
 
 
 class Training:
@@ -49,7 +49,7 @@ class Training:
         optimizer: the optimizer bound to it, if any.
         more_follow: tells whether more gradients are added to those of the next backward before the step.
         replicas: keeps it and those of other processes alike, where there are some.
-        norms: gives the norms of all stages of a pipeline by that of this model, which is one of them.
+        norms: gathers every pipeline stage's norm; takes this stage's.
         updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
             as they are; set by whoever owns the loop (`backward`).
     """
@@ -114,7 +114,7 @@ class Training:
             self.replicas.remove()
 
     def sums(self) -> list[Part]:
-        """The gradients that there are, as a step would use them."""
+        """Lists the present gradients, as a step would use them."""
         if self.gradients is None:
             return []
         if self.optimizer is not None:
@@ -144,7 +144,7 @@ class Training:
         return Sums.NONE if self.gradients is None else self.gradients.sums()
 
     def look_at_gradients(self) -> None:
-        """Before code outside sees a gradient: makes all of them what they are in plain torch then.
+        """Makes all gradients what they are in plain torch, before code outside sees one.
 
         Raises:
             UnsupportedError: updates that have begun in backward have used some up.
@@ -303,7 +303,7 @@ class Training:
         return min(_LARGEST_BATCH_BYTES, (self._pool.share_bytes - self._needs.floor.total_bytes) // 8)
 
     def _may_update_on_host(self) -> bool:
-        """Whether updates may be carried out on the CPU beside a device.
+        """Returns whether updates may be carried out on the CPU beside a device.
 
         Replicas would not stay alike: each would choose by its own times, and kernels may round otherwise.
         """
@@ -322,7 +322,7 @@ class Training:
         return self.replicas is None and self.more_follow()
 
     def _step_follows(self) -> bool:
-        """Whether the update comes right after the next backward, and there is room for both at once."""
+        """Returns whether the update comes right after the next backward, and there is room for both at once."""
         one = self.optimizer is not None and self.replicas is None
         return one and self._may_overlap() and self.updates_in_backward()
 
@@ -330,7 +330,7 @@ class Training:
 
     @contextmanager
     def no_updates(self) -> Iterator[None]:
-        """While it lasts, updates begin in no backward."""
+        """Keeps updates from beginning in a backward while it lasts."""
         self._forbidden += 1
         try:
             yield
@@ -421,11 +421,11 @@ class Training:
         return norm
 
     def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """The norm over all stages of a pipeline, where this is one of them."""
+        """Returns the norm over all stages of a pipeline, where this is one of them."""
         return norm if self.norms is None else total_norm(self.norms(norm), float(norm_type)).to(norm)
 
     def _has_all_of(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether all gradients of the model are on pages and of `given`, which names each parameter once."""
+        """Returns whether all gradients of the model are on pages and of `given`, which names each parameter once."""
         assert self.gradients is not None
         known = {id(param) for param in given}
         return len(known) == len(given) and all(id(grad.slot.param) in known for grad in self.gradients.arrived())

@@ -13,7 +13,7 @@ GIB = 1 << 30
 TIB = 1 << 40
 
 ACCEPTED_FORMS = 'a whole number of bytes, decimal units like "10GB", binary units like "512MiB", or a share like "80%"'
-"""What `parse_bytes` takes, in words for error messages and help texts."""
+"""Forms that `parse_bytes` takes, in words for error messages and help texts."""
 
 _UNITS = {
     "": 1,

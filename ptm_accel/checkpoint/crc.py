@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIECE_BYTES = 16 << 20
-"""What one CRC is of; the last piece of a file may be shorter."""
+"""Bytes that one CRC covers; the last piece of a file may be shorter."""
 
 _THREADS = 4
 _READ_BYTES = 256 << 10
@@ -39,7 +39,7 @@ class FileSum(NamedTuple):
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two neighbouring ranges of bytes, from that of each.
+    """Returns the CRC-32 of two neighbouring ranges of bytes, from that of each.
 
     Several processes may so write parts of one piece, and a part that was read is checked against the whole.
 
@@ -59,7 +59,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """The product of two polynomials, modulo that of CRC-32."""
+    """Returns the product of two polynomials, modulo that of CRC-32."""
     product = 0
     while one:
         if one & _ONE:
@@ -75,7 +75,7 @@ def threads() -> ThreadPoolExecutor:
 
 
 def crc_of(parts: Iterable[memoryview]) -> int:
-    """The CRC-32 of parts that follow one another."""
+    """Returns the CRC-32 of parts that follow one another."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -99,7 +99,7 @@ def sum_file(path: Path, pool: Executor) -> FileSum:
 
 
 def _read(descriptor: int, start: int) -> Iterator[memoryview]:
-    """The bytes of one piece; what was yielded before is overwritten."""
+    """Yields the bytes of one piece; what was yielded before is overwritten."""
     buffer = memoryview(bytearray(_READ_BYTES))
     at, end = start, start + PIECE_BYTES
     while count := os.preadv(descriptor, [buffer[: end - at]], at) if at < end else 0:

@@ -232,7 +232,7 @@ def _take_back(staging: Path, final: Path, aside: Path, error: BaseException) ->
 
 
 def _still_written(path: Path, pid: int) -> bool:
-    """Whether the process of an earlier version that was writing `path` is alive, and not this one."""
+    """Returns whether the process of an earlier version that was writing `path` is alive, and not this one."""
     if pid == os.getpid() or not is_running(pid):
         return False
     try:
@@ -285,7 +285,7 @@ def _failure(error: BaseException, folder: StagingFolder | None, final: Path) ->
 
 
 def _number_of(error: BaseException) -> int | None:
-    """The system's number of an error, which safetensors and `torch.save` tell in their text."""
+    """Returns the system's number of an error, which safetensors and `torch.save` tell in their text."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     if found := re.search(r"os error (\d+)", str(error)):

@@ -31,7 +31,7 @@ _MOST_NESTED = 50
 
 
 def read_index(directory: Path) -> dict[str, Any]:
-    """The contents of a saved state's JSON file; all in it is of the type that it is to be.
+    """Returns the contents of a saved state's JSON file; all in it is of the type that it is to be.
 
     Raises:
         CheckpointError: it is missing or damaged, or of another version.
@@ -62,7 +62,7 @@ def read_index(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Reads a JSON file.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -73,18 +73,18 @@ def read_json(path: Path) -> Any:
 
 
 def damaged(path: Path, reason: str, otherwise: str = "") -> CheckpointError:
-    """The error of a file of a checkpoint that cannot be used; `otherwise` says what else may be done."""
+    """Returns the error of a file of a checkpoint that cannot be used; `otherwise` says what else may be done."""
     return CheckpointError(f"{path} is damaged: {reason}. Resume from another checkpoint{otherwise}.")
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error's text, without the path that is told beside it."""
+    """Returns the first line of an error's text, without the path that is told beside it."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return text.splitlines()[0]
 
 
 def _wrong(index: dict[str, Any]) -> str | None:
-    """The first thing that is of another type than it is to be; None if nothing is."""
+    """Returns the first thing that is of another type than it is to be; None if nothing is."""
     index.setdefault("others", {})
     for name, kind in _KINDS.items():
         if name not in index:
@@ -132,7 +132,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_value(value: Any, depth: int = 0) -> bool:
-    """Whether it is what is written for a value: a number, a text, a tensor's name, or a container of such."""
+    """Returns whether it is what is written for a value: a number, a text, a tensor's name, or a container of such."""
     if value is None or isinstance(value, (bool, int, float, str)) or _is_tensor(value):
         return True
     if isinstance(value, dict):

@@ -39,7 +39,7 @@ Sums = dict[str, FileSum]
 
 
 def covered(directory: Path) -> list[str]:
-    """The files under a directory that training goes on from, by their paths in it."""
+    """Returns the files under a directory that training goes on from, by their paths in it."""
     found = []
     for folder, _, files in os.walk(directory):
         for name in files:
@@ -85,7 +85,7 @@ def _own_crc(body: Mapping[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> Sums | None:
-    """The manifest of a checkpoint; None if it has none.
+    """Returns the manifest of a checkpoint; None if it has none.
 
     Raises:
         CheckpointError: it is damaged, or of another version.
@@ -139,7 +139,7 @@ def check_manifest(directory: Path) -> Sums | None:
 
 
 def _difference(path: Path, saved: FileSum, pool: Executor) -> str | None:
-    """How a file differs from what was saved; None if it does not."""
+    """Says how a file differs from what was saved; None if it does not."""
     try:
         nbytes = path.stat().st_size
         if path.is_file() and nbytes != saved.nbytes:

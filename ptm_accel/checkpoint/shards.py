@@ -63,7 +63,7 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 @functools.cache
 def _dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype: it is asked, since its own table is not public."""
+    """Returns the name of a dtype in safetensors, by asking it: its own table is not public."""
     file = safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
     length = int.from_bytes(file[:_LENGTH_BYTES], "little")
     name: str = json.loads(file[_LENGTH_BYTES : _LENGTH_BYTES + length])[""]["dtype"]
@@ -75,7 +75,7 @@ def _octets(tensor: torch.Tensor) -> memoryview:
 
 
 def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes, cut where pieces end."""
+    """Yields the same bytes, cut where pieces end."""
     piece: list[memoryview] = []
     room = PIECE_BYTES
     for part in parts:

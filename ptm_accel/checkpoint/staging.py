@@ -21,7 +21,7 @@ from ptm_accel.checkpoint.writers import is_dead, told
 # With an underscore the Trainer leaves them out where it uploads the run's directory.
 PREFIX = "_incomplete"
 RANDOM = r"x[0-9a-f]{16}"
-"""What the random part of a name looks like, as a pattern; never like a number of a process."""
+"""Pattern of the random part of a name; never like a number of a process."""
 
 _LOCK = ".lock"
 _BEFORE = ".before"

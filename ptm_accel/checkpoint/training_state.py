@@ -162,7 +162,7 @@ def _ready(optimizer: PagedOptimizer, tensor: Entry) -> torch.Tensor:
 
 
 def _class_name(inner: torch.optim.Optimizer) -> str:
-    """An optimizer's class by package and name; modules in between move from version to version."""
+    """Returns an optimizer's class by package and name; modules in between move from version to version."""
     kind = type(inner)
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
@@ -322,7 +322,7 @@ class SavedState:
         return {key: self.decode(item) for key, item in value["dict"].items()}
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """A tensor by its name in the shards, mapped from the file.
+        """Returns a tensor by its name in the shards, mapped from the file.
 
         Raises:
             CheckpointError: its shard is missing, damaged, or does not hold it.

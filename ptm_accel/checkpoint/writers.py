@@ -22,7 +22,7 @@ def told() -> str:
 
 
 def is_dead(text: str) -> bool:
-    """Whether a process has ended; False as well where that cannot be told from here.
+    """Returns whether a process has ended; False as well where that cannot be told from here.
 
     Args:
         text: what the process has `told`.
@@ -42,7 +42,7 @@ def is_dead(text: str) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process of this number in this PID namespace that has not ended, as a zombie has."""
+    """Returns whether there is a process of this number in this PID namespace that has not ended, as a zombie has."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -106,7 +106,7 @@ class Replicas:
         self._met = (gradients, gradients.arrivals)
 
     def have_shared(self, gradients: Gradients) -> bool:
-        """Whether no gradient has arrived here since they were made the same."""
+        """Returns whether no gradient has arrived here since they were made the same."""
         return self._met == (gradients, gradients.arrivals)
 
     def _share(self, grad: GradSlot, *, wide: bool) -> None:

@@ -1,1 +1,1 @@
-"""What this machine can do: rates of disks, device links and updates, measured once and kept in the user's cache."""
+"""Rates of this machine: of disks, device links and updates, measured once and kept in the user's cache."""

@@ -35,7 +35,7 @@ FORMAT = 4
 """Of the file; raised whenever what it holds, or how that is measured, changes."""
 
 Fingerprint = dict[str, str | int]
-"""What tells one machine from another, by name; rates hold only where all of it is the same."""
+"""Marks of a machine, by name; rates hold only where all of them are the same."""
 
 Rates = tuple[float, ...]
 """One rate of updates; the three of a link (`LinkRates`); the four of a device (`DeviceRates`)."""
@@ -48,7 +48,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 def machine_fingerprint(proc: Path = Path("/proc")) -> Fingerprint:
-    """The fingerprint of this machine.
+    """Returns the fingerprint of this machine.
 
     GPUs and driver are read from `/proc`, since asking CUDA would start it.
 
@@ -85,7 +85,7 @@ def disk_key(folder: Path) -> str:
 
 
 def _field(file: Path, name: str) -> str:
-    """The first `name: value` of a file; empty where there is none."""
+    """Returns the first `name: value` of a file; empty where there is none."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:
@@ -166,7 +166,7 @@ class RateCache:
         return found
 
     def read(self) -> dict[str, Any]:
-        """The entries of the file as JSON; none if there is no file, or none of this machine and format."""
+        """Returns the entries of the file as JSON; none if there is no file, or none of this machine and format."""
         if self.path is None:
             return {}
         try:

@@ -54,7 +54,7 @@ _LINK_ROUNDS, _LINK_COPIES = 5, 64
 
 
 def measure_disk(folder: Path) -> LinkRates | None:
-    """The rates of the disk that holds `folder`, of bytes that were written before.
+    """Returns the rates of the disk that holds `folder`, of bytes that were written before.
 
     At most 256 MiB, and half of what is free, are written to an unlinked file. Where the file system refuses direct
     transfers the page cache is emptied in between, so that its speed is not taken for the disk's.
@@ -101,7 +101,7 @@ class _DiskCourse:
         self._read_into, self._written_from = buffers.chunk(2)
 
     def seconds(self, read: range, written: range) -> float:
-        """The time to read and to write these blocks, block by block in turns if both."""
+        """Returns the time to read and to write these blocks, block by block in turns if both."""
         self._settle()
         begin = time.perf_counter()
         transfers = []
@@ -143,7 +143,7 @@ def _disk_rates(course: _DiskCourse) -> LinkRates:
 
 
 def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRates:
-    """The median rates of rounds in which `nbytes` were read, then written, then both."""
+    """Returns the median rates of rounds in which `nbytes` were read, then written, then both."""
     read, write, both = (statistics.median(column) for column in zip(*times, strict=True))
     return LinkRates(nbytes / read, nbytes / write, 2 * nbytes / both)
 
@@ -152,7 +152,7 @@ def _link_rates(times: list[tuple[float, float, float]], nbytes: int) -> LinkRat
 
 
 def measure_device(device: torch.device) -> DeviceRates:
-    """The rates of a CUDA device: its link, pinned if that is possible, and updates on it.
+    """Returns the rates of a CUDA device: its link, pinned if that is possible, and updates on it.
 
     Raises:
         BudgetError: the machine gives no memory.

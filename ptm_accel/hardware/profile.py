@@ -12,7 +12,7 @@ _GREATEST_RATE = 1e18
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """How fast bytes move on a link with two directions: a disk, or the link to a device.
+    """Speed of a link with two directions: a disk, or the link to a device.
 
     Attributes:
         read_bytes_s: bytes per second when only reading (from the disk; of a device link: from host to device).
@@ -38,7 +38,7 @@ class LinkRates:
         return min(1.0, max(0.0, (2 / self.both_bytes_s - longer) / shorter))
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """The least time in which both amounts can be moved, in seconds.
+        """Returns the least time in which both amounts can be moved, in seconds.
 
         Each direction alone takes its bytes over its rate; together they take the longer of these times and the
         `shared` part of the shorter. This is exact for one direction alone and for equal amounts, which were measured.
@@ -48,12 +48,12 @@ class LinkRates:
 
 
 def side_by_side(links: Sequence[LinkRates | None]) -> LinkRates | None:
-    """The rates of links that share the bytes in proportion to their speed; None if one is not known."""
+    """Returns the rates of links that share the bytes in proportion to their speed; None if one is not known."""
     return _combined(links, sum)
 
 
 def in_a_row(links: Sequence[LinkRates | None]) -> LinkRates | None:
-    """The rates of links that all bytes pass one after the other; None if one is not known."""
+    """Returns the rates of links that all bytes pass one after the other; None if one is not known."""
     return _combined(links, min)
 
 
@@ -77,7 +77,7 @@ class DeviceRates(LinkRates):
 
 
 def are_rates(found: Any, count: int) -> bool:
-    """Whether what was read from a file is so many rates."""
+    """Returns whether what was read from a file is so many rates."""
     if not isinstance(found, list) or len(found) != count:
         return False
     return all(isinstance(rate, float) and 0 < rate < _GREATEST_RATE for rate in found)

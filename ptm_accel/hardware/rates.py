@@ -15,7 +15,7 @@ from ptm_accel.hardware.profile import DeviceRates, LinkRates
 
 
 def disk_rates(paths: Sequence[Path]) -> list[LinkRates | None]:
-    """The rates of the disk that holds each folder; about a second for one that is not known yet.
+    """Returns the rates of the disk that holds each folder; about a second for one that is not known yet.
 
     While it is measured, up to 256 MiB are written to an unlinked file there, and 40 MiB of memory are used.
 
@@ -43,7 +43,7 @@ def update_rate(what: str, measure: Callable[[], float]) -> float | None:
 
 
 def device_rates(device: torch.device) -> DeviceRates | None:
-    """The rates of a device; uses 64 MiB of host and 256 MiB of device memory while they are measured.
+    """Returns the rates of a device; uses 64 MiB of host and 256 MiB of device memory while they are measured.
 
     Returns:
         None for one that is not CUDA, or that cannot be measured, which the log explains. Never an error.

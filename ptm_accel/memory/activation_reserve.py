@@ -27,7 +27,7 @@ _LOOK_SHARE = 0.01
 """Reading the allocator's figures takes at most this share of the time, within the bounds above."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Those of the tensors that a forward is given."""
+"""Shapes of the tensors that a forward is given."""
 
 
 class ActivationReserve:
@@ -70,12 +70,12 @@ class ActivationReserve:
 
     @property
     def least_bytes(self) -> int:
-        """The least that pages can work with."""
+        """Least bytes that pages can work with."""
         return min(self.total_bytes, self._wanted_bytes)
 
     @property
     def high_water_bytes(self) -> int:
-        """The most that was reserved beside pages so far, in training or in evaluation."""
+        """Most bytes reserved beside pages so far, in training or in evaluation."""
         return self._marks[self._evaluates]
 
     def need(self, least_bytes: int) -> None:
@@ -106,7 +106,7 @@ class ActivationReserve:
             self._give_least()
 
     def knows(self, shapes: Shapes, *, evaluates: bool) -> bool:
-        """Whether a batch is no larger than those before it, so that what it takes has been seen."""
+        """Returns whether a batch is no larger than those before it, so that what it takes has been seen."""
         size, factor = _size_of(shapes), MARGIN if evaluates else 1.0
         trained = self._is_known(size, factor, evaluates=False)
         return trained or (evaluates and self._is_known(size, factor, evaluates=True))
@@ -121,7 +121,7 @@ class ActivationReserve:
             self._set_capacity()
 
     def _turn(self, *, evaluates: bool) -> bool:
-        """From training to evaluation, or back: gives back what is reserved for the other."""
+        """Turns from training to evaluation, or back: gives back what is reserved for the other."""
         if evaluates == self._evaluates:
             return False
         self._evaluates = evaluates
@@ -149,12 +149,12 @@ class ActivationReserve:
         self._set_capacity()
 
     def lend(self, nbytes: int) -> None:
-        """So much of what is charged is torch's to allocate, whenever it likes: slabs leave that free."""
+        """Leaves `nbytes` of what is charged for torch to allocate, whenever it likes: slabs leave that free."""
         self._lent_bytes = nbytes
         self._confine(self._left_bytes)
 
     def _note(self) -> bool:
-        """Whether the high-water mark has risen."""
+        """Returns whether the high-water mark has risen."""
         # What is charged and lies in no block of ours.
         loose = self._budget.used_bytes - self._card.live_bytes - self._lent_bytes
         self._loose_bytes = max(self._loose_bytes, loose)
@@ -191,6 +191,6 @@ class ActivationReserve:
 
 
 def _size_of(shapes: Shapes) -> Sequence[float]:
-    """How large a batch is: elements, longest dimension, and the geometric mean of both (for attention's squares)."""
+    """Sizes a batch: elements, longest dimension, and the geometric mean of both (for attention's squares)."""
     numel, longest = sum(map(math.prod, shapes)), max((size for shape in shapes for size in shape), default=0)
     return numel, longest, math.sqrt(numel * longest)

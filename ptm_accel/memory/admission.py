@@ -71,7 +71,7 @@ class Admission:
 
     @property
     def limit_bytes(self) -> int:
-        """What the tier was given: its capacity, and what other memory takes of it at present."""
+        """Bytes that the tier was given: its capacity, and what other memory takes of it at present."""
         return self.budget.capacity_bytes if self.activation_reserve is None else self.activation_reserve.total_bytes
 
     def available_bytes(self) -> int:
@@ -174,7 +174,7 @@ class Admission:
             raise
 
     def _allocate(self, nbytes: int, moves: bool) -> Buffer:
-        """A buffer; the free memory of a card may be in pieces that are too small."""
+        """Returns a buffer; the free memory of a card may be in pieces that are too small."""
         while True:
             try:
                 return self.compute.allocate(nbytes)
@@ -336,7 +336,7 @@ class Admission:
             self._adjust(partial(self.activation_reserve.begin_pass, shapes, evaluates=evaluates))
 
     def lend(self, nbytes: int) -> None:
-        """So much of what is charged is torch's to allocate from now on; 0 ends that."""
+        """Leaves `nbytes` of what is charged for torch to allocate from now on; 0 ends that."""
         if self.activation_reserve is not None:
             with self._lock:
                 self.activation_reserve.lend(nbytes)
@@ -353,7 +353,7 @@ class Admission:
 
 
 def _run_of(tensor: Block) -> Run | None:
-    """Where a tensor lies in a slab; None for one that does not."""
+    """Returns the run of a slab that a tensor lies in; None for one that lies in none."""
     extent = tensor.extent
     region = None if extent is None or extent.buffer is None else extent.buffer.region
     return region if isinstance(region, Run) else None

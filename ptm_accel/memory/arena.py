@@ -36,7 +36,7 @@ class HostArena:
         budget.set_reclaimer(lambda: self.kept_bytes, self.reclaim)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined. The caller has charged it.
+        """Returns a buffer of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined. The caller has charged it.
 
         Raises:
             BudgetError: the machine itself has no more memory.
@@ -55,7 +55,7 @@ class HostArena:
         return Buffer(run.tensor(), run)
 
     def _take(self, size: int) -> MappedRun:
-        """The newest kept run of a size."""
+        """Returns the newest kept run of a size."""
         runs = self._kept[size]
         run = runs.pop()
         if not runs:

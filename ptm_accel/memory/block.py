@@ -14,7 +14,7 @@ from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer, Transfer, round_up
 
 
 class Place(enum.Enum):
-    """Where the authoritative bytes of a paged tensor are.
+    """Place of the authoritative bytes of a paged tensor.
 
     ```
     BLANK --fault (fill)--> DIRTY <--mark-- CLEAN <--fault (load)-------------- AWAY
@@ -61,7 +61,7 @@ class Occupant(Protocol):
         ...
 
     def was_written(self) -> bool:
-        """Whether the bytes have changed in place since they came, or since this was last called."""
+        """Returns whether the bytes have changed in place since they came, or since this was last called."""
         ...
 
     def leaving(self, tensor: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ class Occupant(Protocol):
 
     @property
     def views(self) -> int:
-        """How many views of the bytes it has, which end by `leaving`."""
+        """Number of its views of the bytes, which end by `leaving`."""
         ...
 
 
@@ -98,7 +98,7 @@ class PendingUpdates(Protocol):
         ...
 
     def elsewhere(self, tensor: Block) -> bool:
-        """Whether the tensor is being changed in its backing store, and must not be loaded yet."""
+        """Returns whether the tensor is being changed in its backing store, and must not be loaded yet."""
         ...
 
     def finish(self) -> None:
@@ -149,7 +149,7 @@ class Extent:
         self.reservation = reservation
 
     def viewed(self, known: int) -> bool:
-        """Whether there are views of it beside `known` ones."""
+        """Returns whether there are views of it beside `known` ones."""
         storage = self.octets.untyped_storage()
         users: int = torch._C._storage_Use_Count(storage._cdata)
         if users > _OF_AN_EXTENT + (self.buffer is not None) + known:
@@ -270,22 +270,22 @@ class Part:
 
     @property
     def place(self) -> Place:
-        """Where the block is."""
+        """Place of the block."""
         return self.block.place
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes that the part takes of its block, with padding."""
+        """Bytes of the block that the part takes, with padding."""
         return self.bytes_as(self.dtype.itemsize)
 
     def bytes_as(self, itemsize: int) -> int:
-        """The bytes that a like part takes of a block of elements of `itemsize` bytes, with padding."""
+        """Returns the bytes that a like part takes of a block of elements of `itemsize` bytes, with padding."""
         if self.alone:
             return round_up(max(self.numel * itemsize, 1), ALIGN_BYTES)
         return round_up(self.numel, PART_ALIGN) * itemsize
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """The part's view of all elements of the block."""
+        """Returns the part's view of all elements of the block."""
         if self.alone:
             return elements if elements.shape == self.shape else elements.view(self.shape)
         return elements[self.start : self.start + self.numel].view(self.shape)
@@ -341,7 +341,7 @@ class Pin:
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of one element, expanded to `shape`, that stands in for one that is away.
+    """Returns a tensor of one element, expanded to `shape`, that stands in for one that is away.
 
     It keeps shape, dtype and device true. A kernel that reads it past all torch functions gets NaN (the least value for
     integers) rather than stale numbers.

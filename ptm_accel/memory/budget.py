@@ -16,7 +16,7 @@ from ptm_accel.units import format_bytes
 
 
 class Tier(enum.Enum):
-    """Where bytes can be. On a CPU-only machine the host tier is where compute happens."""
+    """Place where bytes can be. On a CPU-only machine the host tier is where compute happens."""
 
     DEVICE = "device"
     HOST = "host"
@@ -24,7 +24,7 @@ class Tier(enum.Enum):
 
 
 class Tag(enum.Enum):
-    """What a charged byte is used for. Every charge has one."""
+    """Use of a charged byte. Every charge has one."""
 
     PARAM = "param"
     CAST = "cast"
@@ -148,7 +148,7 @@ class Budget:
             assert self._by_tag[reservation.tag] >= 0, f"negative charge for {reservation.tag}"
 
     def refusal(self, nbytes: int, name: str) -> BudgetError:
-        """The error that says why `nbytes` cannot be charged."""
+        """Returns the error that says why `nbytes` cannot be charged."""
         used = ", ".join(f"{tag.value} {format_bytes(n)}" for tag, n in self.used_by_tag().items()) or "nothing"
         text = (
             f"{self.tier.value} budget: cannot place {format_bytes(nbytes)} for {name}: "

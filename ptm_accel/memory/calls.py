@@ -1,4 +1,4 @@
-"""Which thread uses the models on the pages: one call at a time, by its owner.
+"""Calls of threads into the models on the pages: one at a time, by its owner.
 
 A call under way (a forward, a backward, an optimizer step, a read, a save) has an owner, the thread that began it.
 Pending updates and graphs that live between two calls have none: the next call finishes the updates, whoever makes it.
@@ -30,13 +30,13 @@ _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 """The innermost Python code of a thread that waits for a backward."""
 
 _MOST_WAIT_S = 600.0
-"""How long a call waits for those of other threads."""
+"""Longest time that a call waits for those of other threads."""
 _LOOK_EVERY_S = 1.0
-"""How often it looks whether their thread still lives."""
+"""Time between two looks whether their thread still lives."""
 
 
 class Call(enum.Enum):
-    """What is done with a model; the value is for messages."""
+    """Kind of use of a model; the value is for messages."""
 
     FORWARD = "a forward"
     BACKWARD = "a backward"
@@ -150,7 +150,7 @@ class Calls:
                 self._take(me, kind, model, 1)
 
     def meet(self, kind: Call, model: object) -> None:
-        """Under `lock`, where another thread owns the call under way: waits for its end. See `begin`."""
+        """Waits, under `lock`, for the end of the call of another thread. See `begin`."""
         me = self.thread.me
         if not self._acts(me):
             self._wait(me, kind, model, waits=True)
@@ -201,13 +201,13 @@ class Calls:
         engine.queue_callback(_BackwardEnd(self, task))
 
     def _acts(self, me: _Caller) -> bool:
-        """Whether this thread acts for the owner: in a backward of its, or since it was registered."""
+        """Returns whether this thread acts for the owner: in a backward of its, or since it was registered."""
         if self.owner is None:
             return False
         return torch._C._current_graph_task_id() in self.tasks or me.number in self._registered
 
     def _acts_in_backward(self, me: _Caller, own: bool) -> bool:
-        """Whether the backward in which this thread is, with a task not yet known, belongs to the owner's call.
+        """Returns whether the backward in which this thread is, with a task not yet known, belongs to the owner's call.
 
         Args:
             me: the thread.
@@ -279,13 +279,13 @@ class Calls:
 
 
 def _is_known(caller: _Caller) -> bool:
-    """Whether Python has started the thread; otherwise it is one of autograd's."""
+    """Returns whether Python has started the thread; otherwise it is one of autograd's."""
     threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
     return any(thread.ident == caller.number for thread in threads)
 
 
 def _is_within_backward() -> bool:
-    """Whether this thread has called the backward that it is in."""
+    """Returns whether this thread has called the backward that it is in."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _RUNS_BACKWARD:

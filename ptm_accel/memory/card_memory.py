@@ -28,7 +28,7 @@ def check_block_size(nbytes: int) -> None:
 
 
 def device_refusal(device: str, asked: int, allocated: int, reserved: int, total: int) -> DeviceBudgetError:
-    """The error for a device that has less memory than the budget promised. All counts are bytes."""
+    """Returns the error for a device that has less memory than the budget promised. All counts are bytes."""
     return DeviceBudgetError(
         f"ptm_accel: the device is out of memory. {device}: cannot allocate a block of {format_bytes(asked)}: "
         f"{format_bytes(allocated)} are allocated and {format_bytes(reserved)} reserved by torch, "
@@ -50,11 +50,11 @@ class Allocator(Protocol):
     granule_bytes: int
 
     def empty(self, nbytes: int) -> Any | None:
-        """So much memory, contents undefined; None if there is not as much."""
+        """Allocates `nbytes`, contents undefined; None if there is not as much."""
         ...
 
     def view(self, memory: Any, offset: int, nbytes: int) -> torch.Tensor:
-        """A part of memory from `empty`, as uint8 in a storage of its own, which keeps the memory alive."""
+        """Returns a part of memory from `empty`, as uint8 in a storage of its own, which keeps the memory alive."""
         ...
 
     def give_up(self, memory: Any) -> None:
@@ -74,7 +74,7 @@ class Allocator(Protocol):
         ...
 
     def refusal(self, nbytes: int) -> DeviceBudgetError:
-        """The error for so many bytes that it does not have."""
+        """Returns the error for so many bytes that it does not have."""
         ...
 
 
@@ -129,7 +129,7 @@ class CardMemory:
             return Buffer(self._allocator.view(run.slab.memory, run.offset, run.nbytes), run, run.users())
 
     def cuts(self, nbytes: int) -> bool:
-        """Whether buffers of that size are cut from slabs."""
+        """Returns whether buffers of that size are cut from slabs."""
         return nbytes > self._allocator.small_bytes
 
     def recycle(self, buffer: Buffer) -> None:

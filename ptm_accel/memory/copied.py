@@ -9,7 +9,7 @@ from ptm_accel.memory.pool import Pool
 
 
 def copied(pool: Pool, part: Part, device: torch.device) -> torch.Tensor:
-    """A copy in ordinary memory, beside the budgets. Nothing is loaded, evicted or stored for it.
+    """Returns a copy in ordinary memory, beside the budgets. Nothing is loaded, evicted or stored for it.
 
     Args:
         pool: has the part.

@@ -70,12 +70,12 @@ def order_behind(transfers: Iterable[Transfer]) -> None:
 
 
 def parts_of(transfer: Transfer) -> tuple[Transfer, ...]:
-    """What `joined` has joined, or the transfer itself."""
+    """Returns the transfers that `joined` has joined, or the transfer itself."""
     return transfer.parts if isinstance(transfer, _Joined) else (transfer,)
 
 
 def joined(parts: Sequence[Transfer]) -> Transfer:
-    """The parts as one transfer, which ends with the last of them."""
+    """Returns the parts as one transfer, which ends with the last of them."""
     return parts[0] if len(parts) == 1 else _Joined(parts)
 
 
@@ -123,7 +123,7 @@ class Keeping:
         self._source: torch.Tensor | None = source
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns whether it has ended, well or not."""
         ended = self._transfer.done()
         if ended:
             self._source = None
@@ -137,7 +137,7 @@ class Keeping:
             self._source = None
 
     def order(self) -> None:
-        """As `Transfer.order`."""
+        """See `Transfer.order`."""
         self._transfer.order()
 
 
@@ -159,7 +159,7 @@ class Chained:
         self._lock = threading.RLock()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; starts the copy if it can start now."""
+        """Returns whether it has ended, well or not; starts the copy if it can start now."""
         if not self._lock.acquire(blocking=False):
             # Another thread waits in `_begin`.
             return False

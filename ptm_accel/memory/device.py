@@ -23,18 +23,18 @@ from ptm_accel.memory.timeline import EventScale
 from ptm_accel.memory.transfer import Buffer, ComputeTier, Transfer
 
 _FOLD_AFTER = 1024
-"""How many copies may wait to be added up."""
+"""Most copies that wait to be added up."""
 
 
 class CopyDirection(enum.Enum):
-    """Which of a device's two copy streams a copy runs on."""
+    """One of a device's two copy streams."""
 
     IN = "host to device"
     OUT = "device to host"
 
 
 class Moved(NamedTuple):
-    """What copies that have ended have moved to a device and from it, and the seconds with one of them under way."""
+    """Bytes that ended copies have moved to a device and from it, and the seconds with one of them under way."""
 
     in_bytes: int
     out_bytes: int
@@ -60,7 +60,7 @@ class LinkMeter:
                 self._fold()
 
     def read(self) -> Moved:
-        """The totals now."""
+        """Returns the totals now."""
         with self._lock:
             self._fold()
             return Moved(self._bytes[CopyDirection.IN], self._bytes[CopyDirection.OUT], self._busy_s)
@@ -88,7 +88,7 @@ class DeviceTier(ComputeTier, Protocol):
 
     @property
     def memory(self) -> CardMemory | None:
-        """What buffers are cut from, and other memory grows into; None where there is no other."""
+        """Memory that buffers are cut from and other memory grows into; None where there is no other."""
         ...
 
     def copy_in(
@@ -122,11 +122,11 @@ class DeviceTier(ComputeTier, Protocol):
         ...
 
     def is_own(self, transfer: Transfer) -> bool:
-        """Whether a transfer is a single copy of a device like this, which others can be put behind."""
+        """Returns whether a transfer is a single copy of a device like this, which others can be put behind."""
         ...
 
     def moved(self) -> Moved:
-        """What copies that have ended have moved so far; waits for none."""
+        """Sums up the bytes of the copies that have ended so far; waits for none."""
         ...
 
 
@@ -169,7 +169,7 @@ class CudaTransfer:
         self._ended = False
 
     def done(self) -> bool:
-        """Whether the copy has ended, well or not."""
+        """Returns whether the copy has ended, well or not."""
         if self._ended:
             return True
         try:
@@ -244,7 +244,7 @@ class CudaTier:
         self._lock = threading.RLock()
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes`, contents undefined.
+        """Returns a buffer of `nbytes`, contents undefined.
 
         Raises:
             DeviceBudgetError: what pages may take has no such piece, or the card has no room left.
@@ -314,7 +314,7 @@ class CudaTier:
         return self._meter.read()
 
     def record(self) -> torch.cuda.Event:
-        """An event after the compute that the calling thread has queued so far; it tells the time."""
+        """Returns an event after the compute that the calling thread has queued so far; it tells the time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event

@@ -204,7 +204,7 @@ class DiskTier:
         self.store(into, 0, self.snapshot(handle)).wait()
 
     def pieces(self, handle: DiskSlot) -> list[FilePiece]:
-        """Where the bytes lie in the scratch files, in order, once its transfers have ended; for mapping them.
+        """Lists where the bytes lie in the scratch files, in order, once its transfers have ended; for mapping them.
 
         Raises:
             DiskError: the tier is closed, or has failed.

@@ -39,11 +39,11 @@ from ptm_accel.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.2
-"""How long a waiting thread sleeps before it makes sure that what it waits for is still worked on."""
+"""Time that a waiting thread sleeps before it checks that its transfer is still worked on."""
 
 
 class Failure(NamedTuple):
-    """Why the disk tier has failed: each call raises a new error."""
+    """Reason why the disk tier has failed: each call raises a new error."""
 
     number: int
     text: str
@@ -51,7 +51,7 @@ class Failure(NamedTuple):
     cause: BaseException | None
 
     def error(self) -> DiskError:
-        """A new error, with the original as its cause."""
+        """Returns a new error, with the original as its cause."""
         error = DiskError(self.number, self.text, self.filename)
         error.__cause__ = self.cause
         return error
@@ -74,12 +74,12 @@ class DiskSlot:
         self._starts = [0, *accumulate(segment.nbytes for segment in self.segments)]
 
     def held(self) -> bool:
-        """Whether a snapshot is alive."""
+        """Returns whether a snapshot is alive."""
         self.snapshots = [ref for ref in self.snapshots if ref() is not None]
         return bool(self.snapshots)
 
     def cut(self, offset: int, nbytes: int) -> Iterator[Segment]:
-        """The segments of a part of the slot."""
+        """Yields the segments of a part of the slot."""
         index = bisect_right(self._starts, offset) - 1
         while nbytes:
             segment = self.segments[index]
@@ -156,7 +156,7 @@ class DiskTransfer:
         self._lanes = lanes
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; never blocks."""
+        """Returns whether it has ended, well or not; never blocks."""
         return self.unfinished == 0
 
     def wait(self) -> None:
@@ -172,11 +172,11 @@ class DiskTransfer:
             raise self.failure.error()
 
     def order(self) -> None:
-        """As `wait`."""
+        """Waits, as `wait` does."""
         self.wait()
 
     def conflicts(self, other: DiskTransfer) -> bool:
-        """Whether both touch the same units of their slot and one of them writes."""
+        """Returns whether both touch the same units of their slot and one of them writes."""
         overlap = self.begin < other.end and other.begin < self.end
         return overlap and Direction.WRITE in (self.direction, other.direction)
 

@@ -51,7 +51,7 @@ class EvictionQueue:
             self._spared.move_to_end(tensor)
 
     def is_spared(self, tensor: Block) -> bool:
-        """Whether `tensor` is spared."""
+        """Returns whether `tensor` is spared."""
         return tensor in self._spared
 
     def end_sparing(self) -> None:
@@ -59,15 +59,15 @@ class EvictionQueue:
         self._spared.clear()
 
     def free(self) -> list[Block]:
-        """The tensors that are not spared, least recently used first."""
+        """Returns the tensors that are not spared, least recently used first."""
         return [tensor for tensor in self._idle if tensor not in self._spared]
 
     def in_order(self) -> Iterable[Block]:
-        """As `free`, without a copy where nothing is spared."""
+        """Iterates over `free`, without a copy where nothing is spared."""
         return self.free() if self._spared else self._idle
 
     def last_resort(self) -> Block | None:
-        """The first of the spared tensors."""
+        """Returns the first of the spared tensors."""
         return next(iter(self._spared), None)
 
     def check_integrity(self) -> None:

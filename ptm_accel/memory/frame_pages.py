@@ -21,12 +21,12 @@ class FileStore(BackingStore, Protocol):
     """A backing store in files, which says where its bytes lie, so that they are mapped beside others."""
 
     def pieces(self, handle: Any) -> Sequence[FilePiece]:
-        """The handle's bytes as runs of files, in order. All stores have ended before."""
+        """Returns the handle's bytes as runs of files, in order. All stores have ended before."""
         ...
 
 
 class PageState(enum.Enum):
-    """Where a page's bytes are.
+    """Place of a page's bytes.
 
     ```
     new:   -> BLANK                             (a page that waits always has a place: a frame or a slot)
@@ -79,11 +79,11 @@ class Page:
         self.holds = 0
 
     def may_leave(self) -> bool:
-        """Whether its frame can be given to another page."""
+        """Returns whether its frame can be given to another page."""
         return not self.holds and not self.mapped()
 
     def mapped(self) -> bool:
-        """Whether a snapshot of the frame is alive, so that the page must keep it."""
+        """Returns whether a snapshot of the frame is alive, so that the page must keep it."""
         if self.mappings:
             self.mappings = tuple(ref for ref in self.mappings if ref() is not None)
         return bool(self.mappings)
@@ -112,7 +112,7 @@ class FrameRun(NamedTuple):
     at: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same bytes of what is moved."""
+        """Returns the same bytes of what is moved."""
         nbytes = self.octets.numel()
         return tensor if nbytes == tensor.numel() else tensor[self.at : self.at + nbytes]
 
@@ -142,7 +142,7 @@ class FrameHandle:
         return bool(self.snapshots)
 
     def spans(self, offset: int, nbytes: int) -> Iterator[tuple[Page, int, int, int]]:
-        """The pages that a range touches, as (page, start in the page, stop in the page, start in the range)."""
+        """Yields the pages that a range touches, as (page, start in the page, stop in the page, start in the range)."""
         assert nbytes > 0 and nbytes % ALIGN_BYTES == 0 and offset % ALIGN_BYTES == 0, (self.name, offset, nbytes)
         assert offset >= 0 and offset + nbytes <= self.nbytes, (self.name, offset, nbytes, self.nbytes)
         page_bytes = self.pages[0].nbytes
@@ -165,7 +165,7 @@ class Runs:
         self._parts.append((page, start, stop, at))
 
     def taken(self) -> list[FrameRun]:
-        """The parts so far as runs; there are no parts then."""
+        """Returns the parts so far as runs; there are no parts then."""
         parts, self._parts = self._parts, []
         runs: list[FrameRun] = []
         while parts:
@@ -181,19 +181,22 @@ class Runs:
 
 
 def adjoin(page: Page, following: Page) -> bool:
-    """Whether two pages are one after another in memory, and neither has to wait for a read of its own."""
+    """Returns whether two pages are one after another in memory, and neither has to wait for a read of its own."""
     if _is_being_read(page) or _is_being_read(following):
         return False
     return page.frame is not None and following.frame is not None and page.frame.is_followed_by(following.frame)
 
 
 def _is_being_read(page: Page) -> bool:
-    """Whether a page is being read from the disk."""
+    """Returns whether a page is being read from the disk."""
     return page.state is PageState.CLEAN and bool(page.writes)
 
 
 def whole_runs(handle: FrameHandle) -> list[FrameRun] | None:
-    """How all pages of a handle lie in memory (kept until a page moves); None where one is on disk, or being read."""
+    """Returns the runs of memory of all pages of a handle; None where one is on disk, or being read.
+
+    The answer is kept until a page moves.
+    """
     for page in handle.pages:
         if page.state is PageState.DISK or _is_being_read(page):
             return None

@@ -193,7 +193,7 @@ class FramedPages:
         return self._frames.budget.free_bytes < handle.nbytes + self._swap.missing_bytes
 
     def _room(self, nbytes: int, tag: Tag, name: str, *, admitting: bool = False) -> Frame:
-        """A frame, freed by spilling if need be; refuses if there is none."""
+        """Returns a frame, freed by spilling if need be; refuses if there is none."""
         self._give_ended()
         while True:
             try:
@@ -272,7 +272,7 @@ class FramedPages:
                 return
 
     def _victims(self, nbytes: int, keep: FrameHandle | None = None) -> list[Page]:
-        """The least recently used pages whose frames make `nbytes` free; none if all together do not."""
+        """Returns the least recently used pages whose frames make `nbytes` free; none if all together do not."""
         if self._swap is None:
             return []
         # Free bytes may lie in runs that are too short: then one more page, at least, has to go.
@@ -287,7 +287,7 @@ class FramedPages:
         return []
 
     def _slot(self, page: Page, admitting: bool) -> Any:
-        """A slot for a page: free room, else that of a clean page, else what is set aside for exchanges."""
+        """Returns a slot for a page: free room, else that of a clean page, else what is set aside for exchanges."""
         assert self._swap is not None
         while True:
             try:

@@ -60,12 +60,12 @@ class Frame:
         return self._slab.tensor()[self._offset + start : self._offset + stop]
 
     def is_followed_by(self, other: Frame) -> bool:
-        """Whether another frame begins in memory where this one ends."""
+        """Returns whether another frame begins in memory where this one ends."""
         return other._slab is self._slab and other._offset == self._offset + self.nbytes
 
     @property
     def piece(self) -> FilePiece:
-        """Where the bytes lie in the slab's memory file."""
+        """Offset of the bytes in the slab's memory file."""
         return FilePiece(self._slab.fd, self._offset, self.nbytes)
 
     @property
@@ -132,11 +132,11 @@ class FramePool:
 
     @property
     def slab_count(self) -> int:
-        """How many slabs there are now."""
+        """Number of slabs now."""
         return len(self._slabs)
 
     def take(self, nbytes: int, tag: Tag, name: str, *, beside: Frame | None = None) -> Frame:
-        """A frame of `nbytes` (a multiple of `ALIGN_BYTES`, at most `frame_bytes`); contents undefined.
+        """Returns a frame of `nbytes` (a multiple of `ALIGN_BYTES`, at most `frame_bytes`); contents undefined.
 
         Args:
             nbytes: see above.
@@ -196,7 +196,7 @@ class FramePool:
         return sorted(found.values(), key=lambda group: sum(frame.nbytes for frame in group))
 
     def is_beside(self, frame: Frame, other: Frame) -> bool:
-        """Whether two frames lie in the place of the same whole page."""
+        """Returns whether two frames lie in the place of the same whole page."""
         return self._place_of(frame) == self._place_of(other)
 
     def _place_of(self, frame: Frame) -> tuple[_FrameSlab, int]:
@@ -363,5 +363,5 @@ def _warn_pageable(nbytes: int, error: BaseException) -> None:
 
 
 def _power_of_two_below(nbytes: int) -> int:
-    """The greatest power of two that is not above `nbytes` (which is positive)."""
+    """Returns the greatest power of two that is not above `nbytes` (which is positive)."""
     return 1 << (nbytes.bit_length() - 1)

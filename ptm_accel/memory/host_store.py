@@ -65,7 +65,7 @@ class HeldRun:
 
 
 def _running(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-    """Those that have not ended."""
+    """Returns the transfers that have not ended."""
     return tuple(each for each in transfers if not each.done()) if transfers else ()
 
 
@@ -87,7 +87,7 @@ class HostStore(FramedPages):
 
     @property
     def budget(self) -> Budget:
-        """Of the host's memory."""
+        """Budget of the host's memory."""
         return self._frames.budget
 
     def new(self, nbytes: int, tag: Tag, name: str) -> FrameHandle:
@@ -201,7 +201,7 @@ class HostStore(FramedPages):
         return joined(copies)
 
     def snapshot(self, handle: FrameHandle) -> torch.Tensor:
-        """The bytes as a private mapping of frames, and of files of the disk.
+        """Returns the bytes as a private mapping of frames, and of files of the disk.
 
         While it is alive the pages stay where they are. So once snapshots hold half of the frames, pages are written to
         the disk first.
@@ -252,7 +252,7 @@ class HostStore(FramedPages):
         return self._frames.frame_bytes
 
     def reach(self, handle: FrameHandle, offset: int) -> int:
-        """How many bytes from `offset` on lie one after another in host memory; of a page on disk, those of it."""
+        """Counts the adjoining bytes from `offset` on in host memory; of a page on disk, those of it."""
         with self._lock:
             if (runs := whole_runs(handle)) is not None:
                 return next(run.at + run.octets.numel() for run in reversed(runs) if run.at <= offset) - offset
@@ -304,7 +304,7 @@ class HostStore(FramedPages):
                     self._drop_slot(page)
 
     def is_framed(self, handle: FrameHandle) -> bool:
-        """Whether all of it is in host memory, and nowhere else."""
+        """Returns whether all of it is in host memory, and nowhere else."""
         with self._lock:
             return all(page.state is PageState.FRAME for page in handle.pages)
 
@@ -350,7 +350,7 @@ class HostStore(FramedPages):
             return added
 
     def _reached(self, handle: FrameHandle, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        """The elements from `start` on, up to `stop` or where they go on elsewhere in memory."""
+        """Returns the elements from `start` on, up to `stop` or where they go on elsewhere in memory."""
         index, offset = divmod(start * dtype.itemsize, handle.pages[0].nbytes)
         frame = handle.pages[index].frame
         assert frame is not None
@@ -391,7 +391,7 @@ class HostStore(FramedPages):
                 self._swap.disk.check_integrity()
 
     def _whole(self, handle: FrameHandle) -> list[FrameRun] | None:
-        """As `whole_runs`, for a load; transfers into the pages that have ended well are forgotten.
+        """Returns `whole_runs`, for a load; transfers into the pages that have ended well are forgotten.
 
         Raises:
             DiskError: a store failed.
@@ -433,7 +433,7 @@ class HostStore(FramedPages):
                 page.reads = (*running, copy) if running else alone
 
     def _running_reads(self, page: Page) -> Sequence[Transfer]:
-        """The device copies that may still read a page's frame; the others have been waited for."""
+        """Returns the device copies that may still read a page's frame; the others have been waited for."""
         if page.reads:
             if not all(map(self.device.is_own, page.reads)):
                 # Errors are for those who wait for them.

@@ -35,7 +35,7 @@ class HostSum:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """For the thread that adds."""
+        """Adds; called by the thread that adds."""
         try:
             settle(self._read)
             finish(self._written)
@@ -50,7 +50,7 @@ class HostSum:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns whether it has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:
@@ -60,5 +60,5 @@ class HostSum:
             raise self._error
 
     def order(self) -> None:
-        """As `wait`: the host adds, so no device can be told to come after it."""
+        """Waits: the host adds, so no device can be told to come after it."""
         self.wait()

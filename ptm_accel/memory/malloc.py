@@ -1,4 +1,4 @@
-"""How long the C library keeps freed blocks. torch takes each tensor on a CPU from it, beside the budget of pages."""
+"""Keeping of freed memory in the C library. torch takes each tensor on a CPU from it, beside the budget of pages."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class MappedRun:
         weakref.finalize(self, _unmap, os.getpid(), address, nbytes).atexit = False
 
     def tensor(self) -> torch.Tensor:
-        """The bytes as a new 1-D `uint8` tensor, whose storage keeps the mapping alive."""
+        """Returns the bytes as a new 1-D `uint8` tensor, whose storage keeps the mapping alive."""
         array: Any = _array_type(self.nbytes).from_address(self.address)
         array.run = self
         return torch.frombuffer(array, dtype=torch.uint8)
@@ -133,7 +133,7 @@ def private_run(pieces: Sequence[FilePiece]) -> MappedRun:
 
 
 def view_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory that the caller keeps alive."""
+    """Returns a writable view of memory that the caller keeps alive."""
     view: memoryview = _view_from_memory(address, nbytes, _PYBUF_WRITE)
     return view
 
@@ -217,7 +217,7 @@ def mapped_copies(
 
 
 def _unnamed(folder: Path | None) -> Any:
-    """A file without a name, in a folder or in memory."""
+    """Returns a file without a name, in a folder or in memory."""
     if folder is not None:
         return tempfile.TemporaryFile(dir=folder)
     return open(os.memfd_create("ptm_accel copy", os.MFD_CLOEXEC), "wb")

@@ -31,7 +31,7 @@ def do_elsewhere_if_own(step: Callable[[], object]) -> None:
 
 
 class Job(Protocol):
-    """What a `Worker` is given to do; errors are kept for whoever asks for the result."""
+    """Work for a `Worker`; errors are kept for whoever asks for the result."""
 
     def run(self) -> None:
         """Does it; raises nothing."""

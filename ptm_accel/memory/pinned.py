@@ -22,7 +22,7 @@ _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, of Linux 5.14; Python has no name for it."""
 
 _LEAST_BYTES = 64 << 20
-"""For less a thread of its own is not worth its start."""
+"""Least memory that is worth the start of a thread of its own."""
 
 _MOST_THREADS = 16
 """Clearing memory is bound by the memory before long."""
@@ -77,7 +77,7 @@ def register_pinned(address: int, nbytes: int) -> Callable[[], None]:
 
 
 def host_pin() -> HostPin | None:
-    """What pins host memory on this machine; None where there is no CUDA."""
+    """Finds what pins host memory on this machine; None where there is no CUDA."""
     return register_pinned if torch.cuda.is_available() else None
 
 

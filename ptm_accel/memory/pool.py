@@ -31,7 +31,7 @@ from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import BackingStore, ComputeTier
 
 _ROUNDED_BY = 64
-"""What is adopted is copied where that takes less than this part of it more."""
+"""Adopted tensors are copied where padding adds at most one part in this many."""
 
 
 class Pool:
@@ -82,7 +82,7 @@ class Pool:
         self.tenants.pools.append(self)
 
     def beside(self) -> Pool:
-        """A pool over the same tiers for the tensors of another model."""
+        """Returns a pool over the same tiers for the tensors of another model."""
         other = copy.copy(self)
         with self.lock:
             other._begin()
@@ -90,17 +90,17 @@ class Pool:
 
     @property
     def least_bytes(self) -> int:
-        """What all models need at the least; views that are kept leave that much."""
+        """Least bytes that all models need together; views that are kept leave that much."""
         return self.tenants.least_bytes
 
     @property
     def whole_bytes(self) -> int:
-        """With so much of the compute tier nothing ever moves; 0 where that is not known."""
+        """Bytes of the compute tier with which nothing ever moves; 0 where that is not known."""
         return self.tenants.whole_bytes
 
     @property
     def share_bytes(self) -> int:
-        """What plans of this model may count on of the compute tier."""
+        """Bytes of the compute tier that plans of this model may count on."""
         return self.tenants.share_bytes(self)
 
     def hold(self, nbytes: int, tag: Tag, name: str) -> Reservation:
@@ -116,7 +116,7 @@ class Pool:
     def create(
         self, name: str, tag: Tag, shape: torch.Size, dtype: torch.dtype, *, fill: float = 0.0, movable: bool = True
     ) -> Block:
-        """A new paged tensor, every element `fill`; takes no memory yet."""
+        """Returns a new paged tensor, every element `fill`; takes no memory yet."""
         tensor = Block(name, tag, shape, dtype, fill)
         tensor.movable = movable
         tensor.owner = self
@@ -159,7 +159,7 @@ class Pool:
             self._settle_in(tensor, Place.DIRTY)
 
     def copies(self, tensor: Block) -> bool:
-        """Whether what is adopted for a tensor is copied (`copies_in`)."""
+        """Returns whether what is adopted for a tensor is copied (`copies_in`)."""
         # Small ones leave small holes, and a copy of them is rounded up to more than they are.
         return self.copies_in and tensor.slot_bytes - tensor.nbytes <= tensor.nbytes // _ROUNDED_BY
 
@@ -221,7 +221,7 @@ class Pool:
             self._tensors.pop(id(tensor), None)
 
     def fault(self, tensor: Block | Part, *, write: bool = False) -> torch.Tensor:
-        """The tensor (of a part, all of its block) in the compute tier, brought in if it is not there.
+        """Returns the tensor (of a part, all of its block) in the compute tier, brought in if it is not there.
 
         Args:
             tensor: which one.
@@ -416,7 +416,7 @@ class Pool:
 
     @contextmanager
     def unadvised(self) -> Iterator[None]:
-        """While it lasts the adviser is told of no access: those of an update are no part of a pass."""
+        """Hides accesses from the adviser while it lasts: those of an update are no part of a pass."""
         before, self._silent = self._silent, True
         try:
             with during(self.timeline, Span.BESIDE):
@@ -433,7 +433,7 @@ class Pool:
                 tensor.become(Place.CLEAN)
 
     def snapshot(self, tensor: Block | Part) -> torch.Tensor:
-        """The tensor's values as a CPU tensor that costs no charged memory.
+        """Returns the tensor's values as a CPU tensor that costs no charged memory.
 
         An extent in host memory that never leaves is given as a live alias, as plain torch's `state_dict` does; all
         else is a private mapping of the backing store, which stays what it is.
@@ -482,7 +482,7 @@ class Pool:
             close_all([*steps, self._tensors.clear, self.admission.released.settle])
 
     def tensors(self) -> Iterator[Block]:
-        """All living paged tensors."""
+        """Iterates over all living paged tensors."""
         return iter(list(self._tensors.values()))
 
     def check_integrity(self) -> None:

@@ -22,7 +22,7 @@ class RunSpace:
         self._lengths = {0: size} if size else {}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """All free gaps as (start, length), in order."""
+        """Returns all free gaps as (start, length), in order."""
         return [(start, self._lengths[start]) for start in self._starts]
 
     @property

@@ -28,7 +28,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Direction(enum.Enum):
-    """Which way bytes go."""
+    """Direction in which bytes go."""
 
     READ = "read"
     WRITE = "write"
@@ -126,7 +126,7 @@ class ScratchFile:
         self._move_all(direction, bounce.address, begin, end - begin)
 
     def free_text(self) -> str:
-        """How much is free on the file system, for messages."""
+        """Says how much is free on the file system, for messages."""
         try:
             status = os.fstatvfs(self.fd)
         except OSError as error:
@@ -211,7 +211,7 @@ class ScratchFile:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path` (`ext4`, `tmpfs`, ...), or "an unknown file system"."""
+    """Returns the type of the file system that holds `path` (`ext4`, `tmpfs`, ...), or "an unknown file system"."""
     real = os.path.realpath(path)
     best, found = "", "an unknown file system"
     try:

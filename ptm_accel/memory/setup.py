@@ -23,7 +23,7 @@ from ptm_accel.memory.pool import Pool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacities:
-    """How much of each tier may be used, in bytes.
+    """Bytes of each tier that may be used.
 
     Attributes:
         device_bytes: None without a device.
@@ -43,7 +43,7 @@ class Capacities:
 
 
 class Closes(Protocol):
-    """What is closed with the last pool: a tier, or what has noted that tiers are open."""
+    """Thing to close with the last pool: a tier, or a note that tiers are open."""
 
     def close(self) -> None:
         """Gives back what it has."""
@@ -77,7 +77,7 @@ class Memory:
         self.users.append(self)
 
     def join(self) -> Memory:
-        """The same tiers for another model."""
+        """Returns the same tiers for another model."""
         assert not self.closed, "tiers that are closed"
         return Memory(self.pool.beside(), self.budgets, self.disk, self.parts, self.device, self.users)
 
@@ -121,7 +121,7 @@ updated at a time must not be smaller than a frame.
 
 
 def _frame_bytes(capacities: Capacities) -> int:
-    """What is booked, copied and spilled at once of host memory under a device."""
+    """Returns the bytes of host memory under a device that are booked, copied and spilled at once."""
     assert capacities.device_bytes is not None
     most = min(capacities.host_bytes // _LEAST_HOST_FRAMES, capacities.device_bytes // _LEAST_DEVICE_FRAMES)
     frame_bytes = capacities.page_bytes

@@ -21,7 +21,7 @@ GRANULE_BYTES = 2 << 20
 """Slabs are multiples of this, as torch's segments of more than 10 MiB are."""
 
 _FIRST_BYTES = 64 << 20
-"""Of the first slab, if as much may be held."""
+"""Size of the first slab, if as much may be held."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Run:
     nbytes: int
 
     def users(self) -> tuple[Transfer, ...]:
-        """The transfers that still use the memory, of buffers that it was before."""
+        """Returns the transfers that still use the memory, of buffers that it was before."""
         if not self.slab.behind:
             return ()
         self.slab.behind = [each for each in self.slab.behind if not each[2].done()]
@@ -111,7 +111,7 @@ class Slabs:
         return run if run is not None or not self._grow(nbytes) else self._cut(nbytes, self._slabs[-1:])
 
     def usable(self) -> list[Slab]:
-        """The slabs that runs are cut from."""
+        """Returns the slabs that runs are cut from."""
         return [slab for slab in self._slabs if not slab.draining]
 
     def cheapest_range(self, nbytes: int, movable: Sequence[Run]) -> list[Run] | None:
@@ -136,7 +136,7 @@ class Slabs:
         return None if best is None else best[1]
 
     def stretch(self, nbytes: int) -> Run | None:
-        """As `take`, beyond the limit, too."""
+        """Takes a run as `take` does, beyond the limit too."""
         run = self._cut(nbytes, self._slabs)
         return run if run is not None or not self._add(self._rounded(nbytes)) else self._cut(nbytes, self._slabs[-1:])
 
@@ -179,7 +179,7 @@ class Slabs:
             raise AssertionError(f"slabs are {held} B, counted {self.held_bytes} B")
 
     def _cut(self, nbytes: int, slabs: list[Slab]) -> Run | None:
-        """A run out of the smallest gap that holds it."""
+        """Returns a run out of the smallest gap that holds it."""
         gaps = [(gap, slab) for slab in slabs if (gap := slab.runs.best_gap(nbytes)) is not None]
         if not gaps:
             return None

@@ -1,4 +1,4 @@
-"""Which bytes of which scratch file belong to which slot: plain integers, no files.
+"""Maps slots to bytes of scratch files: plain integers, no files.
 
 All sizes and offsets are in bytes and multiples of the caller's grain.
 """
@@ -51,7 +51,7 @@ class StripedSlots:
 
     @property
     def used_bytes(self) -> int:
-        """What slots take of it."""
+        """Bytes that slots take of it."""
         return self.size_bytes - sum(file.free for file in self.files)
 
     def allocate(self, nbytes: int) -> list[Segment]:
@@ -86,7 +86,7 @@ class StripedSlots:
         return max(0, self._limit_bytes() - self.size_bytes)
 
     def _next_path(self) -> int:
-        """The file with the greatest credit among those with room; each gains credit by its weight."""
+        """Returns the file with the greatest credit among those with room; each gains credit by its weight."""
         growth = self._allowance_bytes()
         paths = [path for path, file in enumerate(self.files) if file.free + growth > 0]
         assert paths, "a slot beyond the limit"

@@ -1,7 +1,8 @@
 """Slots on a disk for pages that leave their frames, two of them set aside so that an exchange is always possible.
 
-With frames and disk both full to the last byte no page could move. Two suffice: where a page does not fit the frames,
-fewer bytes than a page are free there, so of two pages' worth of free bytes more than one page's is on the disk.
+Two spare slots guarantee an exchange when both tiers are full; without them no page could move. Proof: two pages' worth
+of bytes are always free. Where a page does not fit the frames, less than one page is free there, so more than one page
+is free on the disk.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SwapSpace:
         return None
 
     def take_spare(self, nbytes: int, tag: Tag, name: str) -> Any:
-        """A slot from what is set aside; raises `BudgetError` if nothing is."""
+        """Returns a slot from what is set aside; raises `BudgetError` if nothing is."""
         if self._spares:
             self.disk.free(self._spares.pop())
         return self.disk.new(nbytes, tag, name)

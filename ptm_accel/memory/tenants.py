@@ -17,7 +17,7 @@ from ptm_accel.memory.budget import Budget
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one model needs of the tiers, in bytes.
+    """Bytes that one model needs of the tiers.
 
     Attributes:
         name: of the model, for messages.

@@ -1,4 +1,4 @@
-"""Where time goes on a device, whose kernels run later than they are called.
+"""Timeline of a device, whose kernels run later than they are called.
 
 The clock of the thread tells when a kernel was launched, not how long it took. So events are queued between kernels,
 for which the device notes the time. A `Timeline` is a row of such events, with what the device was doing between two of
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 _LOOK_AFTER = 256
-"""How many marks may wait to be looked at."""
+"""Most marks that wait to be looked at."""
 
 _REBASE_AFTER_S = 1.0
 """Events tell differences in single precision: of a second they are good to a tenth of a microsecond."""
@@ -26,7 +26,7 @@ class TimedEvent(Protocol):
     """An event that was queued, as `torch.cuda.Event(enable_timing=True)`."""
 
     def query(self) -> bool:
-        """Whether the device has got there; never blocks."""
+        """Returns whether the device has got there; never blocks."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
@@ -51,7 +51,7 @@ class EventScale:
         self._base_s = 0.0
 
     def seconds(self, event: TimedEvent) -> float:
-        """When the device got to an event that it has got to."""
+        """Returns when the device got to an event, which it has got to."""
         if self._base is None:
             self._base = event
         passed = self._base.elapsed_time(event) / 1e3
@@ -62,7 +62,7 @@ class EventScale:
 
 
 class Span(enum.Enum):
-    """What the compute of a device is about."""
+    """Purpose of the compute of a device."""
 
     PASS = "pass"
     """A forward, or the backward that follows it."""
@@ -105,15 +105,15 @@ class Timeline:
 
     @property
     def span(self) -> Span:
-        """What is queued now."""
+        """Purpose of what is queued now."""
         return self._span
 
     def mark(self) -> Mark:
-        """A mark behind what is queued so far; what is queued is about the same as before."""
+        """Sets a mark behind what is queued so far; the purpose stays."""
         return self.switch(self._span)
 
     def switch(self, span: Span) -> Mark:
-        """A mark behind what is queued so far; what is queued from here on is about `span`."""
+        """Sets a mark behind what is queued so far; what is queued from here on is for `span`."""
         with self._lock:
             mark = Mark()
             self._ahead.append((mark, self._record(), self._span))
@@ -123,12 +123,12 @@ class Timeline:
         return mark
 
     def leave(self) -> None:
-        """What is queued from here on is `Span.OTHER`; without a mark."""
+        """Turns to `Span.OTHER` from here on, without a mark."""
         self._span = Span.OTHER
 
     @contextmanager
     def during(self, span: Span) -> Iterator[None]:
-        """While it lasts, what is queued is about `span`."""
+        """Marks what is queued as for `span` while it lasts."""
         before = self._span
         if before is Span.OTHER and span is Span.WAIT:
             yield

@@ -19,12 +19,12 @@ from ptm_accel.memory.transfer import ALIGN_BYTES, BackingStore, Transfer
 from ptm_accel.units import format_bytes
 
 _FILL_BYTES = 64 << 10
-"""How much of the fill value is stored at a time."""
+"""Bytes of the fill value that are stored at a time."""
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """What the pool has done since it was made.
+    """Counts of what the pool has done since it was made.
 
     Attributes:
         faults: accesses to tensors that were not resident, nor prefetched.
@@ -74,7 +74,7 @@ class Traffic:
             self.stats.stall_s += time.perf_counter() - begin
 
     def handle_of(self, tensor: Block) -> Any:
-        """The backing store's handle of a tensor, made on first use.
+        """Returns the backing store's handle of a tensor, made on first use.
 
         Raises:
             BudgetError: the backing store has no room.

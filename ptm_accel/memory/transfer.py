@@ -1,4 +1,4 @@
-"""What a tier must offer so that the pool can move bytes through it: buffers, backing stores and transfers.
+"""Protocols of a tier that the pool moves bytes through: buffers, backing stores and transfers.
 
 The pool (`ptm_accel.memory.pool`) knows two places for a tensor's bytes. In the *compute tier* they lie in one
 contiguous buffer that kernels read; in a *backing store* they wait between uses, cut into pages as the backing store
@@ -20,7 +20,7 @@ ALIGN_BYTES = 4096
 
 
 def round_up(nbytes: int, multiple: int = ALIGN_BYTES) -> int:
-    """The least multiple of `multiple` that is not less than `nbytes`."""
+    """Returns the least multiple of `multiple` that is not less than `nbytes`."""
     return -(-nbytes // multiple) * multiple
 
 
@@ -28,7 +28,7 @@ class Transfer(Protocol):
     """A move of bytes that has been started."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; never blocks."""
+        """Returns whether it has ended, well or not; never blocks."""
         ...
 
     def wait(self) -> None:
@@ -66,13 +66,13 @@ class Buffer:
 
 
 class ComputeTier(Protocol):
-    """Where kernels run: hands out contiguous buffers. Charging them is the caller's business."""
+    """Tier where kernels run: hands out contiguous buffers. Charging them is the caller's business."""
 
     tier: Tier
     device: torch.device
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined.
+        """Returns a buffer of `nbytes` (a multiple of `ALIGN_BYTES`), contents undefined.
 
         Raises:
             BudgetError: the machine itself has no more memory (not: the budget, which the caller holds).
@@ -93,7 +93,7 @@ class ComputeTier(Protocol):
 
 
 class BackingStore(Protocol):
-    """Where bytes wait between uses. A handle (`new`) names a run of `nbytes` bytes, whatever lies under it.
+    """Tier where bytes wait between uses. A handle (`new`) names a run of `nbytes` bytes, whatever lies under it.
 
     Offsets and lengths of `store` and `load` are multiples of `ALIGN_BYTES`; handles are rounded up to it.
     """

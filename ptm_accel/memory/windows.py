@@ -15,7 +15,7 @@ WINDOW_ALIGN = PART_ALIGN
 
 
 def window_elements(window_bytes: int, element_bytes: int) -> int:
-    """How many elements a window of about `window_bytes` has: a multiple of `WINDOW_ALIGN`, at least one."""
+    """Counts the elements of a window of about `window_bytes`: a multiple of `WINDOW_ALIGN`, at least one."""
     return max(window_bytes // element_bytes // WINDOW_ALIGN, 1) * WINDOW_ALIGN
 
 
@@ -51,7 +51,7 @@ class Window:
 
     @property
     def awaited(self) -> Transfer | None:
-        """What `Windows.ready` waits for, if anything."""
+        """Transfer that `Windows.ready` waits for, if any."""
         return self.load if self.tensor is not None else self.source.arrival
 
 
@@ -110,7 +110,7 @@ class Windows:
             return window
 
     def ready(self, window: Window) -> torch.Tensor:
-        """The window's elements, 1-D, once they have arrived.
+        """Returns the window's elements, 1-D, once they have arrived.
 
         Raises:
             DiskError: the load failed.
@@ -125,7 +125,7 @@ class Windows:
         return window.tensor
 
     def shaped(self, window: Window) -> torch.Tensor:
-        """As `ready`, in the shape of the tensor (or part) where the window is all of it."""
+        """Returns `ready`, in the shape of the tensor (or part) where the window is all of it."""
         if window.shape is None:
             return self.ready(window)
         if window.pin is None or window.tensor is not None or window.stop - window.start != window.source.numel:
@@ -134,7 +134,7 @@ class Windows:
         return self._extent(window).detach()
 
     def _extent(self, window: Window) -> torch.Tensor:
-        """What the source of a window has in the compute tier, waited for."""
+        """Returns the bytes of a window's source in the compute tier, waited for."""
         assert window.buffer is None, "window used after its end"
         if window.pin is None:
             window.pin = self._pool.pin(window.source)

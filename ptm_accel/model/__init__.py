@@ -1,1 +1,1 @@
-"""How unchanged model code meets pages: faults, saved tensors, gradients."""
+"""Unchanged model code on pages: faults, saved tensors, gradients."""

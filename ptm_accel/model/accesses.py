@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Accesses:
-    """What an `AwayParameter` asks of its engine.
+    """Answers of the engine to an `AwayParameter`.
 
     Args:
         pool: where the parameters live.
@@ -102,7 +102,7 @@ class Accesses:
                 self._forwards.apart.append(slot)
 
     def gradient(self, slot: ParamSlot) -> torch.Tensor | None:
-        """What `p.grad` of a parameter is."""
+        """Returns what `p.grad` of a parameter is."""
         if self.gradient_of is None:
             return None
         calls = self._pool.calls
@@ -126,7 +126,7 @@ class Accesses:
             self._forwards.between()
 
     def snapshot_follows(self, module: nn.Module) -> bool:
-        """Whether a hook puts the values into the state dictionary that `module` makes."""
+        """Returns whether a hook puts the values into the state dictionary that `module` makes."""
         return module in self.snapshots_of
 
     def _tell_of_outside(self, slot: ParamSlot) -> None:

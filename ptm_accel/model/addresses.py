@@ -24,7 +24,7 @@ class ExtentTable:
 
     @staticmethod
     def address(tensor: torch.Tensor) -> int:
-        """The key of `tensor`'s storage."""
+        """Returns the key of `tensor`'s storage."""
         return tensor.untyped_storage().data_ptr()
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class ExtentTable:
         self.addresses.pop(self.address(tensor), None)
 
     def find(self, tensor: torch.Tensor) -> ParamSlot | CastSource | None:
-        """The source whose values lie in `tensor`'s storage, if any."""
+        """Returns the source whose values lie in `tensor`'s storage, if any."""
         if tensor.layout is not torch.strided:
             # A sparse one has no storage.
             return None
@@ -91,7 +91,7 @@ class CastSource:
         self.version = slot.param._version
 
     def make(self) -> torch.Tensor:
-        """The copy, cast from the parameter's present values."""
+        """Returns the copy, cast from the parameter's present values."""
         return self.slot.cast(self.shape, self.strides, self.offset, self.dtype)
 
 
@@ -109,7 +109,7 @@ class Members:
         self._addresses: list[int] = []
         self._table = table
         self._withheld: dict[ParamSlot, torch.Tensor] | None = None
-        """While an update of the block is pending: the views that the parameters get after it."""
+        """Views that the parameters get after a pending update of the block; None if none is pending."""
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """Called by the pool after it has loaded the block."""
@@ -182,7 +182,7 @@ class Members:
 
     @property
     def views(self) -> int:
-        """Each parameter has one."""
+        """Number of parameters: each has one view."""
         return len(self.slots)
 
     def was_written(self) -> bool:
@@ -191,7 +191,7 @@ class Members:
         return True in written
 
     def at(self, view: torch.Tensor) -> ParamSlot | None:
-        """The parameter in whose values a view of the block begins, if one has them still."""
+        """Returns the parameter in whose values a view of the block begins, if one has them still."""
         address = view.data_ptr()
         at = bisect_right(self._addresses, address) - 1
         if at < 0:

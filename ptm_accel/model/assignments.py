@@ -1,4 +1,4 @@
-"""What becomes of a parameter's values when its `data` is assigned.
+"""Assignments of a parameter's `data`, and what becomes of its values.
 
 In torch the parameter gets other memory, and a view of what it had goes on showing that. Here the new values are
 copied into the memory that the parameter has, unless somebody views it. Then they get new memory, and the old one
@@ -76,7 +76,7 @@ def take_in(slots: Iterable[ParamSlot], *, alone: bool = False) -> None:
 
 
 def _given(slot: ParamSlot) -> torch.Tensor | None:
-    """What a parameter was given; it has the data on its pages again, which counts as changed. None if nothing."""
+    """Returns what a parameter was given, or None; it has the data on its pages again, which counts as changed."""
     if slot.pool.pending_updates is not None:
         # Until then it has a placeholder.
         slot.pool.pending_updates.before_use(slot.value.block)
@@ -89,7 +89,7 @@ def _given(slot: ParamSlot) -> torch.Tensor | None:
 
 
 def _is_same(data: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `data` is these very values, and no copy of them."""
+    """Returns whether `data` is these very values, and no copy of them."""
     if data.data_ptr() != values.data_ptr() or (data.shape, data.dtype) != (values.shape, values.dtype):
         return False
     # What torch has yet to conjugate or to negate is other values.

@@ -155,11 +155,11 @@ class AwayParameter(nn.Parameter):
         return self
 
     def as_subclass(self, cls: Any) -> Any:
-        """The values as a tensor of another class."""
+        """Returns the values as a tensor of another class."""
         return _with_values(_T.as_subclass, (self, cls), {})
 
     def _use_count(self) -> int:
-        """What `torch.utils.swap_tensors` asks first: it would exchange what only pages can."""
+        """Refuses `torch.utils.swap_tensors`, which asks this first: it would exchange what only pages can."""
         raise PagedModelError(
             f"parameter {slot_of(self).name} cannot be exchanged by torch.utils.swap_tensors: it is on pages. Assign "
             "`p.data = x`, and call `torch.__future__.set_swap_module_params_on_conversion(False)`."
@@ -188,7 +188,7 @@ class AwayGradient(torch.Tensor):
 
     @staticmethod
     def of(source: Sum, name: str, stand_in: torch.Tensor) -> AwayGradient:
-        """The gradient of parameter `name`, with the shape, dtype and device of `stand_in`."""
+        """Returns the gradient of parameter `name`, with the shape, dtype and device of `stand_in`."""
         with bare():
             made: AwayGradient = torch.Tensor._make_subclass(AwayGradient, stand_in)
         made.source, made.parameter = source, name
@@ -201,13 +201,13 @@ class AwayGradient(torch.Tensor):
 
 
 def is_on_pages(param: nn.Parameter) -> bool:
-    """Whether an open engine has the parameter, in memory or away."""
+    """Returns whether an open engine has the parameter, in memory or away."""
     slot = _slots.get(id(param))
     return slot is not None and slot.param is param
 
 
 def slot_of(param: nn.Parameter) -> Slot:
-    """The slot of a parameter on pages.
+    """Returns the slot of a parameter on pages.
 
     Raises:
         PagedModelError: its model is gone, or its engine was closed, and its values are lost.
@@ -323,7 +323,7 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
 
 
 def is_transformed() -> bool:
-    """Whether a function runs that `torch.func` or `torch.vmap` transforms: its tensors have no storage."""
+    """Returns whether a function runs that `torch.func` or `torch.vmap` transforms: its tensors have no storage."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

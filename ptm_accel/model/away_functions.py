@@ -1,4 +1,4 @@
-"""What torch functions do with a tensor that is away: read its description, convert it, write to it."""
+"""Torch functions on a tensor that is away: they read its description, convert it, or write to it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ WRITES: frozenset[Any] = frozenset(
 
 
 def converts(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a conversion changes anything: tried on a small tensor of the same kind.
+    """Returns whether a conversion changes anything: tried on a small tensor of the same kind.
 
     Raises:
         PagedModelError: it changes how the values lie in memory, which is the pages' own affair.

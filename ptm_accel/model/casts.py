@@ -80,7 +80,7 @@ class _Cached(threading.local):
         self._probe: StorageWeakRef | None = None
 
     def region_goes_on(self) -> bool:
-        """Whether the outermost autocast region of the last `begin_region` still lasts."""
+        """Returns whether the outermost autocast region of the last `begin_region` still lasts."""
         return self._probe is not None and not self._probe.expired()
 
     def begin_region(self) -> None:
@@ -238,7 +238,7 @@ def _keeps_gradients() -> bool:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The lower precision that is in force on `device`, or None outside autocast."""
+    """Returns the lower precision that is in force on `device`, or None outside autocast."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

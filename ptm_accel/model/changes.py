@@ -1,4 +1,4 @@
-"""What has become of a model since it was put on pages: wrapped, given adapters or another head, resized, merged."""
+"""Changes of a model since it was put on pages: wrapped, given adapters or another head, resized, merged."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Outline = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
 
 
 def outline(model: nn.Module) -> Outline:
-    """What a model looks like now; equal outlines need nothing done between them."""
+    """Describes a model as it is now; between equal outlines nothing has to be done."""
     named = model.named_parameters(remove_duplicate=False)
     return tuple((name, id(param), param.shape, param.dtype) for name, param in named)
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is to be done about a model that has changed.
+    """Work to be done about a model that has changed.
 
     Attributes:
         slots: its parameters, in its order and under all their names; those that are new have blank pages.

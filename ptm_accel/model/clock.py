@@ -26,16 +26,16 @@ class HostClock:
         self._tally = tally
 
     def mark(self) -> Mark:
-        """A moment of the running pass."""
+        """Marks this moment of the running pass."""
         now_s = time.perf_counter()
         return Mark(Moment(now_s, now_s - self._stats.stall_s - self._tally.update_s))
 
     def begin(self) -> Mark:
-        """A pass begins."""
+        """Begins a pass."""
         return self.mark()
 
     def end(self) -> Mark:
-        """The running pass ends."""
+        """Ends the running pass."""
         return self.mark()
 
     def give_up(self) -> None:
@@ -56,7 +56,7 @@ class HostClock:
             self._tally.beside_s += seconds
 
     def read(self, marks: Sequence[Mark]) -> list[Moment] | None:
-        """The times of `marks`, in order of their making; None until all are known. Never waits."""
+        """Returns the times of `marks`, in order of their making; None until all are known. Never waits."""
         return _moments(marks)
 
 
@@ -73,15 +73,15 @@ class DeviceClock:
         self._tally = tally
 
     def mark(self) -> Mark:
-        """A moment of the running pass."""
+        """Marks this moment of the running pass."""
         return self._timeline.mark()
 
     def begin(self) -> Mark:
-        """A pass begins."""
+        """Begins a pass."""
         return self._timeline.switch(Span.PASS)
 
     def end(self) -> Mark:
-        """The running pass ends."""
+        """Ends the running pass."""
         return self._timeline.switch(Span.OTHER)
 
     def give_up(self) -> None:
@@ -98,7 +98,7 @@ class DeviceClock:
             self._timeline.switch(Span.OTHER)
 
     def read(self, marks: Sequence[Mark]) -> list[Moment] | None:
-        """As `HostClock.read`."""
+        """See `HostClock.read`."""
         self._timeline.look()
         self._tally.beside_s = self._timeline.spent_s(Span.BESIDE)
         self._tally.update_s = self._tally.beside_s + self._timeline.spent_s(Span.UPDATE)
@@ -110,7 +110,7 @@ Clock = HostClock | DeviceClock
 
 
 def clock_of(pool: Pool, tally: Tally) -> Clock:
-    """The clock of the tier that computes.
+    """Returns the clock of the tier that computes.
 
     Args:
         pool: over that tier.

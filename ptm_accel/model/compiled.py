@@ -194,7 +194,7 @@ class CompiledRegions:
         self._wrappers.clear()
 
     def running(self) -> list[Region]:
-        """The regions found so far."""
+        """Returns the regions found so far."""
         in_place = [region for region, _, _ in self._in_place]
         return in_place + [region for region in self._wrappers.values() if region is not None]
 
@@ -219,7 +219,7 @@ class CompiledRegions:
                 self._wrap_call(module, module.__dict__["_compiled_call_impl"])
 
     def at(self, module: nn.Module) -> Region | None:
-        """The region that begins where `module` is called, if `module` is a wrapper."""
+        """Returns the region that begins where `module` is called, if `module` is a wrapper."""
         if module not in self._wrappers:
             return None
         region = self._wrappers[module]
@@ -229,7 +229,7 @@ class CompiledRegions:
         return region
 
     def name_of(self, module: nn.Module | None) -> str:
-        """The module's name in the model."""
+        """Returns the module's name in the model."""
         return self._names.get(module) or "the model"  # type: ignore[arg-type]
 
     def wrapped(self, wrapper: nn.Module, module: nn.Module) -> None:
@@ -278,7 +278,7 @@ class CompiledRegions:
 
 
 def refusal(names: Callable[[nn.Module], str]) -> Callable[[nn.Module], None]:
-    """The function that a hook calls while Dynamo traces it; `names` gives the name of a module.
+    """Makes the function that a hook calls while Dynamo traces it; `names` gives the name of a module.
 
     Dynamo calls a disabled function outside the graph, which raises; with `fullgraph=True` it reports the reason.
     """
@@ -295,7 +295,7 @@ def refusal(names: Callable[[nn.Module], str]) -> Callable[[nn.Module], None]:
 
 
 def region_bytes(region: Region, floor: Floor, landing_bytes: int) -> int:
-    """The least budget of a model with a compiled region.
+    """Returns the least budget of a model with a compiled region.
 
     Args:
         region: the region.

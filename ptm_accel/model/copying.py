@@ -14,7 +14,7 @@ from ptm_accel.model.slot_table import SlotTable
 
 
 def copy_off_pages(model: nn.Module, slots: SlotTable, hooks: Iterable[RemovableHandle]) -> nn.Module:
-    """A deep copy of a paged model whose parameters are in ordinary memory, beside the budgets.
+    """Returns a deep copy of a paged model whose parameters are in ordinary memory, beside the budgets.
 
     Weights that are tied in the model are tied in the copy, buffers are copied, and hooks of the user's are kept.
     The model itself is not disturbed: what is away is read from where it lies.

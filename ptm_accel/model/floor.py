@@ -32,7 +32,7 @@ from ptm_accel.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """What an optimizer needs for a parameter, in tensors of as many elements as the parameter.
+    """Needs of an optimizer for a parameter, in tensors of as many elements as the parameter.
 
     Attributes:
         state_tensors: what it keeps from step to step.
@@ -46,21 +46,21 @@ class OptimizerMemory:
 
 
 FUSED_ADAMW = OptimizerMemory()
-"""What is assumed until there is an optimizer."""
+"""Assumed until there is an optimizer."""
 
 ANY_ADAMW = OptimizerMemory(scratch_tensors=3)
-"""What refusals name figures for until there is an optimizer: enough for AdamW, fused or not."""
+"""Named by refusals until there is an optimizer: enough for AdamW, fused or not."""
 
 ANY_OPTIMIZER = OptimizerMemory(state_tensors=3, scratch_tensors=4, whole=True)
-"""As much as optimizers are known to need."""
+"""Most that optimizers are known to need."""
 
 NO_OPTIMIZER = OptimizerMemory(state_tensors=0)
-"""What any optimizer needs at the least."""
+"""Least that any optimizer needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What a model needs in the compute tier.
+    """Needs of a model in the compute tier.
 
     Attributes:
         total_bytes: the least budget: fixed + moving.
@@ -83,7 +83,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class _StepNeed:
-    """What one moment of a step needs, and what decides that."""
+    """Bytes that one moment of a step needs, and the reason."""
 
     nbytes: int
     reason: str
@@ -153,12 +153,12 @@ def _held(params: Iterable[ParamSlot]) -> int:
 
 
 def blocks_of(params: Iterable[ParamSlot]) -> list[Block]:
-    """The blocks that hold the values of parameters and may leave the compute tier, each once."""
+    """Returns the blocks that hold the values of parameters and may leave the compute tier, each once."""
     return list(dict.fromkeys(slot.value.block for slot in params if slot.group.movable))
 
 
 def _own(module: nn.Module, slots: SlotTable) -> dict[int, ParamSlot]:
-    """The parameters that a running module pins, by identity.
+    """Returns the parameters that a running module pins, by identity.
 
     One that has parameters of its own and modules with parameters under it may well compute with theirs itself, as
     state-space mixers and `nn.MultiheadAttention` do.
@@ -174,7 +174,7 @@ def _own(module: nn.Module, slots: SlotTable) -> dict[int, ParamSlot]:
 
 
 def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _StepNeed:
-    """The most that is pinned at once while modules run inside each other."""
+    """Returns the most that is pinned at once while modules run inside each other."""
     owns = {path: _own(module, slots) for path, module in model.named_modules()}
     best = _StepNeed(0, "the model")
     for path in owns:
@@ -190,7 +190,7 @@ def _forward(model: nn.Module, slots: SlotTable, name: str = "") -> _StepNeed:
 
 
 def _fused(model: nn.Module, slots: SlotTable) -> _StepNeed:
-    """The most that is pinned for a module that torch computes by one kernel where no gradients are wanted."""
+    """Returns the most that is pinned for a module that torch computes by one kernel where no gradients are wanted."""
     best = _StepNeed(0, "the model")
     for path, module in model.named_modules():
         if not isinstance(module, ONE_KERNEL):
@@ -211,7 +211,7 @@ def _largest(params: Iterable[ParamSlot]) -> str:
 
 
 def _recomputation(model: nn.Module, slots: SlotTable) -> _StepNeed:
-    """The most that a layer's recomputation holds: its own forward, and the parameter of the waiting operation.
+    """Returns the most that a layer's recomputation holds: its own forward, and the parameter of the waiting operation.
 
     A layer is a module with submodules in a list of modules: activation checkpointing works on those. The waiting
     parameter counts beside the layer's even if it is one of them: it may have been evicted while its view was held, and
@@ -236,7 +236,7 @@ def _recomputation(model: nn.Module, slots: SlotTable) -> _StepNeed:
 
 
 def _accumulation(trainable: list[ParamSlot], masters: bool) -> _StepNeed:
-    """The sum that an arriving gradient is added to; the gradient itself has room held for it."""
+    """Returns the need of the sum that an arriving gradient is added to; the gradient itself has room held for it."""
     best = _StepNeed(0, "nothing")
     for slot in trainable:
         value, block = slot.value, slot.value.block
@@ -252,7 +252,7 @@ def _accumulation(trainable: list[ParamSlot], masters: bool) -> _StepNeed:
 
 
 def _update(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool, window_bytes: int) -> _StepNeed:
-    """What the update of one parameter needs at its largest: its first, in which the state is made."""
+    """Returns the largest need of one parameter's update: that of its first, in which the state is made."""
     value = slot.value
     wide = _wide(value, masters)
     elements = value.numel
@@ -273,7 +273,7 @@ def _update(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool, w
 
 
 def update_extra_bytes(optimizer_memory: OptimizerMemory, elements: int, wide: int, *, widened: bool) -> int:
-    """What the optimizer allocates for a window beside what is on pages and the state that it makes.
+    """Bytes that the optimizer allocates for a window, beside pages and the state that it makes.
 
     Args:
         optimizer_memory: of the optimizer.
@@ -285,7 +285,7 @@ def update_extra_bytes(optimizer_memory: OptimizerMemory, elements: int, wide: i
 
 
 def copied_bytes(optimizer_memory: OptimizerMemory, elements: int, wide: int, *, whole: bool) -> int:
-    """What the windows take that new state is copied to, beside what `update_extra_bytes` gives back before.
+    """Bytes of the windows that new state is copied to, beside what `update_extra_bytes` gives back before.
 
     Args:
         optimizer_memory: of the optimizer.

@@ -52,11 +52,11 @@ class Beside(Protocol):
         ...
 
     def awaits(self, tensor: Block) -> bool:
-        """Whether a pending update uses the tensor."""
+        """Returns whether a pending update uses the tensor."""
         ...
 
     def elsewhere(self, tensor: Block) -> bool:
-        """Whether an update changes the tensor in its backing store, so that it cannot be prefetched yet."""
+        """Returns whether an update changes the tensor in its backing store, so that it cannot be prefetched yet."""
         ...
 
 
@@ -159,7 +159,7 @@ class Following:
         return held - (self.beside.open_bytes if self.beside is not None else 0)
 
     def _awaits(self, tensor: Block) -> bool:
-        """Whether a pending update that runs within this backward uses the tensor."""
+        """Returns whether a pending update that runs within this backward uses the tensor."""
         beside, in_backward = self.beside, self._updates_when is UpdateTiming.BACKWARD
         return in_backward and beside is not None and beside.awaits(tensor)
 

@@ -1,4 +1,4 @@
-"""What a pass holds beside parameters and gradients, worked out on fake tensors: nothing runs, nothing is allocated.
+"""Works out on fake tensors what a pass holds beside parameters and gradients: nothing runs, nothing is allocated.
 
 Fake tensors have shapes, types and storages, and no bytes. The model is given some in place of its own tensors, its
 pass is gone through, and the storages that operations make are followed until they die. Copies of parameters in lower
@@ -38,7 +38,7 @@ _BY_VALUE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""How fake tensors say that an operation needs values, or has no rule for shapes."""
+"""Errors of fake tensors where an operation needs values, or has no rule for shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def forecast(
     autocast_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> int:
-    """The most bytes that one pass over `model` holds at once beside its parameters, buffers and gradients.
+    """Returns the most bytes that one pass over `model` holds at once beside its parameters, buffers and gradients.
 
     Args:
         model: on any device, also the meta device; in the mode (train or eval) and with the gradient checkpointing
@@ -140,7 +140,7 @@ def _refusal(error: Exception, inputs: Mapping[str, Any]) -> UnsupportedError:
 
 
 def _fake(value: Any, device: torch.device) -> Any:
-    """A fake tensor like `value`; what is no tensor stays as it is."""
+    """Returns a fake tensor like `value`; what is no tensor stays as it is."""
     if isinstance(value, ShapeSpec):
         return torch.empty(value.shape, dtype=value.dtype, device=device)
     if not isinstance(value, torch.Tensor):

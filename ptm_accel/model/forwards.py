@@ -35,7 +35,7 @@ from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
 
 _CALL = nn.Module._call_impl.__code__
-"""The code that is on the stack while a module is being called."""
+"""Code that is on the stack while a module is being called."""
 
 
 @dataclass(slots=True)
@@ -68,12 +68,12 @@ class _RunningForward:
 
 
 def shapes_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the tensors among a forward's arguments."""
+    """Returns the shapes of the tensors among a forward's arguments."""
     return tuple(tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 def _being_called() -> list[nn.Module]:
-    """The modules whose calls are under way in this thread, the innermost first."""
+    """Returns the modules whose calls are under way in this thread, the innermost first."""
     found: list[nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -84,7 +84,7 @@ def _being_called() -> list[nn.Module]:
 
 
 class _Stack(threading.local):
-    """The forwards that are running in one thread, and whether one of them casts."""
+    """Forwards that run in one thread, and whether one of them casts."""
 
     def __init__(self) -> None:
         self.frames: list[_RunningForward] = []
@@ -156,7 +156,7 @@ class Forwards:
             self.find_owners(self.root)
 
     def is_owned(self, slot: ParamSlot) -> bool:
-        """Whether a parameter is of a module whose parameters are a group."""
+        """Returns whether a parameter is of a module whose parameters are a group."""
         return slot in self._owned
 
     @property
@@ -233,7 +233,7 @@ class Forwards:
             self.abort()
 
     def meet_autocast(self) -> bool:
-        """Before a parameter is used outside of its own module's forward.
+        """Prepares for the use of a parameter outside of its own module's forward.
 
         Returns:
             whether a forward is under way.
@@ -312,7 +312,7 @@ class Forwards:
         return True
 
     def _recomputes(self, module: nn.Module) -> bool:
-        """In a backward that recomputes a part of a group's layer: pins the group until it comes to the next one.
+        """Pins a group until backward comes to the next one, where backward recomputes a part of the group's layer.
 
         Returns:
             whether the group of `module` is pinned, and its forward needs no frame.
@@ -377,7 +377,7 @@ class Forwards:
         return all(self._shows(part) for part in module.modules() if part in self.hooked)
 
     def _enter_fused(self, module: nn.Module) -> None:
-        """As `enter`, for a module that torch may compute by one kernel: all under it is pinned, and has no hooks."""
+        """Enters a module that torch may compute by one kernel: all under it is pinned, and has no hooks."""
         slots = tuple(slot for param in module.parameters() if (slot := self._slots.of(param)) is not None)
         self._pool.admission.glance()
         self.enter(module, Region(self._regions.name_of(module), module, slots))

@@ -50,7 +50,7 @@ class _Given:
         self.of = self.slot.generation, self.slot.writes
 
     def living(self) -> torch.Tensor | None:
-        """The value, if there is still one."""
+        """Returns the value, if there is still one."""
         if self.values is not None:
             return self.values
         storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
@@ -61,7 +61,7 @@ class _Given:
 
 
 class GivenValues:
-    """What state dictionaries of one model have been given.
+    """Values that state dictionaries of one model have been given.
 
     Attributes:
         by_slot: the values, by their parameter; empty if there are none, which costs uses of the model nothing.
@@ -89,7 +89,7 @@ class GivenValues:
                 self.take_over(slot)
 
     def take_over(self, slot: ParamSlot, *, lets_go: bool = True) -> None:
-        """As `take_over_all`, of one parameter.
+        """Takes over the given values of one parameter.
 
         Args:
             slot: the parameter.

@@ -147,7 +147,7 @@ class GradSlot:
             self._norm = self._norms.of(self.value.of(block), self._norm_type)
 
     def norm(self, norm_type: float) -> torch.Tensor:
-        """The norm of the whole sum, as torch's clipping computes it for one tensor.
+        """Returns the norm of the whole sum, as torch's clipping computes it for one tensor.
 
         Raises:
             UnsupportedError: another norm than the usual one, of a sum that has been used up.
@@ -168,7 +168,7 @@ class GradSlot:
         self._norm = None
 
     def spend(self) -> GradSlot:
-        """As `hand_over`, during backward: keeps the norm for clipping; no further gradient may arrive."""
+        """Hands over during backward: keeps the norm for clipping; no further gradient may arrive."""
         norm = self.norm(NORM_TYPE)
         other = self.hand_over()
         self._norm, self.spent = norm, True
@@ -192,7 +192,7 @@ class GradSlot:
             self._hold(value)
 
     def forget(self) -> None:
-        """As `drop`, also for a gradient whose hook did not run because backward was interrupted."""
+        """Drops as `drop` does, also a gradient whose hook did not run because backward was interrupted."""
         with bare():
             self.slot.param.grad = None
         self.used = False
@@ -214,7 +214,7 @@ class GradSlot:
     # ---- what `p.grad` shows ------------------------------------------------------------------------------------
 
     def view(self) -> AwayGradient | None:
-        """What `p.grad` is: the same object as long as the sum exists and user code keeps the object."""
+        """Returns `p.grad`: the same object as long as the sum exists and user code keeps the object."""
         if self.value is None:
             return None
         known = None if self._view is None else self._view()

@@ -31,19 +31,19 @@ _OF_A_GRADIENT = 2
 
 
 class Sums(enum.Enum):
-    """What happens to the present sums when the next gradients arrive."""
+    """Fate of the present sums when the next gradients arrive."""
 
     NONE = "none"
-    """There are none: the next gradients become the sums."""
+    """No sums yet: the next gradients become the sums."""
     WIDENED = "widened"
-    """They are converted to fp32 first, in other memory."""
+    """Converted to fp32 first, in other memory."""
     ADDED_TO = "added to"
     ON_HOST = "on host"
     """The CPU adds to them, below a device."""
 
 
 class Gradients:
-    """All gradients of a model, and the hooks that take them.
+    """Gradients of a model, and the hooks that take them.
 
     Memory for the largest gradient is reserved at all times: autograd allocates a gradient before its hook runs.
 
@@ -92,7 +92,7 @@ class Gradients:
             self.hold_arrival()
 
     def of(self, slot: ParamSlot) -> GradSlot:
-        """The gradient of a trainable parameter."""
+        """Returns the gradient of a trainable parameter."""
         return self._by_param[id(slot.param)]
 
     def known(self, slot: ParamSlot) -> GradSlot | None:
@@ -190,7 +190,7 @@ class Gradients:
     # ---- uses by user code ----------------------------------------------------------------------------------------
 
     def shown(self, slot: ParamSlot) -> AwayGradient | None:
-        """What `p.grad` of a parameter is.
+        """Returns what `p.grad` of a parameter is.
 
         Raises:
             UnsupportedError: updates of this backward have used gradients up already.
@@ -243,28 +243,28 @@ class Gradients:
         grad.add(copied)
 
     def covers(self, slots: list[ParamSlot]) -> bool:
-        """Whether `slots` are exactly the parameters whose gradients are taken."""
+        """Returns whether `slots` are exactly the parameters whose gradients are taken."""
         return self._by_param.keys() == {id(slot.param) for slot in slots}
 
     def slots(self) -> list[GradSlot]:
-        """One for each trainable parameter, in the order of the model's parameters, with a gradient or without."""
+        """Lists the slots of all trainable parameters, in the model's order, with a gradient or without."""
         return list(self._by_param.values())
 
     def present(self) -> list[GradSlot]:
-        """The parameters' gradients that exist, in the order of the model's parameters."""
+        """Lists the gradients that exist, in the order of the model's parameters."""
         return [g for g in self._by_param.values() if g.value is not None]
 
     def arrived(self) -> list[GradSlot]:
-        """As `present`, with those that updates have used up during this backward."""
+        """Lists `present` and those that updates have used up during this backward."""
         return [g for g in self._by_param.values() if g.value is not None or g.spent]
 
     def among(self, parameters: Iterable[torch.Tensor]) -> list[GradSlot]:
-        """The gradients of `arrived` that belong to `parameters`, in that order, with repetitions."""
+        """Returns the gradients of `arrived` that belong to `parameters`, in that order, with repetitions."""
         known = [self._by_param.get(id(param)) for param in parameters]
         return [g for g in known if g is not None and (g.value is not None or g.spent)]
 
     def sums(self) -> Sums:
-        """What happens when the next gradients arrive."""
+        """Returns what happens when the next gradients arrive."""
         present = self.present()
         if not present:
             return Sums.NONE
@@ -306,7 +306,7 @@ class Gradients:
         self.used_up = [grad for grad in self._by_param.values() if grad.used]
 
     def forget_used(self, *, zeros: bool = False) -> None:
-        """While they are left alone: ends what `zero_grad` needs to know of the step before.
+        """Ends what `zero_grad` needs to know of the step before, while gradients are left alone.
 
         Args:
             zeros: whether those that the step has used up become zeros.
@@ -342,7 +342,7 @@ class Gradients:
                 self._hooks.append(slot.param.register_post_accumulate_grad_hook(self._hook))
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether there is room beside the reservation for the next gradient."""
+        """Returns whether there is room beside the reservation for the next gradient."""
         return self._pool.budget.free_bytes >= nbytes or self._pool.admission.available_bytes() >= nbytes
 
     def release_arrival(self) -> None:

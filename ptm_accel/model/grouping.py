@@ -1,4 +1,4 @@
-"""Which parameters are moved together: those of one repeated block of the model, such as a decoder layer."""
+"""Groups of parameters that are moved together: those of one repeated block of the model, such as a decoder layer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ONE_KERNEL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 them at once."""
 
 MOST_GROUP_BYTES = 256 << 20
-"""The most that the values of a group take (PatrickStar: larger chunks gain nothing more on the link)."""
+"""Most bytes that the values of a group take (PatrickStar: larger chunks gain nothing more on the link)."""
 
 _OF_BUDGET = 16
 """A group takes at most this part of the budget, so that some fit beside one another while others are on their way."""
 
 
 def group_sizes(capacity_bytes: int) -> tuple[int, ...]:
-    """The largest groups to be tried for a budget of the compute tier, in bytes."""
+    """Returns the largest groups to be tried for a budget of the compute tier, in bytes."""
     most = min(MOST_GROUP_BYTES, capacity_bytes // _OF_BUDGET)
     return most, most // 4
 
 
 def group_of(name: str, like: torch.Tensor, *, small: int) -> ParamGroup:
-    """A group of one parameter like `like`; one of less than `small` bytes never leaves the compute tier."""
+    """Returns a group of one parameter like `like`; one of less than `small` bytes never leaves the compute tier."""
     return ParamGroup(name, [like.shape], movable=like.numel() * like.dtype.itemsize >= small)
 
 
@@ -81,7 +81,7 @@ def groups_of(
 
 
 def owned_by(module: nn.Module, slots: SlotTable) -> list[ParamSlot]:
-    """The parameters under a module whose movable ones are a group of several; none for another module."""
+    """Returns the parameters under a module whose movable ones are a group of several; none for another module."""
     found = [slot for param in module.parameters() if (slot := slots.of(param)) is not None]
     moved = [slot for slot in found if slot.group.movable]
     blocks = {slot.value.block for slot in moved}
@@ -102,7 +102,7 @@ def _blocks_of(model: nn.Module) -> set[str]:
 
 
 def _block(name: str, blocks: set[str]) -> str | None:
-    """The innermost block that a parameter belongs to."""
+    """Returns the innermost block that a parameter belongs to."""
     path = name.rpartition(".")[0]
     while path and path not in blocks:
         path = path.rpartition(".")[0]

@@ -12,7 +12,7 @@ COPY_HELP = (
     "`with ptm_accel.gathered(model):` to read the values, `model.save_pretrained(...)` to write them, or "
     "`ptm_accel.engine_of(model).detach()` to take the model off its pages."
 )
-"""What to do in the place of copying or pickling a model."""
+"""Advice for those who copy or pickle a model."""
 
 
 class Hook:
@@ -48,4 +48,4 @@ class RootHook(Hook):
 
 
 def no_hook(*args: Any, **kwargs: Any) -> None:
-    """What a copied module has in its place."""
+    """Does nothing: a copied module has it in the place of a hook."""

@@ -20,7 +20,7 @@ from ptm_accel.model.grad_slot import GradSlot, write_first
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 
 MORE_SUFFIX = f"{GRAD_SUFFIX}.more"
-"""What follows a group's name in that of the block with what is to be added to its gradients."""
+"""Suffix of a group's name for the block with what is to be added to its gradients."""
 
 _SPARE_BLOCKS = 2
 """Blocks that there must be room for beside what the model needs at the least."""
@@ -94,7 +94,7 @@ class HostGradients:
         return True
 
     def _is_away(self, block: Block) -> bool:
-        """Whether all of a block of sums is in host memory, and there is room to add to it there."""
+        """Returns whether all of a block of sums is in host memory, and there is room to add to it there."""
         pool = self._pool
         if block.place is not Place.AWAY or not block.movable or block.stored_bytes < block.nbytes:
             return False

@@ -14,7 +14,7 @@ NORM_TYPE = 2.0
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether it has less than fp32, so that a master would be wider."""
+    """Returns whether it has less than fp32, so that a master would be wider."""
     return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
@@ -58,7 +58,7 @@ class Norms:
             self._pool.forget(room)
 
     def of(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """The norm of one gradient.
+        """Returns the norm of one gradient.
 
         Args:
             gradient: the whole of it.
@@ -82,14 +82,14 @@ def norm_of(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype | None 
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients by (1 at most)."""
+    """Returns the factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients (1 at most)."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def total_norm(
     norms: list[torch.Tensor], norm_type: float, dtypes: list[torch.dtype | None] | None = None
 ) -> torch.Tensor:
-    """The norm over all gradients, in the order of reduction that torch uses.
+    """Returns the norm over all gradients, in the order of reduction that torch uses.
 
     Args:
         norms: of each gradient, where that is, in the order of the parameters.

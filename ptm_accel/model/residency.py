@@ -67,7 +67,7 @@ class Residency:
         forwards.hooked[module] = before, after
 
     def covers(self, model: nn.Module) -> bool:
-        """Whether all modules that own parameters have the hooks."""
+        """Returns whether all modules that own parameters have the hooks."""
         return all(module in self.forwards.hooked for module in model.modules() if module._parameters)
 
     def remove(self) -> None:
@@ -79,5 +79,5 @@ class Residency:
 
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
-        """The hooks that are on the model's modules."""
+        """Hooks on the model's modules."""
         return tuple(handle for handles in list(self.forwards.hooked.values()) for handle in handles)

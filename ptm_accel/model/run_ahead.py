@@ -40,7 +40,7 @@ is of another kind.
 """
 
 _TOLERANCE = 0.2
-"""How far the measured time of a pass may be from the foretold one, as a part of the latter."""
+"""Largest difference of a pass's measured time from the expected one, as a part of the latter."""
 
 _CAPACITY_GRAIN = 64
 """A budget that has changed by less than one part in this many needs no other plan."""
@@ -129,7 +129,7 @@ class RunAhead(Following):
         self._pool.adviser = self
 
     def _when_updated(self, kind: Hashable, sums: Sums) -> UpdateTiming:
-        """When updates run that concern the next pass, if it is one of this kind."""
+        """Returns when the updates run that concern the next pass, if it is one of this kind."""
         otherwise = UpdateTiming.APART if self.beside is None else UpdateTiming.FORWARD
         known = (self.routes.get((kind, sums, updates)) for updates in reversed(UpdateTiming))
         alike = next((route for route in known if route is not None), None)
@@ -185,7 +185,7 @@ class RunAhead(Following):
             del self.routes[next(iter(self.routes))]
 
     def _is_off(self, route: Route, took_s: float, ended: Ended) -> bool:
-        """Whether a pass was another than its plan was made for: in its accesses, its time or its budget."""
+        """Returns whether a pass was another than its plan was made for: in its accesses, its time or its budget."""
         foretold_s, capacity = route.foretold_s, self._pool.share_bytes
         late = foretold_s is not None and abs(took_s - foretold_s) > _TOLERANCE * foretold_s
         resized = abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN
@@ -225,7 +225,7 @@ class RunAhead(Following):
         self.updates, self.overwritten, self._on_host = {}, (), ()
 
     def reading_order(self) -> dict[str, int] | None:
-        """The place of each parameter in the newest training pass, by name; None if none is known."""
+        """Returns the place of each parameter in the newest training pass, by name; None if none is known."""
         for route in reversed(self.routes.values()):
             if route.trains:
                 return {name: places[0] for name, places in route.places.items()}
@@ -275,7 +275,7 @@ class RunAhead(Following):
         self.tally.host_s += seconds
 
     def sends_for(self, parameter: str) -> bool:
-        """Whether the running plan loads what the update of a parameter needs."""
+        """Returns whether the running plan loads what the update of a parameter needs."""
         route = self._route
         return route is not None and parameter in route.updated
 
@@ -320,7 +320,7 @@ class RunAhead(Following):
         return route
 
     def _bytes_apart(self) -> int:
-        """The most bytes that a training pass without updates can use, as far as is known."""
+        """Returns the most bytes that a training pass without updates can use, as far as is known."""
         apart = (
             route.recorded for route in self.routes.values() if route.trains and route.updates is UpdateTiming.APART
         )

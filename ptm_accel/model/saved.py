@@ -36,7 +36,7 @@ Hook = Callable[[Any], Any]
 
 _AUTOGRAD: Any = torch._C._autograd
 _CHECKPOINTING = "torch.utils.checkpoint"
-"""Where the hooks of activation checkpointing are defined."""
+"""Module that defines the hooks of activation checkpointing."""
 
 
 SavedTensor = tuple[torch.Tensor, int]
@@ -44,7 +44,7 @@ SavedTensor = tuple[torch.Tensor, int]
 
 
 def look(saved: SavedTensor) -> torch.Tensor:
-    """The tensor.
+    """Returns the tensor.
 
     Raises:
         StaleGraphError: it has been changed in place since.
@@ -138,7 +138,7 @@ class _Pack:
         self._other = other
 
     def covers(self, table: ExtentTable) -> bool:
-        """Whether parameters in `table` are replaced by this hook, or by one that it passes tensors on to."""
+        """Returns whether parameters in `table` are replaced by this hook, or by one that it passes tensors on to."""
         return self._known() is table or (isinstance(self._other, _Pack) and self._other.covers(table))
 
     def __call__(self, tensor: torch.Tensor) -> Any:
@@ -185,7 +185,7 @@ class _Unpack:
 
 
 CALLED_BY_AUTOGRAD = (_Pack.__call__, _Unpack.__call__)
-"""The functions that autograd calls in the middle of user code."""
+"""Functions that autograd calls in the middle of user code."""
 
 
 class SavedTensors:

@@ -210,7 +210,7 @@ class ParamSlot:
             return self.param.data
 
     def offset_of(self, view: torch.Tensor) -> int:
-        """Where a view of the values begins, in elements of its own dtype behind the first."""
+        """Returns where a view of the values begins, in elements of its own dtype behind the first."""
         return (view.data_ptr() - self.address) // view.dtype.itemsize
 
     def _give(self, data: torch.Tensor) -> None:
@@ -218,7 +218,7 @@ class ParamSlot:
             self.param.data = data
 
     def stand_in(self, device: torch.device) -> torch.Tensor:
-        """What the parameter has while its values are away."""
+        """Returns the tensor that the parameter has while its values are away."""
         kept, value = self._placeholder, self.value
         if kept is None or (kept.shape, kept.dtype, kept.device) != (value.shape, value.dtype, device):
             kept = self._placeholder = placeholder(value.shape, value.dtype, device)
@@ -314,11 +314,11 @@ class ParamSlot:
             self.value.block.become(Place.DIRTY)
 
     def can_have(self, data: torch.Tensor) -> bool:
-        """Whether the parameter can be given `data`."""
+        """Returns whether the parameter can be given `data`."""
         return data.dtype == self.value.dtype and same_place(data.device, self.pool.compute.device)
 
     def resident(self) -> torch.Tensor:
-        """The values; they are in the compute tier."""
+        """Returns the values; they are in the compute tier."""
         extent = self.value.block.extent
         assert extent is not None, self.name
         return self.value.of(extent.tensor)
@@ -352,12 +352,12 @@ class ParamSlot:
             )
 
     def copied(self) -> torch.Tensor:
-        """A copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""
+        """Returns a copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""
         with self.pool.calls.during(Call.ACCESS, self.pool):
             return copied(self.pool, self.value, self.pool.compute.device)
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a view of the values in `dtype`, charged as long as it lives."""
+        """Returns a copy of a view of the values in `dtype`, charged as long as it lives."""
         with self.pool.pin(self.value) as values:
             view = values.detach().as_strided(shape, strides, values.storage_offset() + offset)
             with self.pool.admission.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
@@ -372,10 +372,10 @@ class ParamSlot:
         self.generation += 1
 
     def fetch(self, *, write: bool = False) -> torch.Tensor:
-        """The values in the compute tier."""
+        """Returns the values in the compute tier."""
         return self.pool.fault(self.value, write=write)
 
 
 def same_place(one: torch.device, other: torch.device) -> bool:
-    """Whether both are the same; one without an index is any of its type."""
+    """Returns whether both are the same; one without an index is any of its type."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))

@@ -26,7 +26,7 @@ from ptm_accel.model.slots import ParamSlot
 
 
 class StateDictHooks:
-    """The hooks that make `state_dict` of a paged model right.
+    """Hooks that make `state_dict` of a paged model right.
 
     Args:
         pool: where the parameters live.
@@ -74,7 +74,7 @@ class StateDictHooks:
 
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
-        """The hooks that are on the model's modules."""
+        """Hooks on the model's modules."""
         return tuple(self._handles)
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

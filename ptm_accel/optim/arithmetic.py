@@ -27,7 +27,7 @@ from ptm_accel.optim.hyperparameters import NAMES, apart
 from ptm_accel.optim.units import Entry, ParamState, Unit, parts_of
 
 PIECE_ELEMENTS = 1 << 20
-"""How many elements are updated at a time on a CPU; a multiple of 64.
+"""Elements that are updated at a time on a CPU; a multiple of 64.
 
 With fewer the calls begin to cost, more do not stay in the cache (`tests/benchmarks/update.py`). Where cores have
 pieces of their own, each has so many.
@@ -36,7 +36,7 @@ LEAST_ELEMENTS = 1 << 16
 """The smallest piece that a core is given for itself."""
 
 _TURNS = 4
-"""How often each thread comes to be given pieces, of a call that is large enough."""
+"""Number of times that each thread is given pieces of a call that is large enough."""
 
 _ALIGN = 64
 """Pieces begin at multiples of so many elements, or numbers would depend on where they do."""
@@ -83,7 +83,7 @@ class Arithmetic:
 
     @property
     def grain(self) -> int | None:
-        """How many elements of a window are updated at a time at the most; None for all of them."""
+        """Most elements of a window that are updated at a time; None for all of them."""
         if not self._in_pieces(self._inner.param_groups):
             return None
         return PIECE_ELEMENTS * self._threads.count
@@ -139,7 +139,7 @@ class Arithmetic:
                 inner.state.pop(param, None)
 
     def _rows(self, unit: Unit) -> Iterator[tuple[Entry, dict[str, torch.Tensor], torch.Tensor | None]]:
-        """The parameters of a unit, with the tensors of each and the memory to widen its gradient in."""
+        """Yields the parameters of a unit, with the tensors of each and the memory to widen its gradient in."""
         tensors = {key: self._ready(window) for key, window in unit.windows.items()}
         desk = None if unit.desk is None else unit.desk[1].octets
         if not unit.together:
@@ -164,7 +164,7 @@ class Arithmetic:
         pieces: InPieces | None,
         options: dict[str, Any],
     ) -> nn.Parameter:
-        """A parameter, or a window of it, as the optimizer is to see it; `options` are the hyperparameters."""
+        """Returns a parameter, or a window of it, as the optimizer is to see it; `options` are the hyperparameters."""
         value, grad, master = tensors[""], tensors["grad"], tensors.get("master")
         if master is not None:
             _follow(unit, state, master, value)
@@ -211,7 +211,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Operand:
-    """What surrounds the kernel for one tensor: its own gradient, what is to be rounded to, and room to widen it."""
+    """Surroundings of the kernel for one tensor: its gradient, the value to round to, and room to widen."""
 
     grad: torch.Tensor
     value: torch.Tensor | None
@@ -219,7 +219,7 @@ class _Operand:
 
 
 class InPieces(TorchDispatchMode):
-    """While it lasts, torch's fused kernels run piece by piece over the tensors that were taken.
+    """Runs torch's fused kernels piece by piece over the tensors that were taken, while it lasts.
 
     Args:
         scale: what gradients are multiplied by first, if anything.
@@ -331,7 +331,7 @@ class InPieces(TorchDispatchMode):
             yield _Row(piece, rounded, free)
 
     def _desks(self, desk: torch.Tensor | None, numel: int) -> Iterable[list[torch.Tensor]]:
-        """Where each piece of a tensor is widened: at a place of its own, or at one of those that are free by then."""
+        """Finds room to widen each piece of a tensor: a place of its own, or one of those that are free by then."""
         if desk is None:
             return repeat([])
         if desk.numel() >= numel:
@@ -412,7 +412,7 @@ def _follow(unit: Unit, state: ParamState, master: torch.Tensor, value: torch.Te
 def step_over(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], hyper: Sequence[Mapping[str, Any]]
 ) -> None:
-    """One step over other parameters than the optimizer's groups have; hyperparameters that it changes are changed.
+    """Makes one step over other parameters than the optimizer's groups have; what it changes in them is changed.
 
     Some count steps in their groups: every part of a step starts from the same count.
 

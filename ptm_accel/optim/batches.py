@@ -20,11 +20,11 @@ from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.units import Entry, Unit, Work, count_pending, group_at, ordered, uncount_pending
 
 _AT_ONCE = 2
-"""How many batches may be open: one whose transfers run while the other is updated."""
+"""Most batches that are open: the transfers of one run while the other is updated."""
 
 _MANY = 16
-"""Of tensors that are on a card anyway, and never leave it, a batch may have so many times the bytes: one call of the
-optimizer does for hundreds of them, nearly as without pages. What is allocated beside them counts in full.
+"""Batch-size multiplier for tensors that stay on the device: one call of the optimizer updates hundreds of them, nearly
+as without pages. What is allocated beside them counts in full.
 """
 
 
@@ -43,8 +43,7 @@ class Batches:
 
     Attributes:
         work: see above.
-        sparing: parts of a parameter are opened one at a time: what is read next is something else, and what leaves for
-            them would have to come back.
+        sparing: open one partial slice at a time; a second would evict data that is needed next.
         done: how many parameters have been updated.
         pending_updates: how many updates that were added and are still to be done use a block.
     """
@@ -77,19 +76,19 @@ class Batches:
         self._group: tuple[int, Unit | None] = (-1, None)
 
     def __bool__(self) -> bool:
-        """Whether a batch is open."""
+        """Returns whether a batch is open."""
         return bool(self._batches)
 
     @property
     def pinned_bytes(self) -> int:
-        """What open windows alone pin of tensors that move, where a whole parameter is updated."""
+        """Bytes of tensors that move and that open windows alone pin, where a whole parameter is updated."""
         whole = (unit for batch in self._batches for unit in batch if unit.whole)
         involved = (block for unit in whole for block in unit.blocks.values())
         pinned = (block.extent for block in involved if block.movable and block.pins == 1)
         return sum(extent.reservation.nbytes for extent in pinned if extent is not None)
 
     def add(self, entry: Entry) -> None:
-        """One more parameter to update."""
+        """Adds one parameter to update."""
         count_pending(self.pending_updates, entry)
         self.work.append(entry)
 
@@ -204,7 +203,7 @@ class Batches:
         return unit
 
     def _all_of_group(self) -> Unit | None:
-        """All parameters of the group that comes next, if they come one after another."""
+        """Returns all parameters of the group that comes next, if they come one after another."""
         index, unit = self._group
         if index != self._index or (unit is not None and unit.entries[0] is not self.work[index]):
             entries = group_at(self.work, self._index)
@@ -219,7 +218,7 @@ class Batches:
         return unit
 
     def _has_room(self, unit: Unit) -> bool:
-        """Whether what has to be moved for a unit finds room that is free."""
+        """Returns whether what has to be moved for a unit finds room that is free."""
         # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
         free = self._pool.budget.free_bytes + (self._pool.admission.released.ending_bytes if self._stays else 0)
         return self._compute.cost_bytes(unit, moving_only=True) <= free
@@ -232,7 +231,7 @@ class Batches:
     # ---- updating --------------------------------------------------------------------------------------------
 
     def arrived(self) -> bool:
-        """Whether there is a first batch, and nothing would have to be waited for to update it."""
+        """Returns whether there is a first batch, and nothing would have to be waited for to update it."""
         return bool(self._batches) and all(unit.arrived() for unit in self._batches[0])
 
     def wait(self) -> None:

@@ -27,8 +27,8 @@ from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.units import ParamState, Unit
 
 _LARGEST_WINDOW_BYTES = 32 << 20
-"""Of a window beside a device: what surrounds each (calls, events) costs the host as long as a fast link takes for a
-few pages. On a CPU the disk is slower than that, and what is updated at a time stays in a cache.
+"""Largest window beside a device: the calls and events of each cost the host as long as a fast link takes for a few
+pages. On a CPU the disk is slower than that, and what is updated at a time stays in a cache.
 """
 
 
@@ -65,7 +65,7 @@ class ComputeUpdates:
     # ---- what it takes ---------------------------------------------------------------------------------------
 
     def window_elements(self, element_bytes: int) -> int:
-        """How many elements a window has, where there is room for it: several of them on a device make a batch."""
+        """Counts the elements of a window, where there is room for it: several of them on a device make a batch."""
         nbytes = self.window_bytes
         if self.pool.budget.tier is Tier.DEVICE:
             nbytes = max(nbytes, min(_LARGEST_WINDOW_BYTES, self.batch_bytes() // 8))
@@ -90,7 +90,7 @@ class ComputeUpdates:
         return allocated + unit.desk_bytes(grain) + unit.space_bytes(self.optimizer_memory)
 
     def _comes_whole(self, block: Block, unit: Unit) -> bool:
-        """Whether all of a block is brought in for a window, and not the window alone."""
+        """Returns whether all of a block is brought in for a window, and not the window alone."""
         if unit.whole and (block.parts == 1 or unit.together):
             return True
         return unit.start == 0 and self._admit(block, unit)
@@ -104,7 +104,7 @@ class ComputeUpdates:
 
     @property
     def _margin_bytes(self) -> int:
-        """What stays free for batches where tensors are let in for good.
+        """Bytes that stay free for batches where tensors are let in for good.
 
         Two of them, and never less than windows of all that an update can involve.
         """

@@ -32,7 +32,7 @@ class CoreThreads:
 
     @property
     def count(self) -> int:
-        """How many work: as many as an operation of the calling thread has cores."""
+        """Number of threads that work: as many as an operation of the calling thread has cores."""
         return min(torch.get_num_threads(), MOST)
 
     @contextmanager

@@ -48,7 +48,7 @@ from ptm_accel.optim.worker import UpdateJob
 
 
 def twin_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class with groups and state of its own, both empty of parameters."""
+    """Returns an optimizer of the same class with groups and state of its own, both empty of parameters."""
     twin: torch.optim.Optimizer = object.__new__(type(inner))
     twin.__dict__.update(inner.__dict__)
     twin.param_groups = [{**group, "params": []} for group in inner.param_groups]
@@ -199,7 +199,7 @@ class HostUpdates:
     # ---- what it does ------------------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
-        """Whether a window is open."""
+        """Returns whether a window is open."""
         return bool(self._open)
 
     @property
@@ -208,7 +208,7 @@ class HostUpdates:
         return bool(self._waiting) and not self._open
 
     def arrived(self) -> bool:
-        """Whether there is a first window, and its arithmetic has ended."""
+        """Returns whether there is a first window, and its arithmetic has ended."""
         return bool(self._open) and self._open[0].done()
 
     def wait(self) -> None:
@@ -293,7 +293,7 @@ class HostUpdates:
             self._refused(entry)
 
     def _all_of_group(self) -> Unit | None:
-        """All parameters of the group that comes next, if each of its blocks lies in one piece of host memory.
+        """Returns all parameters of the group that comes next, if each of its blocks lies in one piece of host memory.
 
         One call of the optimizer then updates them; a gradient that has to be widened has room for one of them only.
         """
@@ -306,7 +306,7 @@ class HostUpdates:
         return unit if whole and 2 * _held_bytes(unit) <= self._owner.most_bytes else None
 
     def _is_cut_short(self) -> bool:
-        """Whether the arithmetic allocates memory for all of a window: it has room for the smallest only."""
+        """Returns whether the arithmetic allocates memory for all of a window: it has room for the smallest only."""
         return self._arithmetic is None or self._arithmetic.grain is None
 
     def _next(self, entry: Entry, start: int) -> Unit:
@@ -334,7 +334,7 @@ class HostUpdates:
         self._open_bytes += _held_bytes(unit)
 
     def _wait(self, unit: Unit) -> None:
-        """In the thread that updates: for all that the arithmetic reads."""
+        """Waits for all that the arithmetic reads; in the thread that updates."""
         with _on_device_of(self._pool):
             for window in unit.windows.values():
                 assert isinstance(window, HostWindow)
@@ -345,7 +345,7 @@ class HostUpdates:
                 self._scale_comes.wait()
 
     def _update(self, unit: Unit) -> list[dict[str, Any]]:
-        """In the thread that updates: returns what is left for each parameter beside what is on pages."""
+        """Updates, and returns what is left for each parameter beside pages; in the thread that updates."""
         arithmetic = self._arithmetic
         assert arithmetic is not None
         begin = time.perf_counter()
@@ -401,7 +401,7 @@ class HostUpdates:
 
 
 def _held_bytes(unit: Unit) -> int:
-    """What its windows take, about."""
+    """Returns about how many bytes its windows take."""
     return (unit.stop - unit.start) * sum(part.dtype.itemsize for part in parts_of(unit.entries[0]).values())
 
 
@@ -429,7 +429,7 @@ def _counts_to_host(state: ParamState, backing: HostStore) -> list[Transfer]:
 
 
 def _on_the_host(backing: HostStore, scale: torch.Tensor | None) -> tuple[torch.Tensor | None, Transfer | None]:
-    """A number of the device's in host memory, once the transfer has ended; nobody waits for it here."""
+    """Returns a number of the device's in host memory, once the transfer has ended; nobody waits for it here."""
     if scale is None:
         return None, None
     source = scale.detach().reshape(1)

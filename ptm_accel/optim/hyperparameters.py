@@ -11,11 +11,13 @@ from torch import nn
 from ptm_accel.optim.units import Work
 
 NAMES = "param_names"
-"""Of a group that was made from named parameters: one for each."""
+"""Key of a group that was made from named parameters: one name for each."""
 
 
 def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The present hyperparameters of each group; names of parameters are keyed by the identity of the parameter."""
+    """Returns the present hyperparameters of each group; names of parameters are keyed by the identity of the
+    parameter.
+    """
     return [
         {k: _by_parameter(group) if k == NAMES else v for k, v in group.items() if k != "params"} for group in groups
     ]
@@ -46,7 +48,7 @@ def of_step(inner: torch.optim.Optimizer, work: Work, others: Iterable[nn.Parame
 
 
 def _first_dtype(tensors: list[torch.Tensor], *, foreach: bool | None) -> torch.dtype:
-    """The dtype that an optimizer of torch comes to first."""
+    """Returns the dtype that an optimizer of torch comes to first."""
     if not foreach:
         return tensors[0].dtype
     grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([list(tensors)])
@@ -59,12 +61,12 @@ def _by_parameter(group: dict[str, Any]) -> dict[int, str]:
 
 
 def kept_hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As `hyperparameters`, with tensors copied: a scheduler changes a learning rate in place."""
+    """Returns `hyperparameters` with tensors copied: a scheduler changes a learning rate in place."""
     return [{key: apart(value) for key, value in group.items()} for group in hyperparameters(groups)]
 
 
 def still_hold(kept: list[dict[str, Any]], groups: list[dict[str, Any]], work: Work) -> bool:
-    """Whether groups and their hyperparameters are still what they were.
+    """Returns whether groups and their hyperparameters are still what they were.
 
     Args:
         kept: what the hyperparameters were.

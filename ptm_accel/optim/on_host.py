@@ -19,7 +19,7 @@ _MOST_OF_HOST = 4
 
 
 class OnHost:
-    """What the updates on the CPU of all steps have in common, and whether there can be any.
+    """State that the updates on the CPU of all steps share, and whether there can be any.
 
     Args:
         compute: carries out those of the device; says what there is to update, and how.
@@ -72,7 +72,7 @@ class OnHost:
 
     @property
     def most_bytes(self) -> int:
-        """What pages may be held for windows that are open."""
+        """Most bytes of pages that are held for windows that are open."""
         backing = self.compute.pool.backing
         return backing.budget.capacity_bytes // _MOST_OF_HOST if isinstance(backing, HostStore) else 0
 

@@ -246,7 +246,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Not to be had: what it keeps for parameters is on pages.
+        """Refuses access: the state of parameters is on pages.
 
         Raises:
             UnsupportedError: always; names what reads and writes it.
@@ -279,14 +279,14 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def states(self) -> States:
-        """What it keeps for each parameter, as the last step leaves it."""
+        """State of each parameter, as the last step leaves it."""
         self.settle()
         return self._states
 
     # ---- torch's own state dictionaries ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`: positional, with the real values.
+        """Returns what `torch.optim.Optimizer.state_dict` does: positional, with the real values.
 
         What is away is mapped from its backing store, so this costs no memory beyond the budgets. Valid until the next
         step.
@@ -305,7 +305,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
+        """Loads as `torch.optim.Optimizer.load_state_dict` does, one tensor at a time onto pages.
 
         Raises:
             CheckpointError: other parameter groups than this optimizer's.
@@ -321,7 +321,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def restore(self, state_dict: dict[str, Any], same: Container[str] = ()) -> None:
-        """As `load_state_dict`, without hooks.
+        """Loads as `load_state_dict` does, without hooks.
 
         Args:
             state_dict: what is loaded.
@@ -348,7 +348,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.optimizer_memory = self._compute.optimizer_memory = optimizer_memory
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.add_param_group`."""
+        """Adds a group as `torch.optim.Optimizer.add_param_group` does."""
         # An update that is under way has the hyperparameters of the groups that there were.
         self.settle()
         # What has been multiplied already is not to be once more.

@@ -50,14 +50,14 @@ class Others:
         self._slots = slots
 
     def __iter__(self) -> Iterator[Other]:
-        """Those of all groups, in order."""
+        """Iterates over those of all groups, in order."""
         for number, group in enumerate(self._inner.param_groups):
             for at, param in enumerate(group["params"]):
                 if self._slots.of(param) is None:
                     yield Other(f"other/{number}.{at}", param)
 
     def entries(self, other: Other) -> dict[str, Any]:
-        """What the optimizer keeps for one."""
+        """Returns the optimizer's state of one."""
         state: dict[str, Any] = self._inner.state.get(other.param, {})
         return state
 
@@ -86,7 +86,7 @@ class Others:
             step_over(self._inner, groups, hyper)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """As `torch.optim.Optimizer.zero_grad`."""
+        """Does what `torch.optim.Optimizer.zero_grad` does."""
         for other in self:
             if set_to_none:
                 other.param.grad = None
@@ -95,7 +95,7 @@ class Others:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """While it lasts they have no gradients, and a step leaves them as they are."""
+        """Takes their gradients away while it lasts: a step leaves them as they are."""
         kept = [(other.param, other.param.grad) for other in self]
         self.zero_grad(set_to_none=True)
         try:

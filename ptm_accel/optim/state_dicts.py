@@ -48,7 +48,7 @@ def load_into(
     expect: Callable[[Groups], None],
     same: Container[str],
 ) -> None:
-    """As `torch.optim.Optimizer.load_state_dict`, one tensor at a time onto pages.
+    """Loads as `torch.optim.Optimizer.load_state_dict` does, one tensor at a time onto pages.
 
     Args:
         kept: what the optimizer keeps for each parameter.
@@ -125,7 +125,7 @@ def completed(
 def converted(
     value: Any, slot: ParamSlot | Other, dtype: torch.dtype | None, group: Mapping[str, Any], key: str | None = None
 ) -> Any:
-    """A value of a parameter's state as torch casts and places it; what is full-size is left for the pages.
+    """Returns a value of a parameter's state as torch casts and places it; what is full-size is left for the pages.
 
     Args:
         value: a tensor, a container of such, or anything else.

@@ -53,18 +53,18 @@ class States:
             raise
 
     def __iter__(self) -> Iterator[ParamState]:
-        """The state of every parameter that the optimizer has met."""
+        """Iterates over the state of every parameter that the optimizer has met."""
         return iter(self._met.values())
 
     # ---- which parameter ---------------------------------------------------------------------------------------
 
     def held(self) -> Iterator[ParamSlot]:
-        """The model's parameters in all groups, in order."""
+        """Iterates over the model's parameters in all groups, in order."""
         params = (param for group in self._inner.param_groups for param in group["params"])
         return (slot for param in params if (slot := self.slots.of(param)) is not None)
 
     def groups(self) -> list[list[ParamSlot | Other]]:
-        """The parameters of each group, in its order."""
+        """Returns the parameters of each group, in its order."""
         others = {id(other.param): other for other in self.others}
         return [
             [self.slots.of(param) or others[id(param)] for param in group["params"]]
@@ -72,11 +72,11 @@ class States:
         ]
 
     def met(self, slot: ParamSlot) -> ParamState | None:
-        """The state of a parameter that the optimizer has met."""
+        """Returns the state of a parameter that the optimizer has met."""
         return self._met.get(id(slot))
 
     def of(self, slot: ParamSlot) -> ParamState:
-        """The state of a parameter; begun if there is none."""
+        """Returns the state of a parameter; begun if there is none."""
         state = self._met.get(id(slot))
         if state is None:
             state = self._met[id(slot)] = ParamState(slot)
@@ -131,7 +131,7 @@ class States:
                 self.pool.fault(state.paged[key], write=True).copy_(value)
 
     def _page(self, slot: ParamSlot, key: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> Part:
-        """A copy of `value` on pages, cast to `dtype`; one that is the same everywhere takes no memory yet."""
+        """Returns a copy of `value` on pages, cast to `dtype`; one that is the same everywhere takes no memory yet."""
         constant = value.numel() > 1 and all(s == 0 for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
         fill = float(value.detach().as_strided((), ())) if constant else 0.0
         part = slot.group.part(slot.member, f".{key}", Tag.STATE, dtype or value.dtype, self.pool, fill=fill)
@@ -168,7 +168,7 @@ class States:
             self.put(state, key, alone, dtype)
 
     def dtype_of(self, slot: ParamSlot | Other) -> torch.dtype | None:
-        """The dtype that torch gives what it loads for a parameter: of what is updated. None for the value's own."""
+        """Returns the dtype that torch gives loaded state: that of what is updated; None for the value's own."""
         param = (slot.value if isinstance(slot, Other) else self.of(slot).wide).dtype
         return param if param.is_floating_point else None
 
@@ -201,7 +201,7 @@ class States:
     # ---- while the hooks are off (`ptm_accel.plain_mode`) ----------------------------------------------------------
 
     def kept(self) -> list[Block]:
-        """What is kept full-size for parameters."""
+        """Lists the blocks of full-size state."""
         return list(dict.fromkeys(part.block for state in self for part in state.paged.values()))
 
     def unmade_bytes(self) -> int:
@@ -226,7 +226,7 @@ class States:
     # ---- how it is read ----------------------------------------------------------------------------------------
 
     def entries(self, state: ParamState) -> Iterator[tuple[str, Part | Any]]:
-        """What is kept for a parameter as (key, part of a block or other value), its master included."""
+        """Yields the state of a parameter as (key, part of a block or other value), its master included."""
         yield from state.small.items()
         yield from state.paged.items()
         if state.master is not None and state.mastered:
@@ -247,5 +247,5 @@ class States:
 
 
 def is_full(slot: ParamSlot | Other, value: object) -> bool:
-    """Whether `value` has an element for each of the parameter's, and so belongs on pages."""
+    """Returns whether `value` has an element for each of the parameter's, and so belongs on pages."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape

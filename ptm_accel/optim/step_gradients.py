@@ -1,4 +1,4 @@
-"""The gradients that a step uses: of the parameters of one optimizer, and what they are to be multiplied by first."""
+"""Gradients that a step uses: those of one optimizer's parameters, and the factor to multiply them by first."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class StepGradients:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """While it lasts a step finds no gradients, and leaves them as they are."""
+        """Hides the gradients from steps while it lasts; they stay as they are."""
         self.apply_scale()
         kept = [(param, param.grad) for param in self.plain or ()]
         for param, _ in kept:
@@ -145,18 +145,18 @@ class StepGradients:
                 param.grad = gradient
 
     def _held(self) -> list[GradSlot]:
-        """The gradients of the model's parameters that the optimizer has, in its order."""
+        """Returns the gradients of the model's parameters that the optimizer has, in its order."""
         return [grad for slot in self._states.held() if (grad := self._gradients.known(slot)) is not None]
 
     def _present(self, *, own: bool) -> list[GradSlot]:
-        """The gradients that there are of the parameters that the optimizer has, or of all others."""
+        """Lists the present gradients of the optimizer's parameters, or of all others."""
         held = {id(slot) for slot in self._states.held()}
         return [grad for grad in self._gradients.present() if (id(grad.slot) in held) is own]
 
     # ---- for a step --------------------------------------------------------------------------------------------
 
     def work(self) -> Work:
-        """What a step updates, in the optimizer's order; says once if it finds gradients used up and none else."""
+        """Lists what a step updates, in the optimizer's order; says once if all gradients are used up."""
         work: Work = []
         if self._left_out:
             return work

@@ -1,4 +1,4 @@
-"""Which optimizers can run on pages, how finely their work may be cut, and what they need in memory.
+"""Optimizers that can run on pages, how finely their work may be cut, and the memory that they need.
 
 An update calls the user's optimizer for the tensors that are in memory. That changes no number of an optimizer that
 updates each tensor by itself. Classes known to couple tensors are refused by name.
@@ -51,7 +51,7 @@ _HELP = (
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update of the optimizer may be cut into slices, in any order.
+    """Returns whether an update of the optimizer may be cut into slices, in any order.
 
     Raises:
         UnsupportedError: the optimizer cannot run on pages; says why.
@@ -64,7 +64,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refusal(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer cannot run on pages, and what to use instead; None if it can."""
+    """Says why an optimizer cannot run on pages, and what to use instead; None if it can."""
     cls = type(optimizer)
     for base in cls.__mro__:
         if base.__name__ in _REFUSED:
@@ -107,7 +107,7 @@ _STATE_TENSORS: dict[str, tuple[int, tuple[str, ...]]] = {
 def optimizer_memory_of(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None, *, state_tensors: int | None = None
 ) -> OptimizerMemory:
-    """What the optimizer needs in memory to update a parameter.
+    """Returns the memory that the optimizer needs to update a parameter.
 
     Args:
         optimizer: which one.
@@ -127,7 +127,7 @@ def optimizer_memory_of(
 
 
 def switches_of(optimizer: torch.optim.Optimizer) -> list[tuple[bool, ...]]:
-    """Of each group, which of the options are on that `optimizer_memory_of` goes by."""
+    """Lists for each group which options that `optimizer_memory_of` depends on are set."""
     switches = []
     # A loop, not a comprehension: a step in plain mode makes no call more than it must.
     for g in optimizer.param_groups:
@@ -231,5 +231,5 @@ class _BlankState(TorchFunctionMode):
 
 
 def blank_state(slots: SlotTable) -> TorchFunctionMode:
-    """Within it, optimizers may be constructed over paged parameters without allocating full-size state (Adagrad)."""
+    """Lets optimizers be constructed over paged parameters without allocating full-size state (Adagrad)."""
     return _BlankState(slots)

@@ -1,4 +1,4 @@
-"""What an optimizer step goes over: parameters with their state, and windows of them."""
+"""Parts of an optimizer step: parameters with their state, and windows of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Entry = tuple[int, "ParamState", GradSlot]
 """Group index, state and gradient of a parameter."""
 
 Work = list[Entry]
-"""What a step updates, in the optimizer's order."""
+"""Updates of a step, in the optimizer's order."""
 
 
 @dataclass(slots=True)
 class ParamState:
-    """What the optimizer keeps for one parameter.
+    """State that the optimizer keeps for one parameter.
 
     Attributes:
         slot: the parameter.
@@ -63,7 +63,7 @@ class ParamState:
         return self.master is not None and not self.differs and self.mastered >= self.slot.value.numel
 
     def tensors(self) -> list[Part]:
-        """The parameter and what is kept for it on pages."""
+        """Returns the parameter and what is kept for it on pages."""
         masters = [self.master] if self.master is not None else []
         return [self.slot.value, *masters, *self.paged.values()]
 
@@ -73,18 +73,18 @@ class ParamState:
         return self.slot.value.block.name
 
     def blocks(self) -> list[Block]:
-        """The blocks that its tensors are parts of."""
+        """Lists the blocks that its tensors are parts of."""
         return [part.block for part in self.tensors()]
 
     @property
     def wide(self) -> Part:
-        """What the optimizer updates: the master if there is one, else the parameter."""
+        """Tensor that the optimizer updates: the master if there is one, else the parameter."""
         return self.master if self.master is not None else self.slot.value
 
 
 @dataclass(slots=True)
 class Unit:
-    """What is updated at once: a window of one parameter, or all parameters of a group.
+    """Elements that are updated at once: a window of one parameter, or all parameters of a group.
 
     Attributes:
         entries: the parameters; several only if they are all of a group.
@@ -124,16 +124,16 @@ class Unit:
         self.together = len(self.entries) > 1
 
     def arrived(self) -> bool:
-        """Whether nothing would have to be waited for to update it."""
+        """Returns whether nothing would have to be waited for to update it."""
         return all(transfer.done() for transfer in self.awaited())
 
     def awaited(self) -> list[Transfer]:
-        """The transfers that its update would wait for."""
+        """Returns the transfers that its update would wait for."""
         transfers = [window.awaited for window in self.windows.values()]
         return [transfer for transfer in transfers if transfer is not None]
 
     def under_way(self) -> bool:
-        """Whether all that it reads is there or on its way."""
+        """Returns whether all that it reads is there or on its way."""
         for key, block in self.blocks.items():
             if block.place is Place.AWAY and (key or not (self.stays and self.overwrites)):
                 return False
@@ -151,18 +151,18 @@ class Unit:
         return self.start == 0 and self.last
 
     def end(self) -> None:
-        """All of its parameters has been updated: the gradients are used up."""
+        """Drops the gradients of its parameters, all of which are updated."""
         for _, state, grad in self.entries:
             grad.drop()
             state.agree()
             state.slot.generation += 1
 
     def involved(self) -> dict[str, Part] | dict[str, Block]:
-        """What its update reads and writes, by the key of the window: parts, or all blocks of a group."""
+        """Lists what its update reads and writes, by the key of the window: parts, or all blocks of a group."""
         return self.blocks if self.together else parts_of(self.entries[0], new=self.new)
 
     def extra_bytes(self, optimizer_memory: OptimizerMemory, grain: int | None) -> int:
-        """What torch allocates for its update.
+        """Bytes that torch allocates for its update.
 
         Args:
             optimizer_memory: of the optimizer.
@@ -175,7 +175,7 @@ class Unit:
         return update_extra_bytes(optimizer_memory, elements, wide, widened=widened)
 
     def made_bytes(self, optimizer_memory: OptimizerMemory) -> list[int]:
-        """What torch allocates for each tensor of the state that the optimizer will make."""
+        """Bytes that torch allocates for each tensor of the state that the optimizer will make."""
         return [round_up((self.stop - self.start) * self.state.wide.dtype.itemsize)] * (
             self.new * optimizer_memory.state_tensors
         )
@@ -193,11 +193,11 @@ class Unit:
         return [min(state.slot.value.numel, grain) for _, state, _ in self.entries]
 
     def desk_bytes(self, grain: int | None) -> int:
-        """The bytes of `desk_elements`."""
+        """Returns the bytes of `desk_elements`."""
         return round_up(sum(self.desk_elements(grain)) * 4)
 
     def space_bytes(self, optimizer_memory: OptimizerMemory) -> int:
-        """What windows take that the state is copied to, beside what is free once the optimizer is done."""
+        """Bytes of windows that the state is copied to, beside what is free once the optimizer is done."""
         part = self.state.slot.group_part
         if not self.new or (self.whole and (part.alone or not part.block.movable)):
             return 0
@@ -205,7 +205,7 @@ class Unit:
 
 
 def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
-    """What the update of one parameter reads and writes, by the key of its window.
+    """Lists what the update of one parameter reads and writes, by the key of its window.
 
     Args:
         entry: the parameter.
@@ -222,7 +222,7 @@ def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
 
 
 def blocks_of(entry: Entry) -> list[Block]:
-    """The blocks that the update of one parameter uses."""
+    """Lists the blocks that the update of one parameter uses."""
     return [part.block for part in parts_of(entry).values()]
 
 
@@ -241,7 +241,7 @@ def uncount_pending(pending_updates: dict[Block, int], unit: Unit) -> None:
 
 
 def is_widened(entry: Entry) -> bool:
-    """Whether a gradient is narrower than what is updated."""
+    """Returns whether a gradient is narrower than what is updated."""
     _, state, grad = entry
     assert grad.value is not None
     return state.master is not None and grad.value.dtype != state.master.dtype

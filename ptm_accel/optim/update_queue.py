@@ -43,7 +43,7 @@ _STILL_PENDING = (
     "once this forward has ended. Where a forward holds so much (parameters that a parent reads by name stay until it "
     "returns), set update='blocking'."
 )
-"""What is said where there is no room for an update beside a forward."""
+"""Message where there is no room for an update beside a forward."""
 
 
 class UpdateQueue:
@@ -128,7 +128,7 @@ class UpdateQueue:
             raise
 
     def _takes(self, host: HostUpdates, entry: Entry) -> bool:
-        """Whether the CPU takes an update over; members of one block are all updated where the first one is."""
+        """Returns whether the CPU takes an update over; members of one block are all updated where the first one is."""
         blocks = blocks_of(entry)
         if any(block in self._batches.pending_updates for block in blocks):
             return False
@@ -167,12 +167,12 @@ class UpdateQueue:
 
     @property
     def work(self) -> Work:
-        """What it goes over."""
+        """All updates of the queue."""
         return [entry for lane in self._lanes for entry in lane.work]
 
     @property
     def count_done(self) -> int:
-        """How many parameters have been updated."""
+        """Number of parameters that have been updated."""
         return sum(lane.done for lane in self._lanes)
 
     @property
@@ -186,7 +186,7 @@ class UpdateQueue:
         return self._batches.pinned_bytes
 
     def awaits(self, tensor: Block) -> bool:
-        """Whether an update that is still to be done uses the tensor."""
+        """Returns whether an update that is still to be done uses the tensor."""
         return tensor in self._batches.pending_updates or self.elsewhere(tensor)
 
     def elsewhere(self, tensor: Block) -> bool:

@@ -1,4 +1,4 @@
-"""When the updates of an optimizer's steps run: in `step()`, beside the next forward, or as gradients become final.
+"""Decides when updates run: in `step()`, beside the next forward, or as gradients become final.
 
 Without clipping, accumulation and loss scaling, and in a loop that is known (`Training.updates_in_backward`), what the
 optimizer will do with a gradient is settled as soon as the gradient is whole. That it is whole is known twice over: the
@@ -323,14 +323,14 @@ class Updates:
         self.lost = f"of step {number} failed, and {count} parameters were not updated"
 
     def give_up(self) -> None:
-        """What is left of a step is not done."""
+        """Drops what is left of a step."""
         self.end_early()
         if self.queue is not None:
             self.queue.give_up()
 
 
 def _is_viewed(value: Block) -> bool:
-    """Whether somebody else holds a view of a parameter's values, which an update in place would change.
+    """Returns whether somebody else holds a view of a parameter's values, which an update in place would change.
 
     Autograd does where a parameter was used outside of all forwards, without a gradient of it: of that nothing is known
     here. (Values that have left stay what they are for those who hold views of them.)

@@ -1,4 +1,4 @@
-"""What a thread for arithmetic is given to do."""
+"""Jobs for a thread that does arithmetic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UpdateJob:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """For the worker only."""
+        """Does the arithmetic; called by the worker only."""
         try:
             if not self.cancelled:
                 self._prepare(self.unit)
@@ -50,7 +50,7 @@ class UpdateJob:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns whether it has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:
@@ -58,6 +58,6 @@ class UpdateJob:
         self._ended.wait()
 
     def result(self) -> list[dict[str, Any]]:
-        """What it left, once it has ended; raises its error, once, with the traceback of the thread that worked."""
+        """Returns what it left, once it has ended; raises its error, once, with the worker's traceback."""
         raise_first(self._errors)
         return self.after

@@ -19,7 +19,7 @@ _LENGTHS = 5
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a step of a pipeline comes to, by eq. 5 of TeraPipe.
+    """Forecast of a pipeline's step, by eq. 5 of TeraPipe.
 
     Attributes:
         scheme: the best, in rows and slices of tokens.
@@ -63,7 +63,7 @@ def advise(stage: Stage, *, rows: int, length: int, stages: int, vocabulary: int
 
 
 def _sizes(rows: int) -> Iterable[int]:
-    """The parts of a batch that `best_scheme` tries."""
+    """Returns the parts of a batch that `best_scheme` tries."""
     return sorted({*(1 << power for power in range(rows.bit_length())), rows})
 
 

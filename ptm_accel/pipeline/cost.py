@@ -1,4 +1,4 @@
-"""What a slice takes on this machine, by its tokens and those before it: measured at some points, fitted between.
+"""Cost of a slice on this machine, by its tokens and those before it: measured at some points, fitted between.
 
 TeraPipe's cost model (eq. 9 of arXiv 2102.07988): a time for the tokens alone, measured, and a part that is linear in
 tokens, context and their product.
@@ -36,7 +36,7 @@ class Cost:
     context: tuple[float, float, float, float]
 
     def seconds(self, tokens: int, before: int) -> float:
-        """What a slice takes.
+        """Cost of a slice.
 
         Args:
             tokens: of it.
@@ -92,7 +92,7 @@ def _now(device: torch.device) -> float:
 
 
 def _least(stage: Stage, given: torch.Tensor, labels: torch.Tensor, tokens: int, before: int) -> float:
-    """The median of a few times that a slice takes, with one slice of all that is before it."""
+    """Returns the median of a few times that a slice takes, with one slice of all that is before it."""
     found = []
     for _ in range(_REPEATS):
         slices = stage.begin()

@@ -1,4 +1,4 @@
-"""How the batches of a pipeline are cut: by what each stage is measured to take, the same in all its processes."""
+"""Cuts the batches of a pipeline: by what each stage is measured to take, the same in all its processes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class SlicedForward:
 
 
 def cuts(length: int, count: int) -> Iterator[tuple[int, int]]:
-    """The first token of each slice and the one after its last; sizes differ by one at most."""
+    """Iterates over the first token of each slice and the one after its last; sizes differ by one at most."""
     return pairwise(number * length // count for number in range(count + 1))
 
 
@@ -126,7 +126,7 @@ def _cut(name: str, value: Any, begin: int, end: int, length: int) -> Any:
 
 
 def _causal(begin: int, end: int, hidden: torch.Tensor, layer: Any) -> torch.Tensor:
-    """The mask of a slice (1, 1, queries, keys); attention kernels take causal masks to be square."""
+    """Returns the mask of a slice (1, 1, queries, keys); attention kernels take causal masks to be square."""
     seen = torch.ones(end - begin, end, dtype=torch.bool, device=hidden.device).tril(begin)[None, None]
     attention = getattr(layer, "self_attn", None) or layer.attn
     if attention.config._attn_implementation == "sdpa":
@@ -156,6 +156,6 @@ def slice_layers(model: nn.Module, slices: int | None) -> int:
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: those of the longest list of modules."""
+    """Returns the decoder layers: those of the longest list of modules."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len)

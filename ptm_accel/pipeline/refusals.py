@@ -1,4 +1,4 @@
-"""Which models can be cut into slices of tokens: what is not known to be right is refused by name."""
+"""Refuses models that cannot be cut into slices of tokens: what is not known to be right, by name."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Parts = Sequence[tuple[int, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class _TokenSlice:
-    """What is computed at a time: some tokens of some rows.
+    """Tokens that are computed at a time: some tokens of some rows.
 
     Attributes:
         rows: of the batch.
@@ -37,7 +37,7 @@ class _TokenSlice:
 
 
 Under = tuple[list[_TokenSlice], list[Slice]]
-"""What a backward needs of its forward."""
+"""Parts of a forward that its backward needs."""
 
 
 class Pipeline:
@@ -83,7 +83,7 @@ class Pipeline:
     def forward(
         self, batch: dict[str, torch.Tensor], parts: Parts, predicted: float | torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Under]:
-        """The forward of a batch, which all processes are given.
+        """Runs the forward of a batch, which all processes are given.
 
         Args:
             batch: `input_ids`, `labels` and perhaps `attention_mask`, (rows, length) each.
@@ -127,7 +127,7 @@ class Pipeline:
         return told, (units, slices)
 
     def backward(self, under: Under, scale: torch.Tensor | None = None) -> None:
-        """The backward of a batch; gradients are left in the parameters.
+        """Runs the backward of a batch; gradients are left in the parameters.
 
         Args:
             under: what its forward has returned.
@@ -144,7 +144,7 @@ class Pipeline:
             work.wait()
 
     def norms(self, norm: torch.Tensor) -> list[torch.Tensor]:
-        """The norms of all stages' gradients.
+        """Gathers every pipeline stage's norm.
 
         Args:
             norm: of this stage's.
@@ -171,7 +171,7 @@ class Pipeline:
 
 
 def _units(parts: Parts, rows: int, length: int) -> list[_TokenSlice]:
-    """The units of a batch, in order.
+    """Returns the units of a batch, in order.
 
     Raises:
         ConfigError: parts that are not of its shape.

@@ -37,7 +37,7 @@ def pipeline_seconds(times: Sequence[float], stages: int) -> float:
 
 
 def times_of(parts: Sequence[tuple[int, Sequence[int]]], seconds: Seconds) -> list[float]:
-    """What a stage takes for each slice of each part."""
+    """Returns what a stage takes for each slice of each part."""
     found = []
     for rows, slices in parts:
         context = 0
@@ -48,7 +48,7 @@ def times_of(parts: Sequence[tuple[int, Sequence[int]]], seconds: Seconds) -> li
 
 
 def best_scheme(seconds: Seconds, *, rows: int, length: int, stages: int, grain: int = 8) -> Scheme:
-    """The scheme of least time.
+    """Returns the scheme of least time.
 
     Args:
         seconds: what a stage takes.
@@ -94,7 +94,7 @@ def _times(seconds: Seconds, rows: int, edges: list[int]) -> torch.Tensor:
 
 
 def _cut(tables: dict[int, torch.Tensor], rows: int, bound: float) -> Cut | None:
-    """The cut of the least sum in which nothing takes longer than `bound`; None if there is none."""
+    """Returns the cut of the least sum in which nothing takes longer than `bound`; None if there is none."""
     found = {size: _cut_tokens(table, bound) for size, table in tables.items()}
     sums = [0.0] + [math.inf] * rows
     chosen = [0] * (rows + 1)

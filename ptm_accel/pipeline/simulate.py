@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a stage computes of one slice.
+    """Work of a stage on one slice.
 
     Attributes:
         forward_s: seconds of its forward.

@@ -38,7 +38,7 @@ class _Cache:
         self.own: list[torch.Tensor] = []
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *where: Any, **how: Any) -> tuple[torch.Tensor, ...]:
-        """As `transformers.Cache.update`; layers come in order."""
+        """Does what `transformers.Cache.update` does; layers come in order."""
         at = len(self.own)
         self.own += [keys, values]
         return tuple(
@@ -49,7 +49,7 @@ class _Cache:
 
 @dataclass(slots=True)
 class Slice:
-    """What is kept of a slice between its forward and its backward.
+    """State of a slice between its forward and its backward.
 
     Attributes:
         given: what came into the stage; a leaf, but for tokens.
@@ -124,7 +124,7 @@ class Stage:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def begin(self) -> list[Slice]:
-        """A new batch.
+        """Begins a new batch.
 
         Returns:
             where its slices are kept, for `backward`.
@@ -229,7 +229,7 @@ class Stage:
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
 
     def backward(self, slices: list[Slice], gradient: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The backward of the last slice of a batch that has had none.
+        """Runs the backward of the last slice of a batch that has had none.
 
         Args:
             slices: of the batch.
@@ -270,7 +270,7 @@ class _Layers(nn.ModuleList):
 
 
 def balanced(layers: int, each: float, head: float, stages: int) -> list[int]:
-    """How many layers each stage has, so that the one that computes longest computes least.
+    """Divides the layers among stages, so that the one that computes longest computes least.
 
     Args:
         layers: how many there are, at least one for each stage.

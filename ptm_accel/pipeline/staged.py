@@ -26,7 +26,7 @@ _MARK = "_ptm_stage"
 
 
 class LossOnly(OrderedDict[Any, torch.Tensor]):
-    """What a model in stages returns: the loss, and nothing that only its last stage has."""
+    """Output of a model in stages: the loss, and nothing that only its last stage has."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
         if name.startswith("_"):
@@ -105,7 +105,7 @@ class StagedModel:
         hook = model.register_forward_pre_hook(measure, prepend=True, with_kwargs=True)
 
     def norms(self, norm: torch.Tensor) -> list[torch.Tensor]:
-        """The norms of all stages' gradients, by that of this one's."""
+        """Gathers every pipeline stage's norm, given this one's."""
         return self._pipeline.norms(norm)
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:

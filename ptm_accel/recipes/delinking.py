@@ -78,7 +78,7 @@ def delink(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, 
 
 
 def _order(place: LinkedParam) -> tuple[str, int]:
-    """The list that a block is in, and its number: so much is copied at a time."""
+    """Returns the list that a block is in, and its number: so much is copied at a time."""
     return place.source.partition(".")[0], place.block
 
 
@@ -97,7 +97,7 @@ def _clone(places: Sequence[LinkedParam], shared: Mapping[str, nn.Parameter], en
 
 
 def _innermost(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer that accelerate has wrapped, or the one given."""
+    """Returns the optimizer that accelerate has wrapped, or the one given."""
     inner = getattr(optimizer, "optimizer", None)
     return _innermost(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 

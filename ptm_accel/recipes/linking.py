@@ -22,7 +22,7 @@ from ptm_accel.memory.mapping import mapped_copies
 
 
 class LinkedParam(NamedTuple):
-    """Where a parameter of a block is, in whose place there is that of the first block.
+    """Parameter of a block that is replaced by that of the first block.
 
     Attributes:
         module: has it, as `_parameters[attribute]`.
@@ -44,12 +44,12 @@ _PLACES = "_ptm_linked_places"
 
 
 def is_linked(model: nn.Module) -> bool:
-    """Whether blocks of a model are linked."""
+    """Returns whether blocks of a model are linked."""
     return bool(places_of(model))
 
 
 def places_of(model: nn.Module) -> list[LinkedParam]:
-    """The parameters of a linked model that are others' now; of one that is not linked, none."""
+    """Returns the parameters of a linked model that are others' now; of one that is not linked, none."""
     found: list[LinkedParam] = model.__dict__.get(_PLACES, [])
     return found
 
@@ -110,7 +110,7 @@ def _find(model: nn.Module) -> Iterator[LinkedParam]:
 
 
 def _find_among(blocks: list[tuple[str, nn.Module]]) -> Iterator[LinkedParam]:
-    """The parameters of blocks of one class that the first of them with the like has as well."""
+    """Yields the parameters of blocks of one class that the first of them with the like has as well."""
     first: dict[Any, str] = {}
     for number, (path, block) in enumerate(blocks):
         for name, param in block.named_parameters():
@@ -163,7 +163,7 @@ def _hold(engine: Engine, nbytes: int) -> Reservation:
 
 
 def counts(places: list[LinkedParam]) -> Mapping[str, int]:
-    """How many blocks share each parameter, by its name."""
+    """Counts the blocks that share each parameter, by its name."""
     found: dict[str, int] = defaultdict(lambda: 1)
     for place in places:
         found[place.source] += 1

@@ -1,4 +1,4 @@
-"""When linked blocks are delinked by themselves: where the loss has begun to fall slowly."""
+"""Decides when linked blocks are delinked by themselves: where the loss has begun to fall slowly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATEST = 0.5
 
 
 def reason_to_delink(losses: Sequence[tuple[int, float]], step: int, steps: int) -> str | None:
-    """Why blocks should be delinked now; None if they should not.
+    """Says why blocks should be delinked now; None if they should not.
 
     The mean of the last `WINDOW` losses is compared with that of as many before them.
 
@@ -42,5 +42,5 @@ def reason_to_delink(losses: Sequence[tuple[int, float]], step: int, steps: int)
 
 
 def _mean(losses: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The mean step and the mean loss."""
+    """Returns the mean step and the mean loss."""
     return sum(step for step, _ in losses) / len(losses), sum(loss for _, loss in losses) / len(losses)

@@ -1,1 +1,1 @@
-"""What a pass needs and when: its trace, and a plan made from it. Pure data; nothing here moves a byte."""
+"""Trace of a pass, and the plan made from it. Pure data; nothing here moves a byte."""

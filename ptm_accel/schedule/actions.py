@@ -9,7 +9,7 @@ from ptm_accel.schedule.trace import Trace
 
 
 class Move(enum.Enum):
-    """Which way a tensor is moved."""
+    """Direction in which a tensor moves."""
 
     LOAD = "load"
     """From the backing store into the compute tier."""
@@ -35,7 +35,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start at each access of a pass.
+    """Moves to start at each access of a pass.
 
     Attributes:
         capacity_bytes: the budget it was made for.
@@ -50,7 +50,7 @@ class Plan:
     coming: frozenset[int] = frozenset()
 
     def text(self, trace: Trace) -> str:
-        """One action a line: the access it starts at, the move, the tensor."""
+        """Writes one action a line: the access it starts at, the move, the tensor."""
         return "\n".join(
             f"{index} {action.move.value} {trace.items[action.item].name}"
             for index, actions in enumerate(self.starts)

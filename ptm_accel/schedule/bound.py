@@ -9,10 +9,10 @@ from ptm_accel.hardware.profile import LinkRates
 
 
 class Resource(enum.Enum):
-    """What a step can have to wait for."""
+    """Resource that a step can have to wait for."""
 
     COMPUTE = "compute"
-    """The tier that passes are computed on."""
+    """Tier that passes are computed on."""
     CPU = "CPU"
     """Updates on the CPU beside a device."""
     LINK_IN = "link in"
@@ -24,7 +24,7 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """What a step has to do.
+    """Work of a step.
 
     Attributes:
         forward_s: seconds of arithmetic in its forwards.
@@ -50,7 +50,7 @@ class StepCost:
 
 
 def lower_bound(cost: StepCost, link: LinkRates | None = None, disk: LinkRates | None = None) -> tuple[float, Resource]:
-    """The least seconds that a step takes, and what it cannot go below them for.
+    """Returns the least seconds that a step takes, and what it cannot go below them for.
 
     On the same cores all arithmetic follows one another. What is updated on others runs beside the rest: with clipping
     it begins as backward ends, and only what follows until the next backward is there to run beside.

@@ -29,17 +29,18 @@ at most, for nearly three times the work.
 """
 
 _AHEAD_UNKNOWN = 0.25
-"""The one that is taken where the link has not been measured."""
+"""Share that is taken where the link has not been measured."""
 
 _AS_GOOD = 1.01
 """Plans whose times differ by less than this factor count as equal: then what they hold ahead and move is looked at."""
 
 _ENOUGH_AHEAD = 0.15
 _ENOUGH_UPDATES = 2
-"""The share held for what is not used yet, and how many updates it holds, that make up for what is not foreseen. (Under
-a small budget the share alone may be less than one update: each would wait for what did not fit.) Of plans that are as
-good and hold so much, the one that moves least is taken: a disk wears, and what is not moved cannot be late. Where
-none does, it is the one that holds most.
+"""Minimum prefetch headroom: 15% of the budget and two updates.
+
+Under a small budget the share alone may be less than one update, and each would wait for what did not fit. Of equally
+good plans with this headroom, the one that moves least is taken: a disk wears, and what is not moved cannot be late.
+Where none has it, the plan with the most headroom is taken.
 """
 
 _WORTH_THE_CPU = 1.02
@@ -47,7 +48,7 @@ _WORTH_THE_CPU = 1.02
 
 
 class BudgetSplit(NamedTuple):
-    """How the budget is divided.
+    """Division of the budget.
 
     Attributes:
         kept_share: of the budget, for state that never leaves.
@@ -78,7 +79,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """What it should take; without end where that is not known."""
+        """Seconds that it should take; infinite where that is not known."""
         return math.inf if self.simulated is None else self.simulated.seconds
 
     @property
@@ -100,7 +101,7 @@ def choose_plan(
     update_s: float,
     host_s: float | None = None,
 ) -> Choice:
-    """The best plan for a pass.
+    """Returns the best plan for a pass.
 
     Args:
         recorded: the pass, without updates.
@@ -134,7 +135,7 @@ def choose_plan(
 
 
 def _holds_enough(choice: Choice, updates: Mapping[str, Sequence[Item]]) -> bool:
-    """Whether a plan holds so much ahead that what is not foreseen makes little difference."""
+    """Returns whether a plan holds so much ahead that what is not foreseen makes little difference."""
     assert choice.plan is not None
     planned = _planned_updates(choice.trace)
     sizes = [sum(item.nbytes for item in used) for used in updates.values() if used[-1].name in planned]
@@ -147,7 +148,7 @@ def _holds_enough(choice: Choice, updates: Mapping[str, Sequence[Item]]) -> bool
 
 
 def _planned_updates(trace: Trace) -> set[str]:
-    """The gradients that updates use up within a pass, by name."""
+    """Returns the gradients that updates use up within a pass, by name."""
     return {trace.items[access.item].name for access in trace.accesses if access.use is Use.CONSUME}
 
 
@@ -158,7 +159,7 @@ def _moved_bytes(choice: Choice) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a plan is to be chosen for; see `choose_plan`."""
+    """Task that a plan is chosen for; see `choose_plan`."""
 
     recorded: Trace
     capacity_bytes: int
@@ -190,7 +191,7 @@ class _Task:
         return best.on_host if best.seconds * _WORTH_THE_CPU < self.choice(way, nobody).seconds else nobody
 
     def choice(self, way: BudgetSplit, on_host: frozenset[str]) -> Choice:
-        """One plan, with what it should come to."""
+        """Makes one plan, with what it should come to."""
         kept_share, ahead_share = way
         updates = {name: used for name, used in self.updates.items() if name not in on_host}
         kept_bytes = int(self.capacity_bytes * kept_share)
@@ -231,7 +232,7 @@ class _Task:
     def _with_the_rest(
         self, simulated: Simulation, trace: Trace, updates: Mapping[str, Sequence[Item]], rates: LinkRates
     ) -> Simulation:
-        """A simulation with the updates that there is no place for in the plan.
+        """Returns a simulation with the updates that there is no place for in the plan.
 
         They are carried out in parts, with little beside them. Left out, a plan that does less would seem to be faster.
         """

@@ -1,4 +1,4 @@
-"""Where updates are carried out: on the device, with their state streamed through it, or on the CPU beside it.
+"""Divides updates: on the device, with their state streamed through it, or on the CPU beside it.
 
 On the device an update moves its state in and out. On the CPU, where the state lies, it moves its gradient out and the
 parameter in, and takes time of the CPU. Both go on at the same time, so the step is shortest where they end together
@@ -61,7 +61,7 @@ def placed(
     in_backward: bool,
     ends_step: bool = True,
 ) -> Placement:
-    """What `names` on the CPU are to a pass.
+    """Describes `names` on the CPU as a pass sees them.
 
     Args:
         trace: the pass.

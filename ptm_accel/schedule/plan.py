@@ -18,14 +18,14 @@ from ptm_accel.schedule.trace import Trace, Use
 from ptm_accel.units import format_bytes
 
 _ROUNDS = 4
-"""How often a pass is gone through, at most, for it to begin with what the one before leaves there."""
+"""Most times that a pass is gone through, so that it begins with what the one before leaves there."""
 
 _NOW = -1
-"""When what is being used is wanted next: sooner than all else."""
+"""Next use of what is being used now: sooner than all else."""
 
 
 class _Residents:
-    """The items that are in the compute tier, by when they are next wanted."""
+    """Items in the compute tier, by their next use."""
 
     def __init__(
         self, trace: Trace, there: frozenset[int], first_use: dict[int, int], kept: frozenset[int] = frozenset()
@@ -56,7 +56,7 @@ class _Residents:
             heappush(self._order, (-wanted, -item))
 
     def last_wanted(self) -> int:
-        """The item that is wanted last; it leaves."""
+        """Returns the item that is wanted last; it leaves."""
         while True:
             wanted, item = heappop(self._order)
             if self._next.get(-item) == -wanted:
@@ -69,7 +69,7 @@ class _Residents:
         self.used_bytes -= self._sizes[item]
 
     def items(self) -> frozenset[int]:
-        """All that are there."""
+        """Returns all that are there."""
         return frozenset(self._next)
 
 
@@ -83,7 +83,7 @@ def plan_pass(
     passing: frozenset[int] = frozenset(),
     on_host: Placement = NONE_ON_HOST,
 ) -> Plan:
-    """The plan of a pass.
+    """Plans a pass.
 
     Args:
         trace: the pass.
@@ -144,7 +144,7 @@ def _go_through(
     ahead_bytes: int,
     on_host: Placement,
 ) -> tuple[list[list[int]], list[tuple[int, int]], list[int], frozenset[int]]:
-    """One pass by Belady's rule.
+    """Goes through one pass by Belady's rule.
 
     Returns:
         what leaves at each access; the loads as (access, item); the bytes in use at each access; what is there at the
@@ -193,7 +193,7 @@ def _brought_forward(
     ahead_bytes: int,
     absent: frozenset[int],
 ) -> list[tuple[int, int, int]]:
-    """Each load as (the earliest access at which it can start, the access it is for, the item).
+    """Lists each load as (the earliest access at which it can start, the access it is for, the item).
 
     Loads that cannot start before their access are left to the access itself. Those of `absent` items may start in the
     pass before: then the first is counted from the end, and is below zero.
@@ -224,12 +224,10 @@ def _brought_forward(
 
 
 class _Headroom:
-    """The part of the budget for what is not used yet, over the accesses of a pass.
+    """Bytes of the budget for what is not used yet, over the accesses of a pass.
 
-    Items take it one after the other, each from no earlier and up to no earlier than the one before. So an item takes
-    room at all accesses that are still of interest, up to its end, and none beyond. Instead of what is free at an
-    access, which changes with each item, what was free there is remembered, with what all items together had taken
-    before the first of them came so far: that stays as it is.
+    Loads reserve headroom in order; starts and ends never decrease. We keep the free bytes per access and a running
+    total, so each reservation is one binary search.
 
     Args:
         trace: the pass.

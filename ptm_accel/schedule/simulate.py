@@ -24,12 +24,12 @@ from ptm_accel.schedule.trace import Access, Item, Trace, Use
 from ptm_accel.schedule.updates import LAG
 
 _ROUNDS = 3
-"""How often the pass is gone through; the first begins with an idle link, and clean."""
+"""Times that the pass is gone through; the first begins with an idle link, and clean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What came of it, for one pass with the updates in it.
+    """Result for one pass with the updates in it.
 
     Attributes:
         seconds: how long it took.
@@ -59,7 +59,7 @@ def simulate(
     update_s: Callable[[Item], float] = lambda item: 0.0,
     on_host: Placement = NONE_ON_HOST,
 ) -> Simulation:
-    """The pass, carried out by its plan.
+    """Simulates the pass, carried out by its plan.
 
     Args:
         trace: the pass, with the updates that are carried out beside it.
@@ -146,7 +146,7 @@ class _SimulatedPass:
         return self._now, self._load_stall, self._room_stall, self._update, self._read, self._written
 
     def go_through(self) -> None:
-        """One pass."""
+        """Goes through one pass."""
         if not self._on_host.in_backward:
             gradients = {item: gradient for gradient, item in self._on_host.gradients.items()}
             for item in self._on_host.seconds:

@@ -1,4 +1,4 @@
-"""What a plan leaves in the compute tier, layer by layer: the granular offload of M6-10T, as the plan decides it."""
+"""Describes what a plan leaves in the compute tier, layer by layer: the granular offload of M6-10T, as planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAYER = re.compile(r"^(.*?\.)?(\d+)(?=[.\[]|$)")
 
 
 def describe(choice: Choice, recorded: Trace) -> str | None:
-    """Which parameters stay through a pass, which leave, and how much optimizer state stays; None without a plan.
+    """Says which parameters stay through a pass, which leave, and how much state stays; None without a plan.
 
     Args:
         choice: a plan with its trace, whose further items are optimizer state.

@@ -1,4 +1,4 @@
-"""What a pass over the model touches, in order, with sizes, times and the memory that is not ours.
+"""Trace of a pass: what it touches, in order, with sizes, times and the memory that is not ours.
 
 A *pass* is one forward with the backward that follows it, if any; a step is one or more passes (accumulation) and an
 update. What is recorded is what the pool saw (PatrickStar's warm-up statistics, at the grain of one tensor), so it
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 
 class Use(enum.Enum):
-    """What an access does to a tensor."""
+    """Effect of an access on a tensor."""
 
     READ = "read"
     WRITE = "write"
@@ -100,7 +100,7 @@ class Trace:
         return 2 * (len(self.accesses) + 1)
 
     def next_uses(self) -> list[int]:
-        """For each access, when its item is next wanted: an index, or beyond the pass.
+        """Returns for each access when its item is next wanted: an index, or beyond the pass.
 
         What the pass creates (gradients) is next wanted by the update, which comes right after: `len(accesses)`, unless
         updates are part of the pass. What is next wanted by the pass after that counts from there:
@@ -141,12 +141,12 @@ class Recorder:
         return self._count
 
     def count(self) -> None:
-        """One use, of which nothing is written down."""
+        """Counts one use, of which nothing is written down."""
         assert not self.writes, "a trace that is written down has all uses"
         self._count += 1
 
     def record(self, name: str, nbytes: int, use: Use, *, held_bytes: int, backward: bool, parts: int = 1) -> None:
-        """One use.
+        """Writes down one use.
 
         Args:
             name: of the tensor.
@@ -164,7 +164,7 @@ class Recorder:
         self._accesses.append(Access(number, use, held_bytes=held_bytes, backward=backward))
 
     def finish(self, times_s: Sequence[float]) -> Trace:
-        """The trace.
+        """Returns the trace.
 
         Args:
             times_s: when the pass began, when each use was, and when the pass ended; on a clock that stands still

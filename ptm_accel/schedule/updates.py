@@ -15,7 +15,7 @@ from dataclasses import replace
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
 
 GRAD_SUFFIX = ".grad"
-"""What follows a parameter's name in that of its gradient."""
+"""Suffix of a parameter's name in that of its gradient."""
 
 LAG = 24
 """Gradients that wait for their updates in backward may take this part of the budget; then compute waits for the disk.
@@ -24,12 +24,12 @@ Otherwise they would fill the room that the plan has for state.
 
 
 class UpdateTiming(enum.Enum):
-    """When the updates of a step are carried out, as a pass sees it."""
+    """Time at which the updates of a step are carried out, as a pass sees it."""
 
     APART = "apart"
     """Between two passes."""
     FORWARD = "forward"
-    """Those of the step before, beside its forward."""
+    """Updates of the step before, beside its forward."""
     BACKWARD = "backward"
     """Its own, beside its backward."""
 
@@ -109,7 +109,7 @@ def with_updates_in_backward(
 
 
 def final_gradients(trace: Trace) -> dict[int, str]:
-    """The arrivals of gradients after which a backward has no more to do with the parameter.
+    """Returns the arrivals of gradients after which a backward has no more to do with the parameter.
 
     Each part of them arrives once (of a shared weight whose uses are recomputed one by one there are several arrivals),
     and the parameter is not read any more.
@@ -140,7 +140,7 @@ class _Items:
         self._numbers = {item.name: number for number, item in enumerate(trace.items)}
 
     def number(self, item: Item) -> int:
-        """The item's index, by its name.
+        """Returns the item's index, by its name.
 
         What an update uses up is the sum of several passes' gradients, and may be wider than the one that this pass
         makes; it counts as the wider, since updates are what is waited for.
@@ -153,7 +153,7 @@ class _Items:
         return number
 
     def all(self) -> tuple[Item, ...]:
-        """All of them, in order."""
+        """Returns all of them, in order."""
         return tuple(self._items)
 
 

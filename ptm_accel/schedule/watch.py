@@ -1,4 +1,4 @@
-"""When new plans are worth making, and what the link turned out to be worth.
+"""Tells when new plans are worth making, and what the link turned out to be worth.
 
 A plan is chosen by a simulation, from the compute times of one pass and from rates that were measured once. Both can be
 wrong: the pass was the first of its kind, in cold memory; a neighbour used the disk while it was measured.
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from ptm_accel.hardware.profile import LinkRates
 
 _PATIENCE = 3
-"""How many passes in a row must be off before the first new plan."""
+"""Passes in a row that must be off before the first new plan."""
 
 _LONGEST_PATIENCE = 256
-"""So many call for a new plan however often that was of no use: something may have changed."""
+"""Passes that call for a new plan however often that was of no use: something may have changed."""
 
 _MOST = 16.0
 """Rates are taken to be off by at most this factor, either way: what seems more is a moment with little to move."""
