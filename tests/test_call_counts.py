@@ -64,7 +64,8 @@ class Counts(TrainerCallback):
                 f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}": count
                 for code, count in self.calls.items()
                 # Called by torch for any module that is set anywhere, which tests before this one may cause.
-                if code.co_qualname != "_CompileWatch._registered" and str(Path(code.co_filename).resolve()).startswith(ROOTS)
+                if code.co_qualname != "_CompileWatch._registered"
+                and str(Path(code.co_filename).resolve()).startswith(ROOTS)
             }
         )
 
