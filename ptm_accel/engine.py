@@ -209,7 +209,7 @@ class Engine:
             return
         check_model(model, {slot.param for slot in self.slots})
         sizes = {"small": small_bytes(self.config.page_bytes), "group_bytes": self.pages.group_bytes}
-        changes = changes_of(model, self.slots, self.pool, self.table, **sizes)
+        changes = changes_of(model, self.slots, self.pages.executor, self.table, **sizes)
         try:
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
@@ -220,7 +220,7 @@ class Engine:
                 self.needs.expect_optimizer(model, changes.slots)
         except BaseException:
             for slot in changes.new:
-                self.pool.forget(slot.value)
+                self.pages.executor.forget(slot.value)
             raise
         _adapt_others(self)
         self._change(model, changes)

@@ -16,6 +16,7 @@ from ptm_accel.model.attach import check_model, small_bytes, take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory, least_budget
 from ptm_accel.model.forecast import ShapeSpec, forecast
 from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.units import parse_bytes
 
 _OPENED_PAGES = 4
@@ -76,7 +77,7 @@ def estimate(
     memory = build_memory(Capacities(page_bytes=page_bytes, host_bytes=_OPENED_PAGES * page_bytes), torch.device("cpu"))
     slots = SlotTable()
     try:
-        take_parameters(model, memory.pool, slots, ExtentTable(), small=small_bytes(page_bytes), paged={})
+        take_parameters(model, Executor(memory.pool), slots, ExtentTable(), small=small_bytes(page_bytes), paged={})
         floor = least_budget(model, slots, optimizer_memory, masters=master_weights, window_bytes=page_bytes)
         counted = [(slot.value.numel, slot.param.requires_grad) for slot in slots]
     finally:

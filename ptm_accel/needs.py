@@ -21,6 +21,7 @@ from ptm_accel.model.floor import (
     least_budget,
 )
 from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.sizing import refuse_short
 
 
@@ -42,12 +43,15 @@ class Needs:
     floor: Floor
     _states: Floor
 
-    def __init__(self, model: nn.Module, slots: SlotTable, memory: Memory, config: ResolvedConfig) -> None:
+    def __init__(
+        self, model: nn.Module, slots: SlotTable, memory: Memory, executor: Executor, config: ResolvedConfig
+    ) -> None:
         self.model = model
         self.evaluates = False
         self._slots = slots
         self._memory = memory
         self._pool = memory.pool
+        self._executor = executor
         self._config = config
         self._together_bytes = 0
 
@@ -62,8 +66,7 @@ class Needs:
             slots: its parameters then.
         """
         # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
-        if self._pool.pending_updates is not None:
-            self._pool.pending_updates.finish()
+        self._executor.finish_updates()
         self._pool.admission.released.settle()
         return least_budget(
             self.model if model is None else model,

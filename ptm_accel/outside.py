@@ -50,7 +50,7 @@ def _gather(engine: Engine, stack: ExitStack, part: nn.Module, *, grads: bool, w
         # What is computed with parameters meanwhile may have its backward after it.
         stack.enter_context(saved)
     for slot in slots:
-        stack.callback(engine.pool.pin(slot.value, write=write).release)
+        stack.callback(engine.pages.executor.pin(slot.value, write=write).release)
     # What was written before an exception is written, as without pages.
     stack.callback(_hide, [] if grads else slots, slots if write else [])
     for slot in [] if grads else slots:

@@ -17,7 +17,6 @@ from ptm_accel.memory.block import Place
 from ptm_accel.memory.budget import Reservation, Tag, Tier
 from ptm_accel.memory.calls import Call
 from ptm_accel.memory.card_memory import CardMemory
-from ptm_accel.memory.copied import copied
 from ptm_accel.memory.device import CudaTier, DeviceTier
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.malloc import give_back_freed, set_kept_blocks
@@ -32,6 +31,7 @@ from ptm_accel.model.slots import ParamSlot
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.needs import Needs
 from ptm_accel.optim.update_rate import cpu_update_rate
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.watch import LinkUse
 from ptm_accel.sizing import idle_fits_below
 
@@ -70,15 +70,16 @@ class Pages:
         self.config = config
         self.memory = memory
         self.pool = memory.pool
+        self.executor = Executor(self.pool)
         self.slots = SlotTable()
         self.table = ExtentTable()
-        self.residency = Residency(self.pool, self.slots, self.table)
+        self.residency = Residency(self.executor, self.slots, self.table)
         self.run_ahead = self.residency.forwards.run_ahead
-        self.state_dicts = StateDictHooks(self.pool, self.slots)
+        self.state_dicts = StateDictHooks(self.executor, self.slots)
         self.residency.accesses.snapshots_of = self.state_dicts.modules
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out
-        self.needs = Needs(model, self.slots, memory, config)
+        self.needs = Needs(model, self.slots, memory, self.executor, config)
         self.group_bytes = 0
         self._asked = asked
         self._buffers: Reservation | None = None
@@ -95,11 +96,9 @@ class Pages:
             PagedModelError: a parameter has changed since a state dictionary was given its value.
         """
         self.slots.given.take_over_all()
-        if self.pool.pending_updates is not None:
+        if self.executor.pending_updates is not None:
             with self.pool.calls.during(Call.ACCESS, self.pool):
-                # Another thread may have done it meanwhile.
-                if self.pool.pending_updates is not None:
-                    self.pool.pending_updates.finish()
+                self.executor.finish_updates()
 
     def size_up(self, values: Mapping[nn.Parameter, Paged]) -> None:
         """Gives every parameter a slot, and refuses a model that the tiers cannot train.
@@ -124,7 +123,9 @@ class Pages:
 
     def _slots(self, values: Mapping[nn.Parameter, Paged], group_bytes: int) -> SlotTable:
         slots, small = SlotTable(), small_bytes(self.config.page_bytes)
-        take_parameters(self.model, self.pool, slots, self.table, small=small, paged=values, group_bytes=group_bytes)
+        take_parameters(
+            self.model, self.executor, slots, self.table, small=small, paged=values, group_bytes=group_bytes
+        )
         return slots
 
     def _forget(self, slots: SlotTable, values: Mapping[nn.Parameter, Paged]) -> None:
@@ -132,7 +133,7 @@ class Pages:
             if slot.param in values and slot.value is values[slot.param][1]:
                 slot.give_up_part()
             else:
-                self.pool.forget(slot.value)
+                self.executor.forget(slot.value)
 
     def bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         """Puts the values of `slots` on pages, but for those of `values`, which are there, and hooks on the modules."""
@@ -159,7 +160,7 @@ class Pages:
                 left = 0
                 give_back_freed()
             if not slot.group.movable:
-                pool.fault(slot.value)
+                self.executor.fault(slot.value)
         self.residency.install(self.model)
         self.state_dicts.install(self.model)
 
@@ -261,8 +262,8 @@ class Pages:
 
     def take_off(self, slot: ParamSlot, device: torch.device | None = None) -> None:
         """Gives a parameter ordinary memory, with its values; by default where it computes."""
-        slot.take_off(copied(self.pool, slot.value, self.pool.compute.device if device is None else device))
-        self.pool.forget(slot.value)
+        slot.take_off(self.executor.copied(slot.value, self.pool.compute.device if device is None else device))
+        self.executor.forget(slot.value)
         if isinstance(compute := self.pool.compute, HostArena):
             # Nothing more comes onto pages: kept for that, they would lie beside the copies.
             self.pool.admission.released.collect()

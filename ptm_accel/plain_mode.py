@@ -89,7 +89,7 @@ class PlainMode:
             pages.needs.all_fits
             and self._too_large < _MOST_ENDS
             and not pages.memory.others
-            and pool.pending_updates is None
+            and pages.executor.pending_updates is None
             and (reserve is None or not reserve.warming)
             and not pages.residency.regions.running()
             and not pages.residency.forwards.under_way
@@ -125,7 +125,7 @@ class PlainMode:
         self._optimizer, self._gradients = optimizer, gradients
         self._hook = pages.model.register_forward_pre_hook(self._root_hook(), prepend=True, with_kwargs=True)
         self.active = True
-        pool.pending_updates = self._stay
+        pages.executor.pending_updates = self._stay
 
     def end(self, *, refuses: bool = True, stays: bool = True) -> None:
         """Puts the hooks on again: parameters, gradients and state are what they have become.
@@ -148,7 +148,7 @@ class PlainMode:
                 slot.bring_back()
         assert self._optimizer is not None and self._gradients is not None and self._hook is not None
         self.active = False
-        self._pool.pending_updates = None
+        self._pages.executor.pending_updates = None
         self._hook.remove()
         self._stay.release()
         for slot in pages.slots:
@@ -166,7 +166,7 @@ class PlainMode:
         for slot in pages.slots:
             slot.rejoin()
             slot.generation += 1
-            self.graphs.meet(slot, self._pool)
+            self.graphs.meet(slot)
         self._optimizer.end_plain()
         pages.residency.install(pages.model)
         pages.state_dicts.install(pages.model)
@@ -174,7 +174,7 @@ class PlainMode:
         self._gradients.take_again(pages.slots)
         if stays:
             for slot in pages.slots:
-                self.graphs.values.append(self._pool.pin(slot.value))
+                self.graphs.values.append(self._pages.executor.pin(slot.value))
             pages.residency.forwards.between = weakly(self._let_values_go, None)
         self._optimizer, self._gradients, self._seen = None, None, []
 
@@ -267,15 +267,14 @@ class LiveGraphs:
             uses: int = torch.Tensor._use_count(param)  # type: ignore[attr-defined]
             return uses > 1 + (node is not None)
 
-    def meet(self, slot: ParamSlot, pool: Pool) -> None:
+    def meet(self, slot: ParamSlot) -> None:
         """Pins a parameter's values if a graph refers to it.
 
         Args:
             slot: the parameter.
-            pool: has the values.
         """
         if self._refers(slot.param):
-            self._held.append((slot, slot.generation, pool.pin(slot.value)))
+            self._held.append((slot, slot.generation, slot.executor.pin(slot.value)))
 
     def blocks(self) -> list[Block]:
         """What is pinned, as often as it is, once the pins of all values have ended."""

@@ -14,7 +14,6 @@ from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.memory.block import Part
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.copied import copied
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.model.away import bare
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
@@ -94,7 +93,7 @@ class Training:
         """Begins to take gradients of the parameters that are trained."""
         with bare():
             trainable = [s for s in self._slots if s.param.requires_grad]
-        self.gradients = Gradients(trainable, self._pool, wide=self._masters)
+        self.gradients = Gradients(trainable, self._pages.executor, wide=self._masters)
         self.gradients.on_host.expected = weakly(self._more_follow, False)
         self.gradients.hold_arrival()
         self.gradients.looking = weakly(self.look_at_gradients, None)
@@ -127,7 +126,7 @@ class Training:
         sums = []
         for grad in [] if self.gradients is None else self.gradients.present():
             assert grad.value is not None
-            total = copied(self._pool, grad.value, self._pool.compute.device)
+            total = self._pages.executor.copied(grad.value, self._pool.compute.device)
             sums.append((grad.slot, total.to(grad.slot.value.dtype)))
             del total
             grad.drop()
@@ -258,7 +257,7 @@ class Training:
             optimizer,
             self._slots,
             self.gradients,
-            self._pool,
+            self._pages.executor,
             master_weights=self._masters,
             window_bytes=self._pages.config.page_bytes,
             batch_bytes=weakly(self._batch_bytes, 0),
@@ -441,7 +440,7 @@ class Training:
         """
         self.plain.end()
         if self.replicas is None:
-            self.replicas = Replicas(self._pool, self._pages.model, group)
+            self.replicas = Replicas(self._pages.executor, self._pages.model, group)
             self.replicas.share_values(self._slots, self._pages.model.buffers())
 
     @contextmanager

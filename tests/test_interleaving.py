@@ -230,7 +230,7 @@ class Twins:
                 # Some modules are never called: then there is a loss, which is let go of.
                 self.both(model, lambda m: m(**batch))
             except StopError:
-                pending_updates = self.engine.pool.pending_updates is not None
+                pending_updates = self.engine.pages.executor.pending_updates is not None
                 assert model is self.plain or pending_updates or not self.engine.pool.tenants.pinned()
             finally:
                 handle.remove()
@@ -270,7 +270,7 @@ def check(seed: int, tmp_path: Path, *, on_host: bool = False) -> int:
         for _ in range(ACTIONS):
             done.append(twins.act())
             # An update that is still pending holds its windows; after plain mode values stay until the next forward.
-            held = engine.pool.pending_updates is not None or engine.training.plain.graphs.values
+            held = engine.pages.executor.pending_updates is not None or engine.training.plain.graphs.values
             assert held or not engine.pool.tenants.pinned(), done
             if on_host:
                 assert engine.pool.backing is not None

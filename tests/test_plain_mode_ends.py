@@ -169,8 +169,8 @@ def follow(model: Net) -> None:
 def make_way(model: Net) -> None:
     """As for a batch that leaves pages too little."""
     engine = engine_of(model)
-    if engine is not None and engine.pool.pending_updates is not None:
-        assert engine.pool.pending_updates.give_way()
+    if engine is not None and engine.pages.executor.pending_updates is not None:
+        assert engine.pages.executor.pending_updates.give_way()
 
 
 def take_stock(model: Net) -> None:

@@ -210,7 +210,7 @@ def test_where_all_fits_nothing_moves_and_nothing_is_planned_once_a_step_was_see
         for step in range(4):
             ids = tokens(step, 256)
             loss = model(input_ids=ids, labels=ids).loss
-            planning.append(engine.pool.adviser is not None)
+            planning.append(engine.pages.executor.plan is not None)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -157,7 +157,7 @@ def _write_shards(
 def _ready(optimizer: PagedOptimizer, tensor: Entry) -> torch.Tensor:
     if isinstance(tensor, Part):
         # A live alias or a mapping; only pages that were never written are made up here.
-        return optimizer.states.pool.snapshot(tensor).contiguous()
+        return optimizer.states.executor.snapshot(tensor).contiguous()
     return tensor.detach().cpu().contiguous().clone()
 
 

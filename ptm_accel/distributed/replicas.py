@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 
 _NONE, _NARROW, _WIDE = range(3)
 
@@ -29,7 +29,7 @@ class Replicas:
     """Keeps the replicas of a model alike.
 
     Args:
-        pool: where the model's pages are.
+        executor: serves accesses.
         model: the model.
         group: the processes that have one; None for all.
 
@@ -38,10 +38,10 @@ class Replicas:
         due: whether gradients are to be shared after the next backward: its forward was not within `no_sync`.
     """
 
-    def __init__(self, pool: Pool, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, executor: Executor, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.processes = dist.get_world_size(group)
         self._group = group
-        self._pool = pool
+        self._executor = executor
         self.due = True
         self._syncs = self._buffers_due = True
         self._hook = model.register_forward_pre_hook(self._before_forward())
@@ -64,7 +64,7 @@ class Replicas:
                 "and buffers differ). Build the same one in each."
             )
         for slot in slots:
-            with self._pool.pin(slot.value, write=True) as values:
+            with self._executor.pin(slot.value, write=True) as values:
                 dist.broadcast(values, group=self._group, group_src=0)
         for buffer in buffers:
             dist.broadcast(buffer, group=self._group, group_src=0)
@@ -98,7 +98,7 @@ class Replicas:
     def share_gradients(self, gradients: Gradients) -> None:
         """Makes every gradient the mean over all processes; all of them take part."""
         slots = gradients.slots()
-        there = torch.tensor([_kind(grad) for grad in slots], dtype=torch.uint8).to(self._pool.compute.device)
+        there = torch.tensor([_kind(grad) for grad in slots], dtype=torch.uint8).to(self._executor.pool.compute.device)
         dist.all_reduce(there, dist.ReduceOp.MAX, group=self._group)
         for grad, kind in zip(slots, there.tolist(), strict=True):
             if kind:
@@ -114,11 +114,11 @@ class Replicas:
             # Used by others, not by this one; in DDP (find_unused_parameters) it adds nothing to the sum.
             value = grad.slot.value
             dtype = torch.float32 if wide else value.dtype
-            grad.add(torch.zeros(value.shape, dtype=dtype, device=self._pool.compute.device))
+            grad.add(torch.zeros(value.shape, dtype=dtype, device=self._executor.pool.compute.device))
         elif wide:
             grad.widen()
         assert grad.value is not None
-        with self._pool.pin(grad.value, write=True) as total:
+        with self._executor.pin(grad.value, write=True) as total:
             total.mul_(1.0 / self.processes)
             dist.all_reduce(total, group=self._group)
         grad.changed()

@@ -74,46 +74,6 @@ class Occupant(Protocol):
         ...
 
 
-class Adviser(Protocol):
-    """Follows the accesses. Called with the pool's lock held."""
-
-    def accessed(self, tensor: Block, *, write: bool) -> None:
-        """The tensor is about to be used; it may not be resident yet."""
-        ...
-
-    def awaited(self, tensor: Block) -> None:
-        """A fault: the load of the tensor has begun, and its user waits."""
-        ...
-
-    def created(self, tensor: Block) -> None:
-        """The tensor gets its first bytes from a caller."""
-        ...
-
-
-class PendingUpdates(Protocol):
-    """Updates of tensors that are still to be made. Called with the pool's lock held."""
-
-    def before_use(self, tensor: Block) -> None:
-        """The tensor is about to be used: makes its pending update first."""
-        ...
-
-    def elsewhere(self, tensor: Block) -> bool:
-        """Returns whether the tensor is being changed in its backing store, and must not be loaded yet."""
-        ...
-
-    def finish(self) -> None:
-        """Makes all pending updates now."""
-        ...
-
-    def give_way(self) -> bool:
-        """Makes some pending updates to free the memory that they hold; False if there are none."""
-        ...
-
-    def give_up(self) -> None:
-        """The pool is about to close: drops all pending updates."""
-        ...
-
-
 _OF_AN_EXTENT = 3
 """References to the storage of an extent: its two tensors and that of the caller; for a block also the base that
 autograd keeps of its typed tensor, or `Parameter.data`."""

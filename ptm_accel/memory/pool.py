@@ -2,7 +2,7 @@
 
 Its parts: `Admission` grants charges and evicts, least recently used first; `Traffic` moves bytes to and from the
 backing store.
-An `Adviser` may prefetch and evict ahead of the accesses: what an access returns does not depend on that.
+Whoever knows what comes next may prefetch and evict ahead of the accesses: what they return does not depend on that.
 """
 
 from __future__ import annotations
@@ -10,23 +10,19 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.errors import DeviceBudgetError
 from ptm_accel.memory.admission import Admission
-from ptm_accel.memory.block import Adviser, Block, Extent, Part, PendingUpdates, Pin, Place, alone
+from ptm_accel.memory.block import Block, Extent, Part, Pin, Place, alone
 from ptm_accel.memory.budget import Budget, Reservation, Tag, Tier
 from ptm_accel.memory.calls import Calls
 from ptm_accel.memory.card_memory import CardMemory
 from ptm_accel.memory.copies import Keeping, close_all, settle
-from ptm_accel.memory.dispatch import keeps_results
-from ptm_accel.memory.tenants import Need, Tenants
-from ptm_accel.memory.timeline import QueuedCompute, Span, Timeline, during
+from ptm_accel.memory.tenants import Holder, Need, Tenants
+from ptm_accel.memory.timeline import QueuedCompute, Timeline
 from ptm_accel.memory.traffic import PoolStats, Traffic
 from ptm_accel.memory.transfer import BackingStore, ComputeTier
 
@@ -72,11 +68,9 @@ class Pool:
         self._begin()
 
     def _begin(self) -> None:
-        self.adviser: Adviser | None = None
-        self.pending_updates: PendingUpdates | None = None
+        self.holder: Holder | None = None
         self.copies_in = self.closed = False
         self.need = Need()
-        self._silent = False
         self._tensors: dict[int, Block] = {}
         self._held: list[Reservation] = []
         self.tenants.pools.append(self)
@@ -139,12 +133,8 @@ class Pool:
         """
         assert not tensor.place.resident and data.shape == tensor.shape and data.dtype == tensor.dtype, tensor
         with self.lock:
-            if self.pending_updates is not None:
-                self.pending_updates.before_use(tensor)
             if tensor.place is Place.ARRIVING:
                 self.admission.turn_back(tensor)
-            if (adviser := self.listener) is not None:
-                adviser.created(tensor)
             copied |= self.copies(tensor)
             # Of what torch has yet to conjugate or to negate the bytes are not the values.
             lazy = data.is_conj() or data.is_neg()
@@ -171,8 +161,6 @@ class Pool:
         """
         with self.lock:
             assert tensor.place is Place.BLANK, tensor
-            if (adviser := self.listener) is not None:
-                adviser.created(tensor)
             made = self._make(tensor).tensor
             self._settle_in(tensor, Place.DIRTY)
             return made
@@ -193,8 +181,6 @@ class Pool:
     def drop(self, tensor: Block) -> None:
         """Lets go of all bytes of `tensor`: it is blank again."""
         with self.lock:
-            if self.pending_updates is not None:
-                self.pending_updates.before_use(tensor)
             assert tensor.pins == 0, f"{tensor!r} is pinned"
             if tensor.place is Place.ARRIVING:
                 self.admission.turn_back(tensor)
@@ -220,12 +206,15 @@ class Pool:
         with self.lock:
             self._tensors.pop(id(tensor), None)
 
-    def fault(self, tensor: Block | Part, *, write: bool = False) -> torch.Tensor:
-        """Returns the tensor (of a part, all of its block) in the compute tier, brought in if it is not there.
+    def fault(
+        self, tensor: Block | Part, *, write: bool = False, begun: Callable[[Block], object] | None = None
+    ) -> torch.Tensor:
+        """The tensor (of a part, all of its block) in the compute tier, brought in if it is not there.
 
         Args:
             tensor: which one.
             write: whether the caller will change it.
+            begun: called once a load that is waited for has begun.
 
         Raises:
             BudgetError: no room can be made.
@@ -233,38 +222,21 @@ class Pool:
         """
         with self.lock:
             if isinstance(tensor, Part):
-                return tensor.of(self._fault(tensor.block, write))
-            return self._fault(tensor, write)
+                return tensor.of(self.fault(tensor.block, write=write, begun=begun))
+            if tensor.place.resident:
+                if not tensor.pins:
+                    self.eviction.touch(tensor)
+            elif tensor.place is Place.ARRIVING:
+                self.stats.hits += 1
+                self._receive(tensor)
+            else:
+                self._demand(tensor, begun)
+            if write:
+                tensor.become(Place.DIRTY)
+            assert tensor.extent is not None
+            return tensor.extent.tensor
 
-    def _fault(self, tensor: Block, write: bool) -> torch.Tensor:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            # What is made within `torch.func` is of its kind, and of no use after it.
-            with temporarily_clear_interpreter_stack():
-                return self._bring(tensor, write)
-        if torch._C._len_torch_dispatch_stack() and keeps_results():
-            with _disable_current_modes():
-                return self._bring(tensor, write)
-        return self._bring(tensor, write)
-
-    def _bring(self, tensor: Block, write: bool) -> torch.Tensor:
-        if self.pending_updates is not None:
-            self.pending_updates.before_use(tensor)
-        if (adviser := self.listener) is not None:
-            adviser.accessed(tensor, write=write)
-        if tensor.place.resident:
-            if not tensor.pins:
-                self.eviction.touch(tensor)
-        elif tensor.place is Place.ARRIVING:
-            self.stats.hits += 1
-            self._receive(tensor)
-        else:
-            self._demand(tensor)
-        if write:
-            tensor.become(Place.DIRTY)
-        assert tensor.extent is not None
-        return tensor.extent.tensor
-
-    def _demand(self, tensor: Block) -> None:
+    def _demand(self, tensor: Block, begun: Callable[[Block], object] | None) -> None:
         """Brings in a tensor that is blank or away, while the caller waits."""
         self.stats.faults += 1
         if tensor.place is Place.BLANK:
@@ -273,8 +245,8 @@ class Pool:
             return
         self._start(tensor)
         try:
-            if (adviser := self.listener) is not None:
-                adviser.awaited(tensor)
+            if begun is not None:
+                begun(tensor)
         except BaseException:
             if tensor.place is Place.ARRIVING:
                 self.admission.turn_back(tensor)
@@ -327,8 +299,6 @@ class Pool:
         with self.lock:
             if tensor.place is not Place.AWAY:
                 return tensor.place is not Place.BLANK
-            if self.pending_updates is not None and self.pending_updates.elsewhere(tensor):
-                return False
             if tensor.slot_bytes > self.budget.free_bytes:
                 self.admission.released.collect()
             if tensor.slot_bytes > self.budget.free_bytes:
@@ -342,16 +312,15 @@ class Pool:
                 self.eviction.touch(tensor)
             return True
 
-    def pin(self, tensor: Block | Part, *, write: bool = False) -> Pin:
+    def pin(self, tensor: Block | Part, *, write: bool = False, begun: Callable[[Block], object] | None = None) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""
-        part = None
-        if isinstance(tensor, Part):
-            part, tensor = tensor, tensor.block
+        part, block = (tensor, tensor.block) if isinstance(tensor, Part) else (None, tensor)
         with self.lock:
-            self._fault(tensor, write)
-            tensor.pins += 1
-            self.eviction.take(tensor)
-            return Pin(self, tensor, part)
+            if write or not block.place.resident:
+                self.fault(block, write=write, begun=begun)
+            block.pins += 1
+            self.eviction.take(block)
+            return Pin(self, block, part)
 
     def pin_arriving(self, tensor: Block) -> Pin:
         """Pins a tensor whose prefetch is under way; its bytes can be read after `fault`."""
@@ -409,21 +378,6 @@ class Pool:
             tensor.occupant.arrived(new.tensor)
         self.admission.released.add(old.octets, old.buffer, old.reservation)
 
-    @property
-    def listener(self) -> Adviser | None:
-        """The adviser, unless it is told of nothing now (`unadvised`)."""
-        return None if self._silent else self.adviser
-
-    @contextmanager
-    def unadvised(self) -> Iterator[None]:
-        """Hides accesses from the adviser while it lasts: those of an update are no part of a pass."""
-        before, self._silent = self._silent, True
-        try:
-            with during(self.timeline, Span.BESIDE):
-                yield
-        finally:
-            self._silent = before
-
     def flush(self, tensor: Block) -> None:
         """Makes the backing store hold the newest bytes of a resident tensor; it stays resident."""
         with self.lock:
@@ -441,9 +395,6 @@ class Pool:
         if isinstance(tensor, Part):
             return alone(tensor.of(self.snapshot(tensor.block)))
         with self.lock:
-            if self.pending_updates is not None:
-                # Snapshots are taken of many, and those that are kept leave little room to work in.
-                self.pending_updates.finish()
             if tensor.place is Place.BLANK:
                 return torch.full((), tensor.fill, dtype=tensor.dtype).expand(tensor.shape)
             if tensor.place is Place.ARRIVING:
@@ -474,8 +425,7 @@ class Pool:
             if self.closed:
                 return
             self.closed = True
-            pending_updates, self.pending_updates = self.pending_updates, None
-            steps: list[Callable[[], object]] = [] if pending_updates is None else [pending_updates.give_up]
+            steps: list[Callable[[], object]] = [] if self.holder is None else [self.holder.give_up]
             steps += [partial(self.drop, tensor) for tensor in self._tensors.values()]
             steps += [partial(_release, held) for held in self._held]
             self.tenants.pools.remove(self)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptm_accel.memory.block import Block, PendingUpdates
+from ptm_accel.memory.block import Block
 from ptm_accel.memory.budget import Budget
 
 
@@ -34,11 +34,23 @@ class Need:
     away_bytes: int = 0
 
 
+class Holder(Protocol):
+    """Work that is still to be done with a pool's blocks, and holds memory for it."""
+
+    def give_way(self) -> bool:
+        """Does some of it, to free memory; False if there is none."""
+        ...
+
+    def give_up(self) -> None:
+        """Drops all of it: the pool closes."""
+        ...
+
+
 class Tenant(Protocol):
     """A pool over the tiers."""
 
     need: Need
-    pending_updates: PendingUpdates | None
+    holder: Holder | None
 
     def tensors(self) -> Iterator[Block]:
         """All living paged tensors."""
@@ -90,4 +102,4 @@ class Tenants:
 
     def give_way(self) -> bool:
         """Makes a pending update of one of the models that holds memory; False if there is none."""
-        return any(pool.pending_updates is not None and pool.pending_updates.give_way() for pool in self.pools)
+        return any(pool.holder is not None and pool.holder.give_way() for pool in self.pools)

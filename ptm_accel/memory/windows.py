@@ -79,8 +79,6 @@ class Windows:
         window = Window(source, start, stop)
         tensor, start, stop = window.source, window.start, window.stop
         with pool.lock:
-            if pool.pending_updates is not None:
-                pool.pending_updates.before_use(tensor)
             if tensor.place is Place.ARRIVING:
                 # Pinned for each window: another may be closed before this one is ready.
                 window.pin = pool.pin_arriving(tensor)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.assignments import assign, take_in
 from ptm_accel.model.forwards import Forwards
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Accesses:
     """Answers of the engine to an `AwayParameter`.
 
     Args:
-        pool: where the parameters live.
+        executor: serves accesses.
         slots: the model's slots.
         forwards: those that are under way.
 
@@ -35,12 +35,13 @@ class Accesses:
         snapshots_of: modules with a hook that puts the values into their state dictionaries.
     """
 
-    def __init__(self, pool: Pool, slots: SlotTable, forwards: Forwards) -> None:
+    def __init__(self, executor: Executor, slots: SlotTable, forwards: Forwards) -> None:
         self.outside: Callable[[], object] | None = None
         self.gradient_of: Callable[[ParamSlot], torch.Tensor | None] | None = None
         self.set_gradient_of: Callable[[ParamSlot, torch.Tensor | None], None] | None = None
         self.snapshots_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._pool = pool
+        self._executor = executor
+        self._pool = executor.pool
         self._slots = slots
         self._forwards = forwards
         self._told = False
@@ -70,7 +71,7 @@ class Accesses:
             saved = None
             if torch.is_grad_enabled() and not within:
                 saved = self._forwards.saved.cover(together=self._forwards.is_owned(slot))
-            with self._pool.pin(slot.value) as tensor, saved or nullcontext():
+            with self._executor.pin(slot.value) as tensor, saved or nullcontext():
                 if changes:
                     slot.changed()
                 slot.show()

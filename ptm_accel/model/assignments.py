@@ -42,7 +42,7 @@ def assign(slot: ParamSlot, data: torch.Tensor, *, alone: bool = False) -> None:
         _reshape(slot, data.detach())
         return
     with slot.pool.lock:
-        with slot.pool.pin(slot.value) as values:
+        with slot.executor.pin(slot.value) as values:
             same = _is_same(data, values)
             del values
         if same:
@@ -50,7 +50,7 @@ def assign(slot: ParamSlot, data: torch.Tensor, *, alone: bool = False) -> None:
             slot.changed()
             return
         _leave_to_viewers(slot, alone=alone)
-        with slot.pool.pin(slot.value, write=True) as values:
+        with slot.executor.pin(slot.value, write=True) as values:
             values.copy_(data.detach())
         slot.generation += 1
         slot.changed()
@@ -76,10 +76,10 @@ def take_in(slots: Iterable[ParamSlot], *, alone: bool = False) -> None:
 
 
 def _given(slot: ParamSlot) -> torch.Tensor | None:
-    """Returns what a parameter was given, or None; it has the data on its pages again, which counts as changed."""
-    if slot.pool.pending_updates is not None:
+    """What a parameter was given; it has the data on its pages again, which counts as changed. None if nothing."""
+    if slot.executor.pending_updates is not None:
         # Until then it has a placeholder.
-        slot.pool.pending_updates.before_use(slot.value.block)
+        slot.executor.pending_updates.before_use(slot.value.block)
     given, values = slot.data, slot.resident()
     slot.changed()
     if _is_same(given, values):
@@ -102,18 +102,18 @@ def _leave_to_viewers(slot: ParamSlot, *, alone: bool) -> None:
     Raises:
         BudgetError: no room for other memory.
     """
-    pool, value = slot.pool, slot.value
+    executor, pool, value = slot.executor, slot.pool, slot.value
     if not value.block.viewed:
         return
     if value.alone or value.block.pins or not alone:
-        with pool.pin(value, write=True):
+        with executor.pin(value, write=True):
             pool.leave_to_viewers(value.block)
         return
     own = ParamGroup(slot.name, [value.shape], movable=slot.group.movable).part(0, "", Tag.PARAM, value.dtype, pool)
     try:
-        pool.make(own.block)
+        executor.make(own.block)
     except BaseException:
-        pool.forget(own)
+        executor.forget(own)
         raise
     slot.move_to(own)
 
@@ -129,27 +129,28 @@ def regroup(slots: Iterable[ParamSlot]) -> list[ParamSlot]:
 
 def _is_back(slot: ParamSlot) -> bool:
     """Moves values back into the block of their group, if nobody views it and there is room."""
-    pool, own, part, windows = slot.pool, slot.value, slot.group_part, Windows(slot.pool)
-    with pool.lock, pool.unadvised():
+    executor, pool, own, part, windows = slot.executor, slot.pool, slot.value, slot.group_part, Windows(slot.pool)
+    with pool.lock, executor.aside():
         resident = own.place.resident and part.place.resident
         room = resident or pool.admission.available_bytes() >= 2 * own.block.slot_bytes
         if own.block.pins or part.block.pins or part.block.viewed or not room:
             return False
         # Not the whole block, if it is away.
+        executor.update_first(part.block)
         window = windows.open(part, 0, part.numel, reads=False)
         try:
-            with pool.pin(own) as values:
+            with executor.pin(own) as values:
                 windows.ready(window).copy_(values.view(-1))
         finally:
             windows.close(window, wrote=True)
         slot.move_to(part)
-        pool.forget(own)
+        executor.forget(own)
     return True
 
 
 def _reshape(slot: ParamSlot, data: torch.Tensor) -> None:
     """Moves a parameter to a group of its own, with values of another shape."""
-    value, pool = slot.value, slot.pool
+    value, executor, pool = slot.value, slot.executor, slot.pool
     if slot.on_pages:
         slot.accesses.let_go()
     if value.block.pins:
@@ -160,8 +161,8 @@ def _reshape(slot: ParamSlot, data: torch.Tensor) -> None:
     # Refused before the old values are dropped.
     pool.admission.reserve(data.nbytes, Tag.PARAM, slot.name).release()
     slot.give_up_part()
-    pool.forget(value)
+    executor.forget(value)
     slot.become_member(ParamGroup(slot.name, [data.shape], movable=slot.group.movable), value.dtype)
-    pool.adopt(slot.value.block, data, copied=True)
+    executor.adopt(slot.value.block, data, copied=True)
     slot.generation += 1
     slot.changed()

@@ -10,7 +10,6 @@ from torch import nn
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.block import Part, placeholder
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.gradients import refuse_sparse
@@ -18,6 +17,7 @@ from ptm_accel.model.grouping import groups_of
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 
 _WRAPPERS = {
     "DeepSpeedEngine": "DeepSpeed",
@@ -101,7 +101,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 def take_parameters(
     model: nn.Module,
-    pool: Pool,
+    executor: Executor,
     slots: SlotTable,
     table: ExtentTable,
     *,
@@ -114,7 +114,7 @@ def take_parameters(
 
     Args:
         model: the model.
-        pool: where the pages are.
+        executor: serves accesses.
         slots: gets the slots, under every name of a tied parameter.
         table: for the slots.
         small: parameters below this many bytes never leave the compute tier.
@@ -136,8 +136,8 @@ def take_parameters(
             group, value = paged[param]
             group.rename(new[param])
         else:
-            value = group.part(member, "", Tag.PARAM, param.dtype, pool)
-        made[param] = ParamSlot(new[param], param, group, member, value, pool, table)
+            value = group.part(member, "", Tag.PARAM, param.dtype, executor.pool)
+        made[param] = ParamSlot(new[param], param, group, member, value, executor, table)
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.numel():
             slots.put(name, made.get(param) or slots.of(param) or known.of(param))  # type: ignore[union-attr,arg-type]

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 
 Outline = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
 """The parameters of a model under all their names, in order: name, identity, shape, type."""
@@ -40,20 +40,20 @@ class Changes:
 
 
 def changes_of(
-    model: nn.Module, known: SlotTable, pool: Pool, table: ExtentTable, *, small: int, group_bytes: int = 0
+    model: nn.Module, known: SlotTable, executor: Executor, table: ExtentTable, *, small: int, group_bytes: int = 0
 ) -> Changes:
     """Compares a model with what is on pages; changes neither.
 
     Args:
         model: the model, or what wraps or replaces it now.
         known: the parameters that are on pages.
-        pool: where the pages are.
+        executor: serves accesses.
         table: for new slots.
         small: parameters below this many bytes never leave the compute tier.
         group_bytes: the most that the values of a group of several new parameters take.
     """
     slots = SlotTable()
-    new = take_parameters(model, pool, slots, table, small=small, paged={}, group_bytes=group_bytes, known=known)
+    new = take_parameters(model, executor, slots, table, small=small, paged={}, group_bytes=group_bytes, known=known)
     return Changes(slots, new, [slot for slot in known if slots.of(slot.param) is None])
 
 

@@ -16,10 +16,10 @@ import torch
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.timeline import Mark
 from ptm_accel.model.clock import Clock
 from ptm_accel.model.route import Route
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.trace import Recorder, Use
 from ptm_accel.schedule.updates import UpdateTiming
@@ -64,7 +64,7 @@ class Following:
     """An `ptm_accel.memory.block.Adviser` that records each access, and executes the plan of a pass.
 
     Args:
-        pool: the pool whose accesses are followed.
+        executor: serves accesses.
         clock: times them.
 
     Attributes:
@@ -72,10 +72,11 @@ class Following:
         beside: pending updates, which are advanced at each access.
     """
 
-    def __init__(self, pool: Pool, clock: Clock) -> None:
+    def __init__(self, executor: Executor, clock: Clock) -> None:
         self.departures = 0
         self.beside: Beside | None = None
-        self._pool = pool
+        self._executor = executor
+        self._pool = executor.pool
         self._clock = clock
         self._tensors: dict[str, Block] = {}
         # The running pass.
@@ -104,7 +105,7 @@ class Following:
         self._marks = []
         self._coming.clear()
         self._going.clear()
-        self._pool.adviser = None
+        self._executor.plan = None
 
     # ---- accesses --------------------------------------------------------------------------------------------
 

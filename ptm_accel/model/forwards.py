@@ -23,7 +23,6 @@ from torch import nn
 
 from ptm_accel.memory.block import Pin
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.assignments import regroup, take_in
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
@@ -33,6 +32,7 @@ from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 
 _CALL = nn.Module._call_impl.__code__
 """Code that is on the stack while a module is being called."""
@@ -95,7 +95,7 @@ class Forwards:
     """Begins and ends the forwards of a model's modules.
 
     Args:
-        pool: where the parameters live.
+        executor: serves accesses.
         slots: the model's slots.
         table: finds the slot of a storage.
         regions: the model's compiled regions.
@@ -112,10 +112,10 @@ class Forwards:
         ended: called after an outermost forward with gradients.
     """
 
-    def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable, regions: CompiledRegions) -> None:
-        self.casts = CastCache(pool, slots, table)
+    def __init__(self, executor: Executor, slots: SlotTable, table: ExtentTable, regions: CompiledRegions) -> None:
+        self.casts = CastCache(executor.pool, slots, table)
         self.saved = SavedTensors(table)
-        self.run_ahead = RunAhead(pool)
+        self.run_ahead = RunAhead(executor)
         self.root: nn.Module | None = None
         self.owner: object = None
         self.hooked: weakref.WeakKeyDictionary[nn.Module, Handles] = weakref.WeakKeyDictionary()
@@ -125,7 +125,8 @@ class Forwards:
         self.between: Callable[[], object] | None = None
         self.beginning: Callable[[], object] | None = None
         self.ended: Callable[[], object] | None = None
-        self._pool = pool
+        self._executor = executor
+        self._pool = executor.pool
         self._slots = slots
         self._regions = regions
         self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[list[ParamSlot], set[nn.Module]]]
@@ -271,7 +272,7 @@ class Forwards:
             shows = self._shows(module)
             for slot in self._used_by(module):
                 if slot.group.movable:
-                    frame.pins.append(self._pool.pin(slot.value))
+                    frame.pins.append(self._executor.pin(slot.value))
                 if shows:
                     frame.shown.append(slot)
                     slot.show()
@@ -304,7 +305,7 @@ class Forwards:
                 return False
         self._pool.admission.glance()
         for block in dict.fromkeys([slot.value.block for slot in slots if slot.group.movable]):
-            frame.pins.append(self._pool.pin(block))
+            frame.pins.append(self._executor.pin(block))
         for slot in slots:
             frame.shown.append(slot)
             slot.show()
@@ -359,7 +360,7 @@ class Forwards:
     def _enter_region(self, frame: _RunningForward, region: Region, entered: nn.Module | None) -> None:
         for slot in region.slots:
             if slot.group.movable:
-                frame.pins.append(self._pool.pin(slot.value))
+                frame.pins.append(self._executor.pin(slot.value))
             frame.shown.append(slot)
             slot.show()
         frames = self._running.frames

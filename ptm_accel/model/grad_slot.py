@@ -16,10 +16,10 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.block import Part, Place, placeholder
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.norms import NORM_TYPE, Norms, is_narrow
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 
 
@@ -54,7 +54,7 @@ class GradSlot:
 
     Args:
         slot: the parameter.
-        pool: where gradients live.
+        executor: serves accesses.
         norms: takes its norm; where that is in fp32, so are sums of several gradients, although the parameter is
             narrower (fp32 master weights).
 
@@ -64,14 +64,15 @@ class GradSlot:
         used: whether a step has consumed a sum since `zero_grad`: torch would still have it.
     """
 
-    __slots__ = ("_norm", "_norm_type", "_norms", "_pool", "_view", "slot", "spent", "used", "value")
+    __slots__ = ("_executor", "_norm", "_norm_type", "_norms", "_pool", "_view", "slot", "spent", "used", "value")
 
-    def __init__(self, slot: ParamSlot, pool: Pool, norms: Norms) -> None:
+    def __init__(self, slot: ParamSlot, executor: Executor, norms: Norms) -> None:
         self.slot = slot
         self.value: Part | None = None
         self.spent = self.used = False
         self._view: weakref.ref[AwayGradient] | None = None
-        self._pool = pool
+        self._executor = executor
+        self._pool = executor.pool
         self._norms = norms
         self._norm: torch.Tensor | None = None
         self._norm_type = NORM_TYPE
@@ -88,14 +89,14 @@ class GradSlot:
             value = self.paged(gradient.dtype)
             self._hold(value)
             if value.alone:
-                self._pool.adopt(value.block, gradient, copied=held)
+                self._executor.adopt(value.block, gradient, copied=held)
             else:
-                write_first(self._pool, value, gradient)
+                write_first(self._executor, value, gradient)
                 # The block may have left before that, and taken a norm of what was there.
                 self._norm = None
             return
         self.widen()
-        with self._pool.pin(self.value, write=True) as total:
+        with self._executor.pin(self.value, write=True) as total:
             # The norm may have been taken by an eviction just before.
             self._norm = None
             total.add_(gradient)
@@ -105,7 +106,7 @@ class GradSlot:
         if self.widens:
             narrow = self.value
             assert narrow is not None
-            with self._pool.pin(narrow) as total:
+            with self._executor.pin(narrow) as total:
                 wide = self._copied(total, torch.float32)
             self.drop()
             self._hold(wide)
@@ -123,9 +124,9 @@ class GradSlot:
     def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> Part:
         copy = self.paged(dtype)
         try:
-            write_first(self._pool, copy, source)
+            write_first(self._executor, copy, source)
         except BaseException:
-            self._pool.forget(copy)
+            self._executor.forget(copy)
             raise
         return copy
 
@@ -159,7 +160,7 @@ class GradSlot:
                     "was carried out during backward. Set update='blocking'."
                 )
             self._norm_type = norm_type
-            with self._pool.pin(self.value) as total:
+            with self._executor.pin(self.value) as total:
                 self._norm = self._norms.of(total, norm_type)
         return self._norm
 
@@ -176,7 +177,7 @@ class GradSlot:
 
     def hand_over(self) -> GradSlot:
         """Moves the sum to a new slot for an update; the next gradient starts a new sum."""
-        other = GradSlot(self.slot, self._pool, self._norms)
+        other = GradSlot(self.slot, self._executor, self._norms)
         other.value, self.value = self.value, None
         self._end_view()
         self._norm, self.used = None, True
@@ -208,7 +209,7 @@ class GradSlot:
             self._hold(value)
             if value.block.place is not Place.BLANK:
                 # Otherwise zeros take no memory until something is added to them.
-                self._pool.fault(value, write=True).zero_()
+                self._executor.fault(value, write=True).zero_()
                 self._norm = None
 
     # ---- what `p.grad` shows ------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ class GradSlot:
         """The sum, in the parameter's dtype; in-place changes to it are kept."""
         assert self.value is not None
         narrow = self.slot.value.dtype
-        with self._pool.calls.during(Call.ACCESS, self._pool), self._pool.pin(self.value, write=True) as total:
+        with self._pool.calls.during(Call.ACCESS, self._pool), self._executor.pin(self.value, write=True) as total:
             shown = total.detach() if total.dtype == narrow else total.to(narrow)
             version = shown._version
             yield shown
@@ -256,16 +257,16 @@ class GradSlot:
             self._end_view()
             value, self.value = self.value, None
             self._let_go(value)
-            self._pool.forget(value)
+            self._executor.forget(value)
 
 
-def write_first(pool: Pool, value: Part, source: torch.Tensor) -> None:
+def write_first(executor: Executor, value: Part, source: torch.Tensor) -> None:
     """Writes the first values of a part of a block."""
     if value.block.place is Place.BLANK and len(value.used) == 1:
         # The rest of the block belongs to nobody yet. What others have of a blank block are zeros (`GradSlot.zero`).
-        value.of(pool.make(value.block)).copy_(source)
+        value.of(executor.make(value.block)).copy_(source)
     else:
-        pool.fault(value, write=True).copy_(source)
+        executor.fault(value, write=True).copy_(source)
 
 
 def _take_over(total: torch.Tensor, shown: torch.Tensor) -> None:

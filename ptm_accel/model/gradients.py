@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.away import AwayGradient, bare
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.host_gradients import HostGradients
 from ptm_accel.model.norms import Norms
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Gradients:
 
     Args:
         slots: the trainable parameters.
-        pool: where gradients live.
+        executor: serves accesses.
         wide: norms and sums of gradients are in fp32 (fp32 master weights).
 
     Attributes:
@@ -61,11 +61,12 @@ class Gradients:
         looking: called before user code reads or sets a gradient.
     """
 
-    def __init__(self, slots: list[ParamSlot], pool: Pool, wide: bool) -> None:
-        self._pool = pool
-        self.norms = Norms(pool, wide)
-        self.on_host = HostGradients(pool)
-        self._by_param = {id(s.param): GradSlot(s, pool, self.norms) for s in slots}
+    def __init__(self, slots: list[ParamSlot], executor: Executor, wide: bool) -> None:
+        self._executor = executor
+        self._pool = executor.pool
+        self.norms = Norms(executor, wide)
+        self.on_host = HostGradients(executor)
+        self._by_param = {id(s.param): GradSlot(s, executor, self.norms) for s in slots}
         self._arrival_bytes = max((s.value.nbytes for s in slots), default=0)
         self._arrival: Reservation | None = None
         self._hooks: list[RemovableHandle] = []
@@ -139,7 +140,7 @@ class Gradients:
         for param in frozen:
             param.requires_grad_(True)
         try:
-            self._by_param |= {id(slot.param): GradSlot(slot, self._pool, self.norms) for slot in new}
+            self._by_param |= {id(slot.param): GradSlot(slot, self._executor, self.norms) for slot in new}
             self._watch(new)
         finally:
             for param in frozen:
@@ -279,7 +280,7 @@ class Gradients:
             # In the dtype of the update, so that no number depends on when gradients are read.
             grad.widen()
             assert grad.value is not None
-            with self._pool.pin(grad.value, write=True) as total:
+            with self._executor.pin(grad.value, write=True) as total:
                 total.mul_(coefficient)
             grad.changed()
 

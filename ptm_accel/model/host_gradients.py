@@ -15,8 +15,8 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.block import Block, Part, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.host_store import HostStore
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.grad_slot import GradSlot, write_first
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 
 MORE_SUFFIX = f"{GRAD_SUFFIX}.more"
@@ -30,17 +30,19 @@ class HostGradients:
     """Collects the gradients of a backward that are added on the CPU.
 
     Args:
-        pool: where gradients live.
+        executor: serves accesses.
 
     Attributes:
         expected: tells, before a forward and its backward, whether more gradients follow before the step.
         open: whether `take` may take some.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.expected: Callable[[], bool] = lambda: False
-        self._pool = pool
-        self._backing = pool.backing if isinstance(pool.backing, HostStore) else None
+        self._executor = executor
+        self._pool = executor.pool
+        backing = executor.pool.backing
+        self._backing = backing if isinstance(backing, HostStore) else None
         self.open = False
         # What has arrived for the sums of a block, until all of it has.
         self._coming: dict[Block, dict[GradSlot, Part]] = {}
@@ -82,9 +84,9 @@ class HostGradients:
             return False
         part = grad.slot.group.part(grad.slot.member, MORE_SUFFIX, Tag.GRAD, gradient.dtype, self._pool)
         try:
-            write_first(self._pool, part, gradient)
+            write_first(self._executor, part, gradient)
         except BaseException:
-            self._pool.forget(part)
+            self._executor.forget(part)
             raise
         grad.changed()
         coming = self._coming.setdefault(block, {})
@@ -124,13 +126,13 @@ class HostGradients:
                 return
             block.stores.append(added)
             for part in self._coming.pop(block).values():
-                pool.forget(part)
+                self._executor.forget(part)
 
     def _fold(self, block: Block) -> None:
         """Adds what has arrived on the device."""
         for grad, part in self._coming.pop(block).items():
             assert grad.value is not None
-            with self._pool.pin(part) as more, self._pool.pin(grad.value, write=True) as total:
+            with self._executor.pin(part) as more, self._executor.pin(grad.value, write=True) as total:
                 total.add_(more)
             grad.changed()
-            self._pool.forget(part)
+            self._executor.forget(part)

@@ -8,7 +8,7 @@ import torch
 
 from ptm_accel.memory.block import Block
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.pool import Pool
+from ptm_accel.runtime.executor import Executor
 
 NORM_TYPE = 2.0
 
@@ -26,13 +26,14 @@ class Norms:
     same bits. So there may be room for such a copy.
 
     Args:
-        pool: where the room is taken from.
+        executor: serves accesses.
         wide: norms of narrower gradients are computed in fp32 (they belong to fp32 masters).
     """
 
-    def __init__(self, pool: Pool, wide: bool) -> None:
+    def __init__(self, executor: Executor, wide: bool) -> None:
         self.wide = wide
-        self._pool = pool
+        self._executor = executor
+        self._pool = executor.pool
         self._room: Block | None = None
         # Gradients leave, and have their norms taken then, in whichever thread makes room.
         self._lock = threading.Lock()
@@ -47,7 +48,7 @@ class Norms:
         if nbytes:
             # A tensor like any other, so that it ends with the pool.
             room = self._pool.create("norms of gradients", Tag.GRAD, torch.Size([nbytes]), torch.uint8, movable=False)
-            self._pool.make(room)
+            self._executor.make(room)
             self._room = room
 
     def release(self) -> None:
@@ -55,7 +56,7 @@ class Norms:
         with self._lock:
             room, self._room = self._room, None
         if room is not None:
-            self._pool.forget(room)
+            self._executor.forget(room)
 
     def of(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Returns the norm of one gradient.

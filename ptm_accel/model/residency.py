@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.accesses import Accesses
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.compiled import CompiledRegions
 from ptm_accel.model.forwards import Forwards
 from ptm_accel.model.hooks import Hook, RootHook
 from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.runtime.executor import Executor
 
 _LIBRARIES = ("torch.", "transformers.", "peft.")
 """Packages whose modules do not write to weights through `.data` in their own forwards, which torch does not count.
@@ -22,7 +22,7 @@ class Residency:
     """Keeps parameters in the compute tier while they are used.
 
     Args:
-        pool: where the parameters live.
+        executor: serves accesses.
         slots: the model's slots.
         table: finds the slot of a storage.
 
@@ -32,11 +32,11 @@ class Residency:
         accesses: serves uses of parameters and gradients outside of forwards.
     """
 
-    def __init__(self, pool: Pool, slots: SlotTable, table: ExtentTable) -> None:
+    def __init__(self, executor: Executor, slots: SlotTable, table: ExtentTable) -> None:
         self.slots = slots
         self.regions = CompiledRegions(self)
-        self.forwards = Forwards(pool, slots, table, self.regions)
-        self.accesses = Accesses(pool, slots, self.forwards)
+        self.forwards = Forwards(executor, slots, table, self.regions)
+        self.accesses = Accesses(executor, slots, self.forwards)
 
     def install(self, model: nn.Module) -> None:
         """Puts forward hooks on modules that own parameters, and on modules around them, which may read some."""

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.block import Block
-from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.timeline import Moment
 from ptm_accel.model.clock import clock_of
 from ptm_accel.model.following import Following
 from ptm_accel.model.gradients import Sums
 from ptm_accel.model.route import Ended, Route
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.standing import describe
 from ptm_accel.schedule.tally import Tally
@@ -50,7 +50,7 @@ class RunAhead(Following):
     """The pool's adviser (`ptm_accel.memory.block.Adviser`) while a model runs.
 
     Args:
-        pool: whose accesses are followed.
+        executor: serves accesses.
 
     Attributes:
         enabled: whether plans are carried out; without them the pool pages on demand, with the same results.
@@ -70,7 +70,7 @@ class RunAhead(Following):
         overwritten: the parameters that updates write without reading them.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.enabled = True
         self.sums: Callable[[], Sums] = lambda: Sums.NONE
         self.in_backward: Callable[[], bool] = lambda: False
@@ -82,7 +82,7 @@ class RunAhead(Following):
         self.rated_update_s = 0.0
         self.tally = Tally()
         self.evaluation: Callable[[bool], None] = lambda evaluates: None
-        super().__init__(pool, clock_of(pool, self.tally))
+        super().__init__(executor, clock_of(executor.pool, self.tally))
         self.updates: dict[str, list[Item]] = {}
         self.overwritten: Collection[str] = ()
         self._on_host: Collection[str] = ()
@@ -126,7 +126,7 @@ class RunAhead(Following):
         self._route, self._position, self._strays = route, 0, 0
         if route is not None:
             self._ask_for_absent(route)
-        self._pool.adviser = self
+        self._executor.plan = self
 
     def _when_updated(self, kind: Hashable, sums: Sums) -> UpdateTiming:
         """Returns when the updates run that concern the next pass, if it is one of this kind."""

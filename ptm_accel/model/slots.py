@@ -12,11 +12,10 @@ from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.block import Block, Part, Place, alone, placeholder
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.copied import copied
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model import away
 from ptm_accel.model.away import AwayParameter, Uses
 from ptm_accel.model.groups import ParamGroup
+from ptm_accel.runtime.executor import Executor
 
 
 class Members(Protocol):
@@ -57,6 +56,7 @@ class ParamSlot:
         member: its number there.
         group_part: its part of the block of the group's values.
         value: the part that has its values: that, or a block of its own (`ptm_accel.model.assignments`).
+        executor: serves accesses.
         pool: where they are.
         generation: counts updates, so that a backward through an older forward is an error.
         shown: how many uses of the values are under way in which it is an ordinary parameter (`show`).
@@ -70,6 +70,7 @@ class ParamSlot:
         "_version",
         "_writes",
         "address",
+        "executor",
         "generation",
         "group",
         "group_part",
@@ -88,7 +89,7 @@ class ParamSlot:
         group: ParamGroup,
         member: int,
         value: Part,
-        pool: Pool,
+        executor: Executor,
         table: Addresses,
     ) -> None:
         self.name = name
@@ -101,7 +102,8 @@ class ParamSlot:
         self._accesses: weakref.ref[Uses] | None = None
         self._writes = 0
         self._version = param._version
-        self.pool = pool
+        self.executor = executor
+        self.pool = executor.pool
         self._table = table
         self.shown = 0
         # Cached: making one takes longer than loading a small parameter.
@@ -133,14 +135,14 @@ class ParamSlot:
         Raises:
             BudgetError: no room for it.
         """
-        value, pool = self.value, self.pool
+        value, executor = self.value, self.executor
         # No name here may hold the data: what moves away at once must also be freed at once.
         if value.alone:
-            pool.adopt(value.block, self.param.data)
+            executor.adopt(value.block, self.param.data)
         elif value.block.place is Place.BLANK:
-            value.of(pool.make(value.block)).copy_(self.param.data)
+            value.of(executor.make(value.block)).copy_(self.param.data)
         else:
-            pool.fault(value, write=True).copy_(self.param.data)
+            executor.fault(value, write=True).copy_(self.param.data)
 
     def take_over(self, read: Part) -> None:
         """Moves values that are on pages elsewhere to the parameter's own part.
@@ -148,11 +150,15 @@ class ParamSlot:
         Raises:
             BudgetError: no room for them.
         """
-        value, pool = self.value, self.pool
-        with pool.pin(read) as values:
-            into = value.of(pool.make(value.block)) if value.place is Place.BLANK else pool.fault(value, write=True)
+        value, executor = self.value, self.executor
+        with executor.pin(read) as values:
+            into = (
+                value.of(executor.make(value.block))
+                if value.place is Place.BLANK
+                else executor.fault(value, write=True)
+            )
             into.copy_(values)
-        pool.forget(read)
+        executor.forget(read)
 
     @property
     def accesses(self) -> Uses:
@@ -240,7 +246,7 @@ class ParamSlot:
         """The part of the block is this parameter's no more; the caller forgets the part that has the values."""
         self._members().remove(self)
         if self.apart:
-            self.pool.forget(self.group_part)
+            self.executor.forget(self.group_part)
             self.group_part = self.value
 
     @property
@@ -354,11 +360,11 @@ class ParamSlot:
     def copied(self) -> torch.Tensor:
         """Returns a copy of the values in ordinary memory of the compute tier's device; loads and evicts nothing."""
         with self.pool.calls.during(Call.ACCESS, self.pool):
-            return copied(self.pool, self.value, self.pool.compute.device)
+            return self.executor.copied(self.value, self.pool.compute.device)
 
     def cast(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a copy of a view of the values in `dtype`, charged as long as it lives."""
-        with self.pool.pin(self.value) as values:
+        """A copy of a view of the values in `dtype`, charged as long as it lives."""
+        with self.executor.pin(self.value) as values:
             view = values.detach().as_strided(shape, strides, values.storage_offset() + offset)
             with self.pool.admission.charged(view.numel() * dtype.itemsize, Tag.CAST, self.name) as keep:
                 copy = view.to(dtype)
@@ -367,13 +373,13 @@ class ParamSlot:
 
     def write(self, values: torch.Tensor) -> None:
         """Gives the parameter other values, between two steps."""
-        with self.pool.pin(self.value, write=True) as pages:
+        with self.executor.pin(self.value, write=True) as pages:
             pages.copy_(values)
         self.generation += 1
 
     def fetch(self, *, write: bool = False) -> torch.Tensor:
-        """Returns the values in the compute tier."""
-        return self.pool.fault(self.value, write=write)
+        """The values in the compute tier."""
+        return self.executor.fault(self.value, write=write)
 
 
 def same_place(one: torch.device, other: torch.device) -> bool:

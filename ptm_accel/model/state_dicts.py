@@ -19,17 +19,17 @@ from torch.utils.hooks import RemovableHandle
 
 from ptm_accel.memory.block import alone
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.hooks import Hook
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 
 
 class StateDictHooks:
     """Hooks that make `state_dict` of a paged model right.
 
     Args:
-        pool: where the parameters live.
+        executor: serves accesses.
         slots: the model's parameters.
 
     Attributes:
@@ -37,8 +37,9 @@ class StateDictHooks:
         modules: the modules that have the hooks.
     """
 
-    def __init__(self, pool: Pool, slots: SlotTable) -> None:
-        self._pool = pool
+    def __init__(self, executor: Executor, slots: SlotTable) -> None:
+        self._executor = executor
+        self._pool = executor.pool
         self._slots = slots
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
@@ -103,7 +104,7 @@ class StateDictHooks:
         if given is not None and any(value is given for value in state_dict.values()):
             return given
         self._slots.given.take_over(slot, lets_go=False)
-        values = alone(self._pool.snapshot(slot.value))
+        values = alone(self._executor.snapshot(slot.value))
         if slot.value.block.extent is not None and values.data_ptr() == slot.address:
             # A write to it is a write to the model, as in plain torch.
             slot.changed()

@@ -11,7 +11,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.calls import Call
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.run_ahead import RunAhead
@@ -27,6 +26,7 @@ from ptm_accel.optim.step_gradients import StepGradients
 from ptm_accel.optim.support import is_elementwise, optimizer_memory_of, switches_of
 from ptm_accel.optim.units import by_block
 from ptm_accel.optim.updates import Updates
+from ptm_accel.runtime.executor import Executor
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -40,7 +40,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         inner: the user's optimizer, made over the model's own parameters.
         slots: the model's parameters.
         gradients: their gradients.
-        pool: where everything lives.
+        executor: serves accesses.
         master_weights: keep an fp32 master of every narrower parameter, and update that.
         window_bytes: see `ComputeUpdates`.
         batch_bytes: see `ComputeUpdates`.
@@ -69,7 +69,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         slots: SlotTable,
         gradients: Gradients,
-        pool: Pool,
+        executor: Executor,
         *,
         master_weights: bool,
         window_bytes: int,
@@ -94,19 +94,19 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self._optimizer_memory_of = partial(optimizer_memory_of, inner, state_tensors=state_tensors)
         self.optimizer_memory = self._optimizer_memory_of()
-        self._pool = pool
+        self._pool = pool = executor.pool
         self._run_ahead = run_ahead
         self._may_overlap = overlap
         self._grown = grown
         self._stepped = stepped
         self._elementwise = is_elementwise(inner)
-        self._states = States(inner, slots, pool, masters=master_weights)
+        self._states = States(inner, slots, executor, masters=master_weights)
         self.others = self._states.others
         self._threads = CoreThreads("ptm_accel arithmetic")
         self._compute = ComputeUpdates(inner, pool, self.optimizer_memory, window_bytes, batch_bytes, self._threads)
         self.on_host = OnHost(self._compute, run_ahead.updates_on_host, run_ahead.spent_on_host)
         self.updates = Updates(self._compute, self.on_host, self._states, run_ahead)
-        self.gradients = StepGradients(inner, self._states, gradients, self.updates, pool, synchronise)
+        self.gradients = StepGradients(inner, self._states, gradients, self.updates, executor, synchronise)
         self._closed = False
         self._leave_plain: Callable[[], object] | None = None
         self._switches: list[tuple[bool, ...]] = []

@@ -11,13 +11,12 @@ import torch
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.block import Block, Part, Place
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.copied import copied
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.norms import is_narrow
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.others import Other, Others
 from ptm_accel.optim.units import ParamState
+from ptm_accel.runtime.executor import Executor
 
 MASTER_KEY = "master"
 """Name of the fp32 master among the state of a parameter, in checkpoints."""
@@ -29,16 +28,17 @@ class States:
     Args:
         inner: the user's optimizer; what is in its `state` for a parameter moves to the pages.
         slots: the model's parameters.
-        pool: where the state lives.
+        executor: serves accesses to the state.
         masters: keep an fp32 master of every narrower parameter.
 
     Attributes:
-        slots, pool, masters: see above.
+        slots, executor, masters: see above.
         others: the optimizer's parameters that the model does not have.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, slots: SlotTable, pool: Pool, *, masters: bool) -> None:
-        self.pool = pool
+    def __init__(self, inner: torch.optim.Optimizer, slots: SlotTable, executor: Executor, *, masters: bool) -> None:
+        self.executor = executor
+        self.pool = executor.pool
         self.masters = masters
         self._inner = inner
         self.slots = slots
@@ -48,7 +48,7 @@ class States:
             for slot in self.held():
                 self.of(slot)
         except BaseException:
-            self.give_back(lambda slot: pool.compute.device)
+            self.give_back(lambda slot: self.pool.compute.device)
             self.close()
             raise
 
@@ -119,7 +119,7 @@ class States:
                     f"the fp32 master of {slot.name} in the checkpoint has shape {tuple(value.shape)}, the parameter "
                     f"has {tuple(slot.value.shape)}: this checkpoint is of another model."
                 )
-            self.pool.fault(state.master, write=True).copy_(value)
+            self.executor.fault(state.master, write=True).copy_(value)
             state.mastered = slot.value.numel
             return
         if not is_full(slot, value):
@@ -128,7 +128,7 @@ class States:
             state.paged[key] = self._page(slot, key, value, dtype)
         else:
             with torch.no_grad():
-                self.pool.fault(state.paged[key], write=True).copy_(value)
+                self.executor.fault(state.paged[key], write=True).copy_(value)
 
     def _page(self, slot: ParamSlot, key: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> Part:
         """Returns a copy of `value` on pages, cast to `dtype`; one that is the same everywhere takes no memory yet."""
@@ -138,9 +138,9 @@ class States:
         try:
             if not constant or part.block.place is not Place.BLANK:
                 with torch.no_grad():
-                    self.pool.fault(part, write=True).copy_(value)
+                    self.executor.fault(part, write=True).copy_(value)
         except BaseException:
-            self.pool.forget(part)
+            self.executor.forget(part)
             raise
         return part
 
@@ -153,7 +153,7 @@ class States:
             dtype: of what is full-size; None for the values' own.
         """
         for key in [key for key in state.paged if not is_full(state.slot, values.get(key))]:
-            self.pool.forget(state.paged.pop(key))
+            self.executor.forget(state.paged.pop(key))
         state.small.clear()
         if MASTER_KEY not in values:
             state.mastered = 0
@@ -162,7 +162,7 @@ class States:
             if before is not None and before.dtype != (dtype or value.dtype):
                 # Before the old pages go: the value may be a view of them.
                 state.paged[key] = self._page(state.slot, key, value, dtype)
-                self.pool.forget(before)
+                self.executor.forget(before)
                 continue
             alone = value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
             self.put(state, key, alone, dtype)
@@ -183,9 +183,9 @@ class States:
             for key, part in state.paged.items():
                 if part.block.place is Place.BLANK:
                     # It is the same everywhere, and has come without memory of its own.
-                    given[key] = self.pool.snapshot(part).to(device_of(state.slot))
+                    given[key] = self.executor.snapshot(part).to(device_of(state.slot))
                 else:
-                    given[key] = copied(self.pool, part, device_of(state.slot))
+                    given[key] = self.executor.copied(part, device_of(state.slot))
             if given:
                 self._inner.state[state.slot.param] = {**given, **self._inner.state.get(state.slot.param, {})}
 
@@ -193,9 +193,9 @@ class States:
         """Ends the life of all state on pages."""
         for state in self:
             for tensor in state.paged.values():
-                self.pool.forget(tensor)
+                self.executor.forget(tensor)
             if state.master is not None:
-                self.pool.forget(state.master)
+                self.executor.forget(state.master)
         self._met.clear()
 
     # ---- while the hooks are off (`ptm_accel.plain_mode`) ----------------------------------------------------------
@@ -211,7 +211,7 @@ class States:
     def lend(self) -> None:
         """Gives the wrapped optimizer the state, whose pages are pinned."""
         for state in self:
-            kept = {key: self.pool.fault(tensor, write=True) for key, tensor in state.paged.items()}
+            kept = {key: self.executor.fault(tensor, write=True) for key, tensor in state.paged.items()}
             if state.small or kept:
                 self._inner.state[state.slot.param] = {**state.small, **kept}
 
@@ -220,7 +220,7 @@ class States:
         for state in self:
             for key, value in self._inner.state.pop(state.slot.param, {}).items():
                 page = state.paged.get(key)
-                if page is None or value.data_ptr() != self.pool.fault(page, write=True).data_ptr():
+                if page is None or value.data_ptr() != self.executor.fault(page, write=True).data_ptr():
                     self.put(state, key, value)
 
     # ---- how it is read ----------------------------------------------------------------------------------------
@@ -235,7 +235,8 @@ class States:
     def values(self, state: ParamState) -> dict[str, Any]:
         """As `entries`, with the real values; what is away is mapped from its backing store."""
         return {
-            key: self.pool.snapshot(value) if isinstance(value, Part) else value for key, value in self.entries(state)
+            key: self.executor.snapshot(value) if isinstance(value, Part) else value
+            for key, value in self.entries(state)
         }
 
     def named_entries(self) -> Iterator[tuple[str, str, Part | Any]]:

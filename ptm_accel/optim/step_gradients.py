@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ptm_accel.memory.pool import Pool
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.optim.states import States
 from ptm_accel.optim.units import Work
 from ptm_accel.optim.updates import Updates
+from ptm_accel.runtime.executor import Executor
 
 
 class StepGradients:
@@ -24,7 +24,7 @@ class StepGradients:
         states: what it keeps for each parameter.
         gradients: of the model.
         updates: have used some up, where they began during backward.
-        pool: where everything lives.
+        executor: serves accesses.
         synchronise: makes gradients the mean over several processes, where there are some.
 
     Attributes:
@@ -40,7 +40,7 @@ class StepGradients:
         states: States,
         gradients: Gradients,
         updates: Updates,
-        pool: Pool,
+        executor: Executor,
         synchronise: Callable[[], None],
     ) -> None:
         self.scale: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class StepGradients:
         self._inner = inner
         self._states = states
         self._updates = updates
-        self._pool = pool
+        self._executor = executor
         self.follow(gradients)
 
     def follow(self, gradients: Gradients) -> None:
@@ -124,7 +124,7 @@ class StepGradients:
             change(gradient)
         for grad in self._held():
             if grad.value is not None:
-                with self._pool.pin(grad.value, write=True) as total:
+                with self._executor.pin(grad.value, write=True) as total:
                     change(total)
                 grad.changed()
 

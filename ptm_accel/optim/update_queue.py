@@ -4,7 +4,7 @@ Clipping by the global norm lets no update begin before the last gradient is in,
 `optimizer.step()` or speculate. Here `step()` fixes what is to be done (gradients, clip coefficient, learning rates)
 and returns; the updates follow in the order in which the next forward reads the parameters. Their transfers run beside
 its compute, and an access waits for the update of that tensor alone. Nothing is stale: whoever looks at a parameter, at
-its state or at a checkpoint sees what a blocking step would have left (`Pool.pending_updates`).
+its state or at a checkpoint sees what a blocking step would have left (`Executor.pending_updates`).
 
 Where nothing can come between a gradient and its update (`Updates.in_backward`) the queue begins empty, during
 backward, and grows as gradients arrive; `step()` closes it.
@@ -35,6 +35,7 @@ from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.units import Entry, Work, blocks_of, ordered
+from ptm_accel.runtime.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class UpdateQueue:
     def __init__(
         self,
         compute: ComputeUpdates,
+        executor: Executor,
         scale: torch.Tensor | None,
         hyper: list[dict[str, Any]],
         *,
@@ -83,6 +85,7 @@ class UpdateQueue:
         self.whole = self.touched = False
         self.lost = 0
         self._pool = compute.pool
+        self._executor = executor
         self._spent = spent
         self._ended = ended
         self._working = False
@@ -96,7 +99,7 @@ class UpdateQueue:
         self._lanes: list[Batches | HostUpdates] = (
             [self._batches] if self._host is None else [self._host, self._batches]
         )
-        self._pool.pending_updates = self
+        self._executor.pending_updates = self
 
     # ---- what it takes on --------------------------------------------------------------------------------------
 
@@ -208,7 +211,7 @@ class UpdateQueue:
     @property
     def ended(self) -> bool:
         """Whether nothing is left to be done, or what was left has been given up."""
-        return self._pool.pending_updates is not self
+        return self._executor.pending_updates is not self
 
     # ---- carrying on -------------------------------------------------------------------------------------------
 
@@ -323,7 +326,7 @@ class UpdateQueue:
         begin = time.perf_counter() - pool.stats.stall_s
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
-            with pool.unadvised(), _plainly(pool.compute.device.type), torch.no_grad():
+            with self._executor.aside(), _plainly(pool.compute.device.type), torch.no_grad():
                 self._working = True
                 try:
                     with torch._C.DisableTorchFunction():
@@ -376,7 +379,7 @@ class UpdateQueue:
                 self._withheld.popitem()[1].give_back()
             if self._host is not None:
                 self._host.close()
-            self._pool.pending_updates = None
+            self._executor.pending_updates = None
             self._ended(self)
 
 

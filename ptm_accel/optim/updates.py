@@ -140,7 +140,7 @@ class Updates:
                 # Made in this step: without the rest of it, it is no state that an update could start from.
                 if grad.value is not None:
                     while state.paged:
-                        self._compute.pool.forget(state.paged.popitem()[1])
+                        self._states.executor.forget(state.paged.popitem()[1])
                     state.small = small
             if touched:
                 left = [grad for _, _, grad in work + later if grad.value is not None]
@@ -153,6 +153,7 @@ class Updates:
         hyper = kept_hyperparameters(self._compute.inner.param_groups)
         self.queue = self._run_ahead.beside = UpdateQueue(
             self._compute,
+            self._states.executor,
             scale,
             hyper,
             number=self.steps + 1,
@@ -239,7 +240,7 @@ class Updates:
             self.settle()
             self.early = self._begin(early=True)
         pool = self._compute.pool
-        with pool.unadvised():
+        with self._states.executor.aside():
             # Before any of them is spent: it may have to be brought in, and there may be no room.
             for each in grads:
                 each.norm(NORM_TYPE)

@@ -576,7 +576,7 @@ del engine, optimizer, state, slot
 engine, optimizer = build()
 with Peak() as loading:
     load_optimizer_state(optimizer, out)
-values = [float(engine.pool.snapshot(optimizer.states.of(s).paged["exp_avg"])[0, 0]) for s in engine.slots]
+values = [float(engine.pages.executor.snapshot(optimizer.states.of(s).paged["exp_avg"])[0, 0]) for s in engine.slots]
 assert values == [float(i) for i in range(96)], values
 print(json.dumps({"state": 2 * 96 * MIB, "saving": saving.bytes - start, "loading": loading.grown}))
 """

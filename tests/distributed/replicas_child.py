@@ -136,7 +136,7 @@ def sums_of_unequal_precision_are_shared(rank: int, folder: Path) -> None:
             assert grad.value is None
             continue
         assert grad.value is not None
-        with engine.pool.pin(grad.value) as shared:
+        with engine.pages.executor.pin(grad.value) as shared:
             assert shared.dtype == torch.float32, name
             assert torch.equal(shared, total), name
     engine.close()

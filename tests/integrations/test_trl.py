@@ -332,7 +332,7 @@ def test_a_fused_head_finds_its_weight_in_forward_and_backward(
         assert grad.value is not None
         gradient = names[grad.slot.name].grad
         assert gradient is not None
-        assert same_bits(engine.pool.snapshot(grad.value), gradient), grad.slot.name
+        assert same_bits(engine.pages.executor.snapshot(grad.value), gradient), grad.slot.name
     engine.zero_grad()
     engine.close()
 

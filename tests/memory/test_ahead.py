@@ -284,44 +284,6 @@ def test_a_full_backing_store_keeps_what_should_leave(tmp_path: Path) -> None:
             assert tensor.place is Place.DIRTY
 
 
-class Adviser:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, bool | None]] = []
-        self.waited_for: list[str] = []
-
-    def accessed(self, tensor: Block, *, write: bool) -> None:
-        self.told.append((tensor.name, write))
-
-    def awaited(self, tensor: Block) -> None:
-        self.waited_for.append(tensor.name)
-
-    def created(self, tensor: Block) -> None:
-        self.told.append((tensor.name, None))
-
-
-def test_an_adviser_is_told_of_accesses(tmp_path: Path) -> None:
-    with memory_of(2, tmp_path) as memory:
-        pool = memory.pool
-        a, b = made(pool, "a", 1.0), made(pool, "b", 2.0)
-        pool.adviser = adviser = Adviser()
-        c = made(pool, "c", 3.0)
-        assert (a.place, b.place) == (Place.AWAY, Place.DIRTY)
-        pool.adopt(pool.create("d", Tag.GRAD, torch.Size([1024]), torch.float32), torch.ones(1024))
-        assert b.place is Place.AWAY
-        with pool.unadvised():
-            pool.fault(a)
-        assert c.place is Place.AWAY
-        pool.pin(a).release()
-        assert adviser.told == [("c", True), ("d", None), ("a", False)]
-        assert not adviser.waited_for, "one was there, and the access to the other is none of its business"
-        evict_and_wait(pool, a)
-        pool.pin(a).release()
-        assert adviser.waited_for == ["a"]
-        assert pool.adviser is adviser
-
-
 class EndsUnseen:
     """A transfer that has not ended when it is first asked, and has at every later look."""
 

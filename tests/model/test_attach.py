@@ -129,7 +129,7 @@ def test_what_is_resident_is_copied_when_it_is_taken_off(tmp_path: Path, monkeyp
         # At first they lie in the memory that the model brought along.
         for slot in engine.slots:
             engine.pool.admission.evict(slot.value.block)
-            engine.pool.fault(slot.value)
+            engine.pages.executor.fault(slot.value)
         largest = (64 * 64 + 64) * 4
         monkeypatch.setattr("ptm_accel.sizing.available_bytes", lambda: largest - 1)
         with pytest.raises(BudgetError, match="16640 B more of memory are needed for it and 16639 B are"):
@@ -158,7 +158,7 @@ def test_what_pages_hold_of_a_card_is_free_where_they_can_leave(monkeypatch: pyt
     engine = Engine.attach(model, config(), memory=memory)
     values = [slot.value for slot in engine.slots]
     for value in values:
-        engine.pool.fault(value)
+        engine.pages.executor.fault(value)
     assert engine.pool.card is not None
     monkeypatch.setattr(engine.pool.card, "free_bytes", lambda: 40 << 10)
     assert engine.pool.card.held_bytes + (40 << 10) >= nbytes

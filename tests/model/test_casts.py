@@ -22,6 +22,7 @@ from ptm_accel.model.casts import CastCache
 from ptm_accel.model.grouping import group_of
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 from tests.plain_loop import same_bits
 from tests.tiers import PAGE, at_floor
 
@@ -162,7 +163,8 @@ def test_the_same_numbers_as_autocast(name: str, cache: bool, tmp_path: Path) ->
             assert all(same_bits(ours[key], theirs[key]) for key in theirs)
         expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
         assert engine.gradients is not None
-        found = {g.slot.name: engine.pool.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
+        executor = engine.pages.executor
+        found = {g.slot.name: executor.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
         assert found.keys() == expected.keys()
         for key, grad in expected.items():
             assert grad is not None
@@ -263,7 +265,8 @@ def test_uses_share_a_cast_as_long_as_the_outermost_region_lasts(
                 found.append(out.detach())
             assert same_bits(*found)
         assert engine.gradients is not None
-        sums = {g.slot.name: engine.pool.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
+        executor = engine.pages.executor
+        sums = {g.slot.name: executor.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
         for name, param in plain.named_parameters():
             assert param.grad is not None
             assert same_bits(sums[name], param.grad), name
@@ -355,7 +358,7 @@ def table_of(tmp_path: Path) -> tuple[ExtentTable, ParamSlot, Engine | None]:
     param = nn.Parameter(torch.zeros(WIDTH))
     group = group_of("p", param, small=0)
     value = group.part(0, "", Tag.PARAM, param.dtype, memory.pool)
-    return table, ParamSlot("p", param, group, 0, value, memory.pool, table), None
+    return table, ParamSlot("p", param, group, 0, value, Executor(memory.pool), table), None
 
 
 def test_an_address_is_a_parameters_only_while_its_storage_lives(tmp_path: Path) -> None:

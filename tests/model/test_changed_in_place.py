@@ -75,7 +75,7 @@ def outcome(model: Net, run: Callable[[Net], object], engine: Engine | None = No
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert engine.gradients is not None
     grads = ((g.slot.name, g.value) for g in engine.gradients.present())
-    return {name: engine.pool.snapshot(value).clone() for name, value in grads if value is not None}
+    return {name: engine.pages.executor.snapshot(value).clone() for name, value in grads if value is not None}
 
 
 def between(model: Net, written: Callable[[Net], object]) -> None:

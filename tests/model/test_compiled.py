@@ -91,7 +91,7 @@ def _steps(
         else:
             assert engine.gradients is not None
             present = [g.value for g in engine.gradients.present()]
-            run.grads += [engine.pool.snapshot(value).clone() for value in present if value is not None]
+            run.grads += [engine.pages.executor.snapshot(value).clone() for value in present if value is not None]
         optimizer.step()
         optimizer.zero_grad()
     run.weights = {name: value.clone() for name, value in base.state_dict().items()}

@@ -100,7 +100,7 @@ def test_a_copy_waits_for_what_is_on_its_way_and_for_updates_that_are_pending(tm
     for number in range(4):
         for one, optimizer in zip((model, twin), optimizers, strict=True):
             step(one, optimizer, number)
-    assert engine.pool.pending_updates is not None
+    assert engine.pages.executor.pending_updates is not None
     assert same(plain_copy(model).state_dict(), twin.state_dict())
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:

@@ -25,6 +25,7 @@ from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.floor import FUSED_ADAMW, NO_OPTIMIZER, Floor, OptimizerMemory, least_budget
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.pages import Pages
+from ptm_accel.runtime.executor import Executor
 from tests.mock_device import MockDevice
 from tests.plain_loop import Recipe, adamw, assert_same, sgd, train, train_with_masters
 from tests.tiers import LITTLE, PAGE, config, needs, on_pages, open_memory
@@ -39,7 +40,7 @@ def floor_of(
 ) -> Floor:
     pool = build_memory(Capacities(page_bytes=PAGE, host_bytes=1 << 30), torch.device("cpu")).pool
     slots = SlotTable()
-    take_parameters(model, pool, slots, ExtentTable(), small=PAGE // 64, paged={})
+    take_parameters(model, Executor(pool), slots, ExtentTable(), small=PAGE // 64, paged={})
     return least_budget(model, slots, optimizer_memory, masters=masters, window_bytes=PAGE, held_bytes=held)
 
 

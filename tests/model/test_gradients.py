@@ -40,7 +40,7 @@ def backward(model: nn.Sequential, seed: int = 0, factor: float = 1.0) -> None:
 
 def found(engine: Engine) -> dict[str, torch.Tensor]:
     assert engine.gradients is not None
-    return {g.slot.name: engine.pool.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
+    return {g.slot.name: engine.pages.executor.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
 
 
 def expect(engine: Engine, plain: nn.Module) -> None:
@@ -332,9 +332,9 @@ def test_a_norm_is_never_that_of_what_a_sum_was_before_it_was_moved(
         backward(model, 0)
         engine.run_ahead.end()
         monkeypatch.setattr(engine.run_ahead, "begin", lambda kind: None)
-        adviser = engine.pool.adviser = _MovesAwayFirst(engine)
+        adviser = engine.pages.executor.plan = _MovesAwayFirst(engine)
         backward(model, 1)
-        engine.pool.adviser = None
+        engine.pages.executor.plan = None
         assert adviser.moved
         assert engine.clip_grad_norm_(1e9) == expected
 

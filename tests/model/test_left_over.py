@@ -62,9 +62,9 @@ def test_a_group_that_is_added_finds_the_step_done(tmp_path: Path) -> None:
         inner, more = parts(model)
         paged = engine.bind_optimizer(inner)
         losses = [step(model, paged, n) for n in range(3)]
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         paged.add_param_group({"params": more, "lr": 1e-3})
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         losses += [step(model, paged, n) for n in range(3, 6)]
         assert losses == expected
 

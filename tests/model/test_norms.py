@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptm_accel.engine import Engine
 from ptm_accel.memory.budget import Tag
 from ptm_accel.model.norms import Norms, total_norm
+from ptm_accel.runtime.executor import Executor
 from tests.tiers import AMPLE, needs, on_pages, open_memory
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_copy_changes_no_bit(dtype: torch.dtype, norm_type: float, tmp_path: Path) -> None:
     memory = open_memory("host+disk", AMPLE, tmp_path)
-    roomy, bare = Norms(memory.pool, wide=True), Norms(memory.pool, wide=True)
+    roomy, bare = Norms(Executor(memory.pool), wide=True), Norms(Executor(memory.pool), wide=True)
     roomy.hold(3 << 20)
     for shape in SHAPES:
         for seed in range(3):
@@ -50,7 +51,7 @@ def test_a_copy_changes_no_bit(dtype: torch.dtype, norm_type: float, tmp_path: P
 
 def test_what_is_not_wide_has_the_norm_of_torchs_clipping(tmp_path: Path) -> None:
     memory = open_memory("host+disk", AMPLE, tmp_path)
-    norms = Norms(memory.pool, wide=False)
+    norms = Norms(Executor(memory.pool), wide=False)
     gradient = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(norms.of(gradient, 2.0), torch._foreach_norm([gradient], 2.0)[0])
     assert total_norm([], 2.0) == 0.0
@@ -64,7 +65,7 @@ def test_every_norm_is_of_the_kernel_that_torchs_clipping_calls(
 ) -> None:
     """On a CPU others give the same bits, on a GPU they sum in another order."""
     memory = open_memory("host+disk", AMPLE, tmp_path)
-    norms = Norms(memory.pool, wide=True)
+    norms = Norms(Executor(memory.pool), wide=True)
     norms.hold(room_bytes)
     gradient = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     parameter = nn.Parameter(torch.zeros(5000))
@@ -82,7 +83,7 @@ def test_every_norm_is_of_the_kernel_that_torchs_clipping_calls(
 
 def test_the_room_is_charged_and_given_back(tmp_path: Path) -> None:
     memory = open_memory("host+disk", AMPLE, tmp_path)
-    norms = Norms(memory.pool, wide=True)
+    norms = Norms(Executor(memory.pool), wide=True)
     for nbytes in (1 << 20, 2 << 20):
         norms.hold(nbytes)
         assert memory.pool.budget.used_by_tag()[Tag.GRAD] == nbytes

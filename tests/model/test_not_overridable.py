@@ -142,8 +142,7 @@ class Pair:
     def away(self) -> tuple[nn.Parameter, nn.Parameter]:
         """A parameter that is away, and what it is without pages."""
         pool = self.engine.pool
-        if pool.pending_updates is not None:
-            pool.pending_updates.finish()
+        self.engine.pages.executor.finish_updates()
         for slot, plain in self._weights():
             if slot.value.block in pool.eviction:
                 pool.admission.evict(slot.value.block)
@@ -154,7 +153,7 @@ class Pair:
     def pending(self) -> tuple[nn.Parameter, nn.Parameter]:
         """As `away`, of one that is in memory and whose update is pending."""
         for _ in range(2):
-            queue = self.engine.pool.pending_updates
+            queue = self.engine.pages.executor.pending_updates
             for slot, plain in self._weights():
                 if slot.value.place.resident and queue is not None and queue.awaits(slot.value.block):  # type: ignore[attr-defined]
                     return slot.param, plain

@@ -168,7 +168,7 @@ def paged_grads(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
     for grad in engine.gradients.present():
         assert grad.value is not None
-        found[grad.slot.name] = engine.pool.snapshot(grad.value).clone()
+        found[grad.slot.name] = engine.pages.executor.snapshot(grad.value).clone()
     return found
 
 

@@ -268,7 +268,7 @@ def test_a_pass_that_is_torn_down_says_nothing(tmp_path: Path, monkeypatch: pyte
             model(batch(0))
         engine.abort()
         assert not engine.run_ahead.routes
-        assert engine.pool.adviser is None
+        assert engine.pages.executor.plan is None
         model.order = list(range(LAYERS))
         step(model, optimizer, 1)
         assert len(engine.run_ahead.routes) == 1
@@ -339,7 +339,7 @@ def test_nothing_is_planned_where_all_fits(tmp_path: Path) -> None:
         step(model, optimizer, 0)
         step(model, optimizer, 1)
         assert not engine.run_ahead.routes
-        assert engine.pool.adviser is None
+        assert engine.pages.executor.plan is None
         assert engine.training.plain.active
 
 
@@ -460,9 +460,9 @@ def test_a_model_that_is_dropped_takes_its_pages_with_it(end: str, tmp_path: Pat
         step(model, optimizer, number)
     if end == "in a pass":
         model(batch(0))
-        assert memory.pool.adviser is not None
+        assert engine.pages.executor.plan is not None
     else:
-        assert memory.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
     del model, engine, optimizer
     gc.collect()
     assert memory.closed

@@ -47,7 +47,7 @@ def expect_grads(engine: Any, plain: nn.Module) -> None:
     names = dict(plain.named_parameters())
     assert {g.slot.name for g in engine.gradients.present()} == {n for n, p in names.items() if p.grad is not None}
     for grad in engine.gradients.present():
-        assert same_bits(engine.pool.snapshot(grad.value), names[grad.slot.name].grad), grad.slot.name
+        assert same_bits(engine.pages.executor.snapshot(grad.value), names[grad.slot.name].grad), grad.slot.name
 
 
 def test_nothing_is_held_between_forward_and_backward(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_one_that_is_kept_leaves_room_to_load_and_to_train(kind: str, tmp_path: 
         assert engine.gradients is not None
         for grad, param in zip(engine.gradients.slots(), plain.parameters(), strict=True):
             assert grad.value is not None
-            with engine.pool.pin(grad.value) as total:
+            with engine.pages.executor.pin(grad.value) as total:
                 assert torch.equal(total, param.grad)
         assert len(kept) == len(again)
     del kept, again
@@ -61,7 +61,7 @@ def test_what_fits_is_given_as_it_is(frozen: bool, tmp_path: Path) -> None:
         for value in kept[-1].values():
             value.fill_(1)
         for slot in engine.slots:
-            with engine.pool.pin(slot.value) as values:
+            with engine.pages.executor.pin(slot.value) as values:
                 assert (values == 1).all()
         assert engine.memory.disk is not None
         assert engine.memory.disk.bytes_written == 0

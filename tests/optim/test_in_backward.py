@@ -314,7 +314,7 @@ def test_an_update_that_cannot_be_taken_on_leaves_no_gradient_spent(
                 backward(model, engine, 4)
         assert engine.gradients is not None
         assert not any(grad.spent for grad in engine.gradients.slots())
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         engine.abort()
         engine.zero_grad()
         step(model, engine, optimizer, 5)
@@ -345,7 +345,7 @@ def test_a_step_whose_updates_have_failed_before_it_is_refused(
             broken.setattr(Batches, "open", fail_on_disk)
             with pytest.raises(DiskError, match="the disk is gone"):
                 queue.pump()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         values = {slot.name: slot.value.slot_bytes for slot in engine.slots}
         assert engine.run_ahead.tally.updated_bytes - counted == sum(values[name] for name in queue.updated)
         said = rf"of {begun} that had begun during backward {done} were carried out, .* Resume from the last checkpoint"

@@ -223,7 +223,8 @@ def test_clipping_takes_parameters_that_the_optimizer_has_not(tmp_path: Path) ->
                 ours.zero_grad()
                 theirs.zero_grad()
             assert engine.gradients is not None
-            sums = {g.slot.name: engine.pool.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
+            executor = engine.pages.executor
+            sums = {g.slot.name: executor.snapshot(g.value).clone() for g in engine.gradients.present() if g.value}
             for name, total in sums.items():
                 grad = expected.get_parameter(name).grad
                 assert grad is not None

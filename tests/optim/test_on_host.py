@@ -258,13 +258,13 @@ def test_a_look_at_one_parameter_waits_for_its_update_alone(tmp_path: Path) -> N
         engine.settle()
         with jobs_wait_for(gate, after=12):
             train(model, paged, range(steps - 1, steps), None, 1)
-            assert engine.pool.pending_updates is not None
+            assert engine.pages.executor.pending_updates is not None
             first = next(iter(dict(model.named_parameters())))
             assert same_bits(model.get_parameter(first).detach().clone(), plain.get_parameter(first).detach())
-            assert engine.pool.pending_updates is not None, "the others are still pending"
+            assert engine.pages.executor.pending_updates is not None, "the others are still pending"
             gate.set()
             engine.settle()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert_same_training(model, paged, plain, expected)
 
 
@@ -302,7 +302,7 @@ def test_what_is_raised_in_the_thread_is_raised_by_the_next_look(
         monkeypatch.setattr(Arithmetic, "update", update)
         with pytest.raises(ArithmeticError, match="no such number"):
             train(model, paged, range(2, 6), None, 1)
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert not holds(engine)
         engine.abort()
 
@@ -339,7 +339,7 @@ def test_what_was_done_before_a_failure_is_seen(tmp_path: Path, monkeypatch: pyt
             engine.settle()
         monkeypatch.undo()
         engine.abort()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert bool(model(torch.ones(1, WIDTH)).isfinite().all())
 
 
@@ -375,11 +375,11 @@ def test_a_page_that_was_changed_is_not_taken_for_what_is_on_disk(touched: bool,
 
             train(model, paged, range(3, 4), None, 1)
             assert began.wait(30)
-            assert engine.pool.pending_updates is not None
+            assert engine.pages.executor.pending_updates is not None
             wait = UpdateJob.wait
             # Whoever gives up has called off all that has not begun before it waits for anything.
             patch.setattr(UpdateJob, "wait", lambda self: (gate.set(), wait(self)))
-            engine.pool.pending_updates.give_up()
+            engine.pages.executor.pending_updates.give_up()
         assert any(wrote) is touched
         assert not holds(engine)
 
@@ -476,12 +476,12 @@ def test_what_the_host_gives_back_is_done_before_anybody_looks(tmp_path: Path, m
         engine.settle()
         backward(model, 3)
         paged.step()
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         with monkeypatch.context() as patch:
             patch.setattr(HostStore, "hold", full)
             engine.settle()
         assert refused
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert_same_training(model, paged, plain, optimizer)
 
 
@@ -553,9 +553,9 @@ def test_a_step_that_cannot_begin_leaves_nothing_behind(
         monkeypatch.setattr(HostUpdates, "take", take)
         with pytest.raises(DiskError, match="an earlier store has failed"):
             train(model, paged, range(3, 4), engine.clip_grad_norm_ if clipped else None, 1)
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert not holds(engine)
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert not [tensor for tensor in engine.pool.tensors() if tensor.tag is Tag.GRAD]
         engine.abort()
         monkeypatch.undo()
@@ -574,9 +574,9 @@ def test_what_is_pending_ends_with_the_engine(tmp_path: Path) -> None:
         threading.Timer(0.2, gate.set).start()
         with jobs_wait_for(gate, after=1):
             train(model, paged, range(3, 4), None, 1)
-            assert engine.pool.pending_updates is not None
+            assert engine.pages.executor.pending_updates is not None
             engine.close()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert not holds(engine)
         assert not _updaters() - before
 

@@ -388,7 +388,7 @@ def test_groups_that_change_while_a_step_is_pending(regroup: Regroup, begun: boo
         optimizer = engine.bind_optimizer(in_groups(model))
         for number in range(8):
             if number == 5 and not begun:
-                assert engine.pool.pending_updates is not None
+                assert engine.pages.executor.pending_updates is not None
                 regroup(optimizer)
             loss = loss_of(model, number)
             if number == 5 and begun:

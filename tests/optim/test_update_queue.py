@@ -45,7 +45,9 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 def is_pending(engine: Engine, slot: ParamSlot) -> bool:
     """Whether the update of a parameter is still to be done."""
-    return engine.pool.pending_updates is not None and engine.pool.pending_updates.awaits(slot.value.block)
+    return engine.pages.executor.pending_updates is not None and engine.pages.executor.pending_updates.awaits(
+        slot.value.block
+    )
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -85,13 +87,13 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
 def test_a_look_at_one_parameter_waits_for_its_update_alone(kind: str, tmp_path: Path) -> None:
     with owing(tmp_path, kind) as (model, engine, _):
         expected, _ = plain(3)
-        queue = engine.pool.pending_updates
+        queue = engine.pages.executor.pending_updates
         assert queue is not None
         assert same_bits(model[1].weight.detach().clone(), expected[1].weight.detach())
-        assert engine.pool.pending_updates is queue, "the others are still pending"
+        assert engine.pages.executor.pending_updates is queue, "the others are still pending"
         assert same_bits(model[7].weight.detach().clone(), expected[7].weight.detach())
         engine.settle()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert_same_weights(model, expected)
 
 
@@ -107,7 +109,7 @@ def test_a_look_at_one_parameter_waits_for_its_update_alone(kind: str, tmp_path:
 )
 def test_many_steps_are_those_of_the_plain_loop(make: Make, tmp_path: Path) -> None:
     with owing(tmp_path, make=make, warm=8) as (model, engine, _):
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         assert_same_weights(model, plain(8, make)[0])
 
 
@@ -126,7 +128,7 @@ def test_clipping_and_the_learning_rate_are_those_of_the_step(tmp_path: Path) ->
 
     with owing(tmp_path, warm=0) as (model, engine, optimizer):
         losses = run(model, optimizer, lambda: engine.clip_grad_norm_(0.01))
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**6
         expected = net()
         assert losses == run(expected, adamw(expected), lambda: nn.utils.clip_grad_norm_(expected.parameters(), 0.01))
@@ -148,7 +150,7 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
 
     with owing(tmp_path, make=make, warm=0) as (model, engine, optimizer):
         run(model, optimizer)
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         engine.settle()
         expected = net()
         run(expected, make(expected))
@@ -158,9 +160,9 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
 def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
     expected, other = plain(3)
     with owing(tmp_path) as (model, engine, optimizer):
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         saved = optimizer.state_dict()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         truth = other.state_dict()["state"]
         for number, entry in saved["state"].items():
             for key, value in entry.items():
@@ -168,7 +170,7 @@ def test_state_and_checkpoints_are_whole(tmp_path: Path) -> None:
         del saved, value, entry
     with owing(tmp_path) as (model, engine, optimizer):
         assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {3.0}
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert_same_weights(model, expected)
 
 
@@ -177,7 +179,7 @@ def test_gradients_that_are_forgotten_are_the_next_ones(tmp_path: Path) -> None:
     with owing(tmp_path) as (model, engine, optimizer):
         engine.zero_grad()
         optimizer.zero_grad()
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         assert_same_weights(model, plain(3)[0])
 
 
@@ -222,7 +224,7 @@ def test_giving_up_ends_a_queue_although_something_raises(tmp_path: Path, monkey
             with pytest.raises(RuntimeError, match="the book"):
                 queue.give_up()
         assert len(dropped) > 1
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert optimizer.updates.queue is None
         assert not engine.pool.tenants.pinned()
         assert not any(is_pending(engine, slot) for slot in engine.slots)
@@ -233,7 +235,7 @@ def test_writing_waits_for_the_update(tmp_path: Path) -> None:
     with owing(tmp_path) as (model, engine, _):
         with gathered(model, write=True):
             model[3].weight.data.zero_()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert (model[3].weight == 0).all()
         assert same_bits(model[4].weight.detach().clone(), plain(3)[0][4].weight.detach())
 
@@ -251,7 +253,7 @@ def test_a_forward_under_autocast_changes_no_update(tmp_path: Path) -> None:
                 opt.step()
                 opt.zero_grad()
                 losses[-1].append(float(loss.detach()))
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         assert losses[0] == losses[1]
         assert_same_weights(model, expected)
 
@@ -260,7 +262,7 @@ def test_fp32_masters(tmp_path: Path) -> None:
     values = []
     for spare in (2, 0.9):
         with owing(tmp_path, warm=5, spare=spare, master_weights="fp32") as (model, engine, _):
-            assert (engine.pool.pending_updates is not None) == (spare == 2)
+            assert (engine.pages.executor.pending_updates is not None) == (spare == 2)
             values.append({name: value.clone() for name, value in model.state_dict().items()})
     assert all(same_bits(value, values[1][name]) for name, value in values[0].items())
 
@@ -269,7 +271,7 @@ def test_a_parameter_with_a_master_is_not_loaded_to_be_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with owing(tmp_path, master_weights="fp32", warm=4, spare=3) as (_, engine, _):
-        queue = engine.pool.pending_updates
+        queue = engine.pages.executor.pending_updates
         assert queue is not None
         away = [slot.value.block for slot in engine.slots if slot.value.place is Place.AWAY]
         assert away
@@ -311,7 +313,7 @@ def test_a_parameter_whose_update_fails_is_what_it_was(tmp_path: Path, monkeypat
             with pytest.raises(RuntimeError, match="the kernel"):
                 engine.settle()
         assert occupied
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         after = model.state_dict()
         for tensor in occupied:
             assert tensor.place is Place.AWAY
@@ -345,7 +347,7 @@ def test_no_overlap_without_room_for_it(tmp_path: Path) -> None:
         optimizer = engine.bind_optimizer(adamw(model))
         for number in range(3):
             step(model, optimizer, number)
-            assert engine.pool.pending_updates is None
+            assert engine.pages.executor.pending_updates is None
         assert_same_weights(model, plain(3)[0])
 
 
@@ -387,7 +389,7 @@ def test_without_room_beside_a_forward_the_step_is_still_pending(kind: str, tmp_
             run(model, optimizer)
         # Accelerate tries smaller batches after it.
         assert isinstance(refused.value, RuntimeError) is (kind == "mock+host")
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         engine.abort()
         assert optimizer.updates.lost is None
         done = optimizer.updates.steps
@@ -402,9 +404,9 @@ def test_without_room_beside_a_forward_the_step_is_still_pending(kind: str, tmp_
 
 def test_what_is_pending_ends_with_the_engine(tmp_path: Path) -> None:
     with owing(tmp_path) as (_, engine, optimizer):
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         optimizer.close()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert not engine.pool.tenants.pinned()
     model = net()
     floor, need = needs(net(), tmp_path, "host+disk", optimizer=adamw)
@@ -414,9 +416,9 @@ def test_what_is_pending_ends_with_the_engine(tmp_path: Path) -> None:
             step(model, optimizer, number)
         engine.settle()
         step(model, optimizer, 3)
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         engine.close()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
         assert not list(engine.pool.tensors())
 
 
@@ -452,7 +454,7 @@ def test_an_update_that_fails_is_told_by_the_next_look(
         assert int(told[1]) < count
         assert int(told[2]) <= count
         engine.close()
-        assert engine.pool.pending_updates is None
+        assert engine.pages.executor.pending_updates is None
 
 
 def go_on(model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -475,7 +477,7 @@ def test_a_graph_of_values_before_a_pending_update_is_refused(tmp_path: Path) ->
         second = head(model)
         optimizer.step()
         optimizer.zero_grad()
-        assert engine.pool.pending_updates is not None
+        assert engine.pages.executor.pending_updates is not None
         with pytest.raises(StaleGraphError, match=r"was updated 1 time\(s\) between a forward and its backward"):
             second.backward()
         engine.abort()
