@@ -46,7 +46,8 @@ class Training:
         plain: takes the hooks off while everything fits.
         gradients: of its trainable parameters; None before it is on pages and after it has left them.
         optimizer: the optimizer bound to it, if any.
-        more_follow: tells whether more gradients are added to those of the next backward before the step.
+        more_follow: tells whether more gradients are added to those of the next backward before the step; None where
+            nobody knows.
         replicas: keeps it and those of other processes alike, where there are some.
         norms: gathers every pipeline stage's norm; takes this stage's.
         updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
@@ -59,7 +60,7 @@ class Training:
         self.replicas: Replicas | None = None
         self.norms: Callable[[torch.Tensor], list[torch.Tensor]] | None = None
         self.updates_in_backward: Callable[[], bool] = lambda: False
-        self.more_follow: Callable[[], bool] = lambda: False
+        self.more_follow: Callable[[], bool] | None = None
         self.plain = PlainMode(pages)
         self._pages = pages
         self._pool = pages.pool
@@ -78,6 +79,7 @@ class Training:
         pages.residency.accesses.set_gradient_of = weakly(self._set_gradient, None)
         pages.residency.regions.found = weakly(self._meet_region, None)
         pages.state_dicts.given = weakly(self._warn_of_lost_step, None)
+        pages.run_ahead.step.more_follow = weakly(self._told_of_more, None)
         pages.run_ahead.sums = weakly(self._sums, Sums.NONE)
         pages.run_ahead.in_backward = weakly(self._may_update_in_backward, False)
         pages.run_ahead.on_host_possible = weakly(self._may_update_on_host, False)
@@ -318,7 +320,10 @@ class Training:
         return self._step_follows() and self.optimizer is not None and self.optimizer.expects_backward()
 
     def _more_follow(self) -> bool:
-        return self.replicas is None and self.more_follow()
+        return self.replicas is None and bool(self._told_of_more())
+
+    def _told_of_more(self) -> bool | None:
+        return None if self.more_follow is None else self.more_follow()
 
     def _step_follows(self) -> bool:
         """Returns whether the update comes right after the next backward, and there is room for both at once."""

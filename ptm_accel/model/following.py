@@ -18,6 +18,7 @@ from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.timeline import Mark
 from ptm_accel.model.clock import Clock
+from ptm_accel.model.kinds import StepSoFar
 from ptm_accel.model.route import Route
 from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.actions import Move
@@ -70,11 +71,13 @@ class Following:
     Attributes:
         departures: number of accesses that differed from the trace.
         beside: pending updates, which are advanced at each access.
+        step: is told of backwards.
     """
 
     def __init__(self, executor: Executor, clock: Clock) -> None:
         self.departures = 0
         self.beside: Beside | None = None
+        self.step = StepSoFar()
         self._executor = executor
         self._pool = executor.pool
         self._clock = clock
@@ -91,6 +94,8 @@ class Following:
         # Tensors to prefetch, each with the access it is for, and tensors to evict.
         self._coming: deque[tuple[int, Block]] = deque()
         self._going: deque[Block] = deque()
+        # What is there, and the plan does not count on: what it wants last, or not at all, comes first.
+        self._surplus: deque[Block] = deque()
 
     def forward_ended(self) -> None:
         """The whole model's forward has returned; limits the accesses that still belong to the pass."""
@@ -105,6 +110,7 @@ class Following:
         self._marks = []
         self._coming.clear()
         self._going.clear()
+        self._surplus.clear()
         self._executor.plan = None
 
     # ---- accesses --------------------------------------------------------------------------------------------
@@ -142,9 +148,10 @@ class Following:
             self.give_up()
             return
         self._tensors[tensor.name] = tensor
+        backward = torch._C._current_graph_task_id() != -1
+        self.step.backward |= backward
         if recorder.writes:
             self._marks.append(self._clock.mark())
-            backward = torch._C._current_graph_task_id() != -1
             held = self._held_bytes()
             recorder.record(tensor.name, tensor.slot_bytes, use, held_bytes=held, backward=backward, parts=tensor.parts)
         else:
@@ -197,6 +204,32 @@ class Following:
             if tensor is not None and tensor.place is Place.AWAY and tensor not in asked:
                 self._ask_for(tensor, due)
 
+    def _note_surplus(self, route: Route) -> None:
+        """Finds what another kind of pass has left there: it leaves first where room is needed."""
+        pool, never = self._pool, route.count + 1
+        surplus = [
+            tensor for tensor in pool.eviction.free() if tensor.owner is pool and tensor.name not in route.expected
+        ]
+        surplus.sort(key=lambda tensor: -route.first.get(tensor.name, never))
+        self._surplus = deque(surplus)
+        pool.eviction.put_first(surplus)
+
+    def _clear(self, nbytes: int, due: int) -> None:
+        """Starts evictions of what the plan does not count on, and wants later than `due`, until `nbytes` come free."""
+        pool, surplus = self._pool, self._surplus
+        assert self._route is not None
+        first = self._route.first
+        while surplus and nbytes > pool.budget.free_bytes + pool.admission.released.ending_bytes:
+            tensor = surplus[0]
+            wanted = first.get(tensor.name)
+            if wanted is not None and self._position <= wanted <= due:
+                break
+            surplus.popleft()
+            if (wanted is None or wanted > due) and tensor in pool.eviction and not pool.eviction.is_spared(tensor):
+                # Where the backing store is full it stays.
+                with suppress(BudgetError):
+                    pool.admission.evict(tensor)
+
     def _ask_for(self, tensor: Block, due: int) -> None:
         """Puts a tensor into the queue of prefetches, in the order of uses."""
         self._coming.insert(bisect_right(self._coming, due, key=lambda coming: coming[0]), (due, tensor))
@@ -226,7 +259,17 @@ class Following:
             if self.beside is not None and self.beside.elsewhere(tensor):
                 passed.append(self._coming.popleft())
                 continue
-            if tensor.place is Place.AWAY and tensor is not accessed and not self._pool.prefetch(tensor):
+            if tensor.place is Place.AWAY and tensor is not accessed and not self._send_for(tensor, due):
                 break
             self._coming.popleft()
         self._coming.extendleft(reversed(passed))
+
+    def _send_for(self, tensor: Block, due: int) -> bool:
+        """Starts a load, if there is room now; makes room for all loads that are to begin now."""
+        pool = self._pool
+        if pool.prefetch(tensor):
+            return True
+        if not self._surplus:
+            return False
+        self._clear(sum(each.slot_bytes for _, each in self._coming if each.place is Place.AWAY), due)
+        return pool.prefetch(tensor)

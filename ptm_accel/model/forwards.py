@@ -9,6 +9,7 @@ Recomputation inside backward (activation checkpointing) calls modules again and
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -25,6 +26,7 @@ from ptm_accel.memory.block import Pin
 from ptm_accel.memory.calls import Call
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.assignments import regroup, take_in
+from ptm_accel.model.away import bare
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
 from ptm_accel.model.grouping import ONE_KERNEL, owned_by
@@ -213,10 +215,12 @@ class Forwards:
             self.between()
         if self.apart:
             self.regroup()
-        grad = torch.is_grad_enabled()
-        kind, evaluates = (module.training, grad, shapes_of(args, kwargs)), not module.training and not grad
-        self._pool.admission.begin_pass(kind[-1], evaluates=not grad)
-        self.run_ahead.begin(kind, evaluates=evaluates)
+        grad, shapes = torch.is_grad_enabled(), shapes_of(args, kwargs)
+        self._pool.admission.begin_pass(shapes, evaluates=not grad)
+        with bare():
+            trained = bytes(slot.param.requires_grad for slot in self._slots)
+        kind = self.run_ahead.step.next(module.training, grad, trained)
+        self.run_ahead.begin(kind, elements=sum(map(math.prod, shapes)))
 
     def _end_torn_down(self, module: nn.Module) -> None:
         """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.

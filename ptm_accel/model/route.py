@@ -21,12 +21,14 @@ class Route:
         choice: the plan; None as long as nothing has been planned.
         capacity_bytes: the budget that it was made for; 0 as long as nothing has been planned.
         watch: tells when such passes are to be planned anew.
+        elements: of the largest batch so far, for which the trace has the times.
 
     Attributes:
-        recorded, updates, choice, capacity_bytes, watch: see above.
+        recorded, updates, choice, capacity_bytes, watch, elements: see above.
         count: number of accesses.
         places: the accesses of each tensor, ascending, by its name.
         starts: for each access, what the plan starts up to it: the move, the tensor's name, the access it is due at.
+        first: before which access each tensor is used first, by its updates too.
         expected: the tensors that the plan expects to be resident or arriving as the pass begins, by name, each with
             its first access.
         updated: names of the parameters whose updates are in the plan.
@@ -41,11 +43,13 @@ class Route:
         choice: Choice | None = None,
         capacity_bytes: int = 0,
         watch: Watch | None = None,
+        elements: int = 0,
     ) -> None:
         self.recorded = recorded
         self.updates = updates
         self.choice = choice
         self.capacity_bytes = capacity_bytes
+        self.elements = elements
         self.watch = Watch() if watch is None else watch
         self.final = frozenset(final_gradients(recorded).values())
         self.trains = any(access.backward for access in recorded.accesses)
@@ -54,13 +58,13 @@ class Route:
         self.updated = frozenset(name.removesuffix(GRAD_SUFFIX) for name in used_up)
         self.count = 0
         self.places: dict[str, list[int]] = {}
-        first: dict[str, int] = {}
+        self.first: dict[str, int] = {}
         # How many accesses of the pass itself come before each one of the trace.
         rank: list[int] = []
         for access in trace.accesses:
             name = trace.items[access.item].name
             rank.append(self.count)
-            first.setdefault(name, self.count)
+            self.first.setdefault(name, self.count)
             if not access.update:
                 self.places.setdefault(name, []).append(self.count)
                 self.count += 1
@@ -73,7 +77,12 @@ class Route:
                 if at < self.count:
                     self.starts[at] += [(each.move, trace.items[each.item].name, rank[each.due]) for each in actions]
             names = (trace.items[item].name for item in plan.resident | plan.coming)
-            self.expected = {name: first[name] for name in names}
+            self.expected = {name: self.first[name] for name in names}
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is a plan to carry out."""
+        return self.choice is not None and self.choice.plan is not None
 
     @property
     def foretold_s(self) -> float | None:
@@ -93,6 +102,7 @@ class Ended:
         strays: number of accesses that differed from the trace.
         marks: of its begin, each access, and its end.
         evaluates: whether it is not part of training.
+        elements: of its batch.
     """
 
     recorder: Recorder
@@ -101,3 +111,4 @@ class Ended:
     strays: int
     marks: list[Mark] = field(default_factory=list)
     evaluates: bool = False
+    elements: int = 0

@@ -1,9 +1,10 @@
 """Records passes, makes plans for them, and decides when to record and plan anew.
 
-The first pass of a kind (mode, shapes) is demand paged and recorded; when such a pass comes again, a plan is made, and
-executed from then on (`ptm_accel.model.following`). A plan is a hint: an access that the trace does not have is demand
-paged. Where the model departs from its trace (routing, a last short batch), the executor searches the next accesses for
-a place to rejoin it; if it departs too often the pass is recorded anew, ever more rarely where that does not help.
+The first pass of a kind (`ptm_accel.model.kinds`) is demand paged and recorded; when such a pass comes again, a plan is
+made, and executed from then on (`ptm_accel.model.following`). A plan is a hint: an access that the trace does not have
+is demand paged. Where the model departs from its trace (routing), the executor searches the next accesses for a place
+to rejoin it; if it departs too often the pass is recorded anew, ever more rarely where that does not help. Batches of
+one kind may have any shapes: plans are for the largest so far.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from ptm_accel.memory.timeline import Moment
 from ptm_accel.model.clock import clock_of
 from ptm_accel.model.following import Following
 from ptm_accel.model.gradients import Sums
+from ptm_accel.model.kinds import Kind
 from ptm_accel.model.route import Ended, Route
 from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.standing import describe
 from ptm_accel.schedule.tally import Tally
-from ptm_accel.schedule.trace import Item, Recorder, Trace
+from ptm_accel.schedule.trace import Item, Recorder
 from ptm_accel.schedule.updates import GRAD_SUFFIX, UpdateTiming
 from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
 from ptm_accel.units import format_bytes
@@ -35,9 +37,13 @@ _DEPARTURES = 0.05
 """The share of accesses that may differ from the trace of the plan."""
 
 _MOST_KINDS = 64
-"""Most kinds of passes that are kept, the latest ones: with padding to the longest row, or generation, nearly each pass
-is of another kind.
-"""
+"""Most kinds of passes that are kept, the latest ones."""
+
+_GROWTH = 1.25
+"""A pass whose batch is larger by this factor than all before is planned for at once."""
+
+_ALIKE = 0.95
+"""A batch of this share of the largest should take the time that was foretold for that."""
 
 _TOLERANCE = 0.2
 """Largest difference of a pass's measured time from the expected one, as a part of the latter."""
@@ -68,6 +74,7 @@ class RunAhead(Following):
         evaluation: called with whether transfers from now on are for an evaluation.
         updates: what the update of each parameter uses beside it, by the parameter's name; the gradient last.
         overwritten: the parameters that updates write without reading them.
+        step: tells the kinds of passes.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -83,6 +90,7 @@ class RunAhead(Following):
         self.tally = Tally()
         self.evaluation: Callable[[bool], None] = lambda evaluates: None
         super().__init__(executor, clock_of(executor.pool, self.tally))
+        self._elements = 0
         self.updates: dict[str, list[Item]] = {}
         self.overwritten: Collection[str] = ()
         self._on_host: Collection[str] = ()
@@ -94,17 +102,17 @@ class RunAhead(Following):
 
     # ---- passes ----------------------------------------------------------------------------------------------
 
-    def begin(self, kind: Hashable, *, evaluates: bool = False) -> None:
+    def begin(self, kind: Kind, *, elements: int = 0) -> None:
         """Called when a pass begins; ends the one before.
 
         Args:
-            kind: mode and shapes, on which its accesses depend.
-            evaluates: it is not part of training.
+            kind: of the pass.
+            elements: of its batch.
         """
         self.end()
-        self._evaluates = evaluates
+        self._evaluates, self._elements = kind.evaluates, elements
         # Pending updates belong to the step before, whatever pass they run beside.
-        self.evaluation(evaluates and self.beside is None)
+        self.evaluation(kind.evaluates and self.beside is None)
         if not self.enabled or self._pool.fits_on_card:
             return
         sums = self.sums()
@@ -113,7 +121,7 @@ class RunAhead(Following):
         route = self.routes.get(key)
         if route is not None:
             if not route.capacity_bytes:
-                route = self._planned(route.recorded, updates, route.watch)
+                route = self._planned(route, updates, route.watch)
             self._remember(key, route)
             if not route.watch.off:
                 self._before = replace(self.tally), self.link_use() if self.link_use is not None else None
@@ -122,21 +130,27 @@ class RunAhead(Following):
         self._updates_when = updates
         self._marks = [self._clock.begin()]
         # Nothing of a settled pass need be recorded: beside a device, that costs its events.
-        self._recorder, self._most = Recorder(key, writes=route is None or not route.watch.settled), None
+        writes = route is None or not route.watch.settled or self._outgrows(route, elements)
+        self._recorder, self._most = Recorder(key, writes=writes), None
         self._route, self._position, self._strays = route, 0, 0
-        if route is not None:
+        if route is not None and route.has_plan:
             self._ask_for_absent(route)
+            self._note_surplus(route)
         self._executor.plan = self
 
-    def _when_updated(self, kind: Hashable, sums: Sums) -> UpdateTiming:
-        """Returns when the updates run that concern the next pass, if it is one of this kind."""
+    def _outgrows(self, route: Route, elements: int) -> bool:
+        """Whether a batch is so large that the plan is not for such ones."""
+        return elements > _GROWTH * route.elements
+
+    def _when_updated(self, kind: Kind, sums: Sums) -> UpdateTiming:
+        """When updates run that concern the next pass, if it is one of this kind."""
         otherwise = UpdateTiming.APART if self.beside is None else UpdateTiming.FORWARD
         known = (self.routes.get((kind, sums, updates)) for updates in reversed(UpdateTiming))
         alike = next((route for route in known if route is not None), None)
         if alike is None or not alike.final or not self.in_backward():
             return otherwise
         if alike.updates is not UpdateTiming.BACKWARD:
-            self.routes[kind, sums, UpdateTiming.BACKWARD] = self._planned(alike.recorded, UpdateTiming.BACKWARD)
+            self.routes[kind, sums, UpdateTiming.BACKWARD] = self._planned(alike, UpdateTiming.BACKWARD)
         return UpdateTiming.BACKWARD
 
     def end(self) -> None:
@@ -148,7 +162,8 @@ class RunAhead(Following):
         if recorder is not None:
             self._passes += not self._evaluates
             marks = [*self._marks, self._clock.end()]
-            self._ended.append(Ended(recorder, route, self._updates_when, self._strays, marks, self._evaluates))
+            ended = Ended(recorder, route, self._updates_when, self._strays, marks, self._evaluates, self._elements)
+            self._ended.append(ended)
             self._recorder = None
         self.give_up()
         self._coming = coming
@@ -165,17 +180,23 @@ class RunAhead(Following):
         known = self.routes.get(recorder.key) is route
         if not len(recorder) or not known:
             return
-        if route is not None and not route.watch.calls(self._is_off(route, took_s, ended), recorded=recorder.writes):
-            return
+        if route is not None:
+            grown = recorder.writes and self._outgrows(route, ended.elements)
+            if not route.watch.calls(self._is_off(route, took_s, ended), recorded=recorder.writes) and not grown:
+                return
         trace = recorder.finish([moment.compute_s for moment in moments])
         if route is None:
             # The plan is made when such a pass comes again: making it takes a while.
-            self._remember(recorder.key, Route(trace, ended.updates))
+            self._remember(recorder.key, Route(trace, ended.updates, elements=ended.elements))
             return
         before = self._before[1]
         if self.rates is not None and self.link_use is not None and before is not None:
             self.rates = rates_as_seen(self.rates, before, self.link_use())
-        self._remember(recorder.key, self._planned(trace, ended.updates, route.watch))
+        largest = max(ended.elements, route.elements)
+        if ended.elements:
+            trace = trace.slowed(largest / ended.elements)
+        seen = Route(trace, ended.updates, elements=largest)
+        self._remember(recorder.key, self._planned(seen, ended.updates, route.watch))
 
     def _remember(self, key: Hashable, route: Route) -> None:
         """Keeps a route as the latest, and forgets the one that was used longest ago."""
@@ -188,12 +209,14 @@ class RunAhead(Following):
         """Returns whether a pass was another than its plan was made for: in its accesses, its time or its budget."""
         foretold_s, capacity = route.foretold_s, self._pool.share_bytes
         late = foretold_s is not None and abs(took_s - foretold_s) > _TOLERANCE * foretold_s
+        late = late and ended.elements >= _ALIKE * route.elements
         resized = abs(route.capacity_bytes - capacity) > capacity // _CAPACITY_GRAIN
         return late or resized or ended.strays > _DEPARTURES * route.count
 
     def end_step(self) -> None:
         """The passes of a step have ended: its update begins."""
         self.end()
+        self.step.end()
         self._evaluates = False
         self.evaluation(False)
         self._passes_a_step, self._passes = self._passes, 0
@@ -289,14 +312,15 @@ class RunAhead(Following):
         route = self._route
         return route.final if route is not None and route.updates is UpdateTiming.BACKWARD else ()
 
-    def _planned(self, recorded: Trace, updates: UpdateTiming, watch: Watch | None = None) -> Route:
+    def _planned(self, known: Route, updates: UpdateTiming, watch: Watch | None = None) -> Route:
         """Plans a pass.
 
         Args:
-            recorded: its trace, without updates.
+            known: what is known of it.
             updates: when updates run.
             watch: that of the route which this one replaces.
         """
+        recorded = known.recorded
         capacity = self._pool.share_bytes
         # Where several passes make a step, only the first has updates beside it.
         alone = updates is not UpdateTiming.FORWARD or self._passes_a_step == 1
@@ -312,7 +336,7 @@ class RunAhead(Following):
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,
         )
-        route = Route(recorded, updates, choice, capacity, watch)
+        route = Route(recorded, updates, choice, capacity, watch, known.elements)
         text = describe(choice, recorded) if route.trains else None
         if text is not None and text != self._told:
             self._told = text

@@ -68,7 +68,7 @@ class Trace:
     """The accesses of one pass.
 
     Attributes:
-        key: what it is a trace of: mode and shapes.
+        key: what it is a trace of.
         items: the tensors that are used.
         accesses: the uses, in order.
         lead_s: seconds of compute before the first access.
@@ -83,6 +83,13 @@ class Trace:
     def compute_s(self) -> float:
         """Seconds of compute in the whole pass."""
         return self.lead_s + sum(access.compute_s for access in self.accesses)
+
+    def slowed(self, factor: float) -> Trace:
+        """Returns the pass as it is for a batch that is larger by a factor: it computes for longer."""
+        if factor == 1:
+            return self
+        accesses = tuple(replace(access, compute_s=access.compute_s * factor) for access in self.accesses)
+        return replace(self, accesses=accesses, lead_s=self.lead_s * factor)
 
     @property
     def item_bytes(self) -> int:

@@ -17,6 +17,7 @@ from ptm_accel.integrations.transformers.loop import known_loop, step_follows
 from transformers import TrainerCallback
 
 from ptm_accel.engine import engine_of
+from ptm_accel.model.kinds import Place
 from ptm_accel.optim.updates import Updates
 
 
@@ -287,3 +288,18 @@ def test_a_backward_after_training_is_not_the_one_that_a_step_follows(
 
     plain, paged = _twice(tiny, tmp_path, run, max_steps=4)
     assert paged == plain
+
+
+@pytest.mark.parametrize(
+    ("micro", "places"), [(1, {Place.ONLY}), (3, {Place.FIRST, Place.MIDDLE, Place.LAST})], ids=["one", "three"]
+)
+def test_plans_know_the_place_of_a_micro_batch(
+    micro: int, places: set[Place], tiny: ModuleType, tmp_path: Path
+) -> None:
+    arguments = tiny.arguments(tmp_path / "out", gradient_accumulation_steps=micro, max_steps=2)
+    options = tiny.budget("tight", tmp_path)
+    trainer = Trainer(model=tiny.model(), args=arguments, train_dataset=tiny.data(), ptm_config=options)
+    trainer.train()
+    engine = engine_of(trainer.model)
+    assert engine is not None
+    assert {key[0].place for key in engine.run_ahead.routes} == places

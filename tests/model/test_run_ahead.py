@@ -107,7 +107,7 @@ def test_kinds_of_passes_have_routes_of_their_own(tmp_path: Path, monkeypatch: p
             model(batch(3))
             model(batch(3, rows=2))
         engine.run_ahead.end()
-        assert len(routes) == 4, "evaluation, in two shapes"
+        assert len(routes) == 4, "evaluation, beside updates and after them"
         model.train()
         step(model, optimizer, 4)
         assert len(routes) == 4
@@ -362,9 +362,9 @@ def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     planned: list[object] = []
     original = RunAhead._planned
 
-    def noted(self: RunAhead, recorded: Trace, *how: Any) -> Route:
-        planned.append(recorded.key)
-        return original(self, recorded, *how)
+    def noted(self: RunAhead, known: Route, *how: Any) -> Route:
+        planned.append(known.recorded.key)
+        return original(self, known, *how)
 
     monkeypatch.setattr(RunAhead, "_planned", noted)
     return planned
@@ -422,31 +422,28 @@ def test_a_budget_that_is_given_is_planned_for_at_once(tmp_path: Path, monkeypat
 def test_a_pass_is_planned_when_its_kind_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = note_plans(monkeypatch)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
-        for rows in (4, 5, 6, 7):
-            model(batch(0, rows)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        step(model, optimizer, 0)
+        for training in (True, False):
+            model.train(training)
+            with torch.no_grad():
+                model(batch(0))
+        model.train()
         assert not planned, "none of them has come again"
-        for _ in range(2):
-            model(batch(0, 7)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for number in range(2):
+            step(model, optimizer, number)
         assert len(set(planned)) == 1
-        route = next(route for route in reversed(engine.run_ahead.routes.values()) if route.trains)
-        assert route.choice is not None
-        assert route.choice.plan is not None
+        assert engine.run_ahead.routes[planned[0]].has_plan
 
 
 def test_the_kinds_that_were_seen_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ptm_accel.model.run_ahead._MOST_KINDS", 3)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, _), torch.no_grad():
-        for rows in (1, 2, 3, 1, 4):
-            model(batch(0, rows))
+        for frozen in (1, 2, 3, 1, 4):
+            for number, layer in enumerate(model.layers):
+                layer.requires_grad_(number >= frozen)
+            model(batch(0))
         engine.run_ahead.end()
-        shapes = [str(key) for key in engine.run_ahead.routes]
-        assert len(shapes) == 3
-        for shape, rows in zip(shapes, (3, 1, 4), strict=True):
-            assert f"({rows}, " in shape, shapes
+        assert [key[0].trained.count(0) for key in engine.run_ahead.routes] == [6, 2, 8], "two parameters a layer"
 
 
 @pytest.mark.parametrize("end", ["in a pass", "with an update pending"])
