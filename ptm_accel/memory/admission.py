@@ -193,7 +193,14 @@ class Admission:
                     # Nothing can be evicted any more: out of what is kept free for other memory.
                     return self._card.allocate(nbytes, anywhere=True)
 
-    def make(self, tensor: Block, *, moves: bool = True, ordered: bool = True) -> Extent:
+    def make(
+        self,
+        tensor: Block,
+        *,
+        moves: bool = True,
+        ordered: bool = True,
+        into: tuple[Reservation, Buffer] | None = None,
+    ) -> Extent:
         """Gives a tensor an extent whose bytes are still to be written (`moves`, `ordered`: see `take_buffer`).
 
         Raises:
@@ -202,27 +209,29 @@ class Admission:
         if torch.is_inference_mode_enabled():
             # It may be used outside of this inference mode, too.
             with torch.inference_mode(False):
-                return self.make(tensor, moves=moves, ordered=ordered)
-        reservation, buffer = self.take_buffer(tensor.slot_bytes, tensor.tag, tensor.name, moves=moves, ordered=ordered)
+                return self.make(tensor, moves=moves, ordered=ordered, into=into)
+        size = tensor.slot_bytes
+        taken = into or self.take_buffer(size, tensor.tag, tensor.name, moves=moves, ordered=ordered)
+        reservation, buffer = taken
         octets = buffer.octets
         assert octets is not None
         used = octets if tensor.nbytes == buffer.nbytes else octets[: tensor.nbytes]
         tensor.extent = Extent(used.view(tensor.dtype).view(tensor.shape), octets, buffer, reservation)
         return tensor.extent
 
-    def take_back(self, tensor: Block, transfer: Transfer | None = None) -> None:
+    def take_back(self, tensor: Block, transfer: Transfer | None = None, *, alone: bool = False) -> None:
         """Takes the extent from a tensor; its memory is free once nobody views it and `transfer` has ended."""
         extent, tensor.extent = tensor.extent, None
         assert extent is not None
-        self.released.add(extent.octets, extent.buffer, extent.reservation, transfer)
+        self.released.add(extent.octets, extent.buffer, extent.reservation, transfer, alone=alone)
 
-    def let_go(self, tensor: Block, place: Place, store: Transfer | None = None) -> None:
+    def let_go(self, tensor: Block, place: Place, store: Transfer | None = None, *, alone: bool = False) -> None:
         """As `take_back`, from a tensor that was resident, whose bytes are at `place` from now on."""
         assert tensor.extent is not None
         if tensor.occupant is not None:
             tensor.occupant.leaving(tensor.extent.tensor)
         self.eviction.take(tensor)
-        self.take_back(tensor, store)
+        self.take_back(tensor, store, alone=alone)
         tensor.become(place)
 
     # ---- eviction ------------------------------------------------------------------------------------------------
@@ -240,11 +249,12 @@ class Admission:
                 self.turn_back(tensor)
             else:
                 tensor.note_changes()
-                store = None
+                store, alone = None, False
                 if tensor.place is Place.DIRTY:
+                    alone = not tensor.viewed
                     self._traffic.start_store_whole(tensor)
                     store = joined(tensor.stores)
-                self.let_go(tensor, Place.AWAY, store)
+                self.let_go(tensor, Place.AWAY, store, alone=alone)
             self._traffic.stats.evictions += 1
 
     def turn_back(self, tensor: Block) -> None:

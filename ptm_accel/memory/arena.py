@@ -77,6 +77,21 @@ class HostArena:
             # Another thread may have reserved since the release of this buffer's charge.
             self.reclaim(self.kept_bytes if self._closed else self._excess_bytes())
 
+    def again(self, buffer: Buffer) -> Buffer:
+        """The run of a buffer that nobody views, as another buffer; transfers that use it hold its first storage."""
+        run = buffer.region
+        assert isinstance(run, MappedRun), "block recycled, or not of this tier"
+        buffer.octets = buffer.region = None
+        return Buffer(run.tensor(), run)
+
+    def leave_to_transfers(self, buffer: Buffer) -> None:
+        """Lets go of a buffer that nobody views: it is unmapped when the transfers that use it have ended."""
+        run = buffer.region
+        assert isinstance(run, MappedRun), "block recycled, or not of this tier"
+        buffer.octets = buffer.region = None
+        with self._lock:
+            self.live_bytes -= run.nbytes
+
     def reclaim(self, nbytes: int) -> int:
         """Unmaps kept runs until at least `nbytes` are free or none is left; returns the bytes."""
         freed = 0

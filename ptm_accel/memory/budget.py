@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ptm_accel.errors import BudgetError, DeviceBudgetError
 from ptm_accel.units import format_bytes
@@ -124,6 +124,19 @@ class Budget:
             if self.used_bytes > self.peak_bytes:
                 self.peak_bytes = self.used_bytes
             return Reservation(self, nbytes, tag, name)
+
+    def shift(self, givers: Iterable[Reservation], nbytes: int, tag: Tag, name: str) -> Reservation:
+        """Charges `nbytes`, and takes from other charges, in their order, what is not free of that.
+
+        The caller sees to it that the memory is used only once that of the givers is free.
+        """
+        with self._lock:
+            for giver in givers:
+                part = min(max(nbytes - self.free_bytes, 0), giver.nbytes)
+                giver.nbytes -= part
+                self.used_bytes -= part
+                self._by_tag[giver.tag] -= part
+            return self.reserve(nbytes, tag, name, allocates=True)
 
     def check_integrity(self) -> None:
         """Checks free + used = capacity, and that the tags add up to what is used."""

@@ -172,8 +172,13 @@ class DiskTier:
         Raises:
             DiskError: the tier is closed, or has failed.
         """
-        settle(behind)
-        return self._start(Direction.READ, handle, offset, into)
+        own = [each for each in behind if isinstance(each, DiskTransfer) and self.is_own(each)]
+        settle([each for each in behind if each not in own])
+        return self._start(Direction.READ, handle, offset, into, own)
+
+    def is_own(self, transfer: Transfer) -> bool:
+        """Whether a load can come behind a transfer that uses its memory, without anybody waiting for that."""
+        return isinstance(transfer, DiskTransfer) and transfer.is_of(self._lanes)
 
     def snapshot(self, handle: DiskSlot) -> torch.Tensor:
         """The bytes as a 1-D `uint8` tensor over a private mapping; writing to it changes neither file nor slot.
@@ -243,14 +248,21 @@ class DiskTier:
                     f"{self._slots.size_bytes}, lengths agree: {sizes}"
                 )
 
-    def _start(self, direction: Direction, handle: DiskSlot, offset: int, buffer: torch.Tensor) -> DiskTransfer:
+    def _start(
+        self,
+        direction: Direction,
+        handle: DiskSlot,
+        offset: int,
+        buffer: torch.Tensor,
+        behind: Sequence[DiskTransfer] = (),
+    ) -> DiskTransfer:
         flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
         assert flat and buffer.is_cpu, f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
         self._lanes.require_open(f"{direction.value} of {handle.name}")
         self._check(handle, offset, buffer.numel())
         transfer = DiskTransfer(self._lanes, handle, direction, offset, buffer)
         if not transfer.done():
-            self._lanes.submit(transfer)
+            self._lanes.submit(transfer, behind)
         return transfer
 
     def _check(self, handle: DiskSlot, offset: int, nbytes: int) -> None:

@@ -18,7 +18,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -180,6 +180,10 @@ class DiskTransfer:
         overlap = self.begin < other.end and other.begin < self.end
         return overlap and Direction.WRITE in (self.direction, other.direction)
 
+    def is_of(self, lanes: Lanes) -> bool:
+        """Whether these lanes move it."""
+        return self._lanes is lanes
+
     def let_go(self) -> None:
         """Drops the tensor, and the pieces, which refer back to this."""
         self._buffer = None
@@ -280,11 +284,12 @@ class Lanes:
         """Whether this process is a fork of the one that has made this: its lock may stay locked here."""
         return os.getpid() != self._process
 
-    def submit(self, transfer: DiskTransfer) -> None:
-        """Starts a transfer behind those that it conflicts with."""
+    def submit(self, transfer: DiskTransfer, behind: Iterable[DiskTransfer] = ()) -> None:
+        """Starts a transfer behind those that it conflicts with, and others of these lanes."""
         with self.lock:
-            for other in transfer.slot.running:
-                if transfer.conflicts(other):
+            conflicts = filter(transfer.conflicts, transfer.slot.running)
+            for other in dict.fromkeys([*conflicts, *behind]):
+                if not other.done():
                     other.followers.append(transfer)
                     transfer.blockers += 1
             transfer.slot.running.append(transfer)

@@ -24,7 +24,7 @@ from ptm_accel.memory.copies import Keeping, close_all, settle
 from ptm_accel.memory.tenants import Holder, Need, Tenants
 from ptm_accel.memory.timeline import QueuedCompute, Timeline
 from ptm_accel.memory.traffic import PoolStats, Traffic
-from ptm_accel.memory.transfer import BackingStore, ComputeTier
+from ptm_accel.memory.transfer import BackingStore, Buffer, ComputeTier
 
 _ROUNDED_BY = 64
 """Adopted tensors are copied where padding adds at most one part in this many."""
@@ -165,9 +165,9 @@ class Pool:
             self._settle_in(tensor, Place.DIRTY)
             return made
 
-    def _make(self, tensor: Block, *, moves: bool = True, ordered: bool = True) -> Extent:
+    def _make(self, tensor: Block) -> Extent:
         assert not self.closed, f"the model of {tensor.name} is no longer on pages"
-        return self.admission.make(tensor, moves=moves, ordered=ordered)
+        return self.admission.make(tensor)
 
     def _settle_in(self, tensor: Block, place: Place) -> None:
         """The bytes are in the extent: the tensor may be used, and evicted."""
@@ -254,14 +254,15 @@ class Pool:
         if tensor.place is Place.ARRIVING:
             self._receive(tensor)
 
-    def _start(self, tensor: Block, *, moves: bool = True) -> None:
+    def _start(self, tensor: Block, *, moves: bool = True, into: tuple[Reservation, Buffer] | None = None) -> None:
         """Starts loading a tensor: AWAY -> ARRIVING, or DIRTY where the backing store has nothing of it.
 
         Raises:
             BudgetError: no room.
             DiskError: an earlier store of it failed.
         """
-        extent = self._make(tensor, moves=moves, ordered=False)
+        assert not self.closed, f"the model of {tensor.name} is no longer on pages"
+        extent = self.admission.make(tensor, moves=moves, ordered=False, into=into)
         assert extent.buffer is not None
         behind, extent.buffer.behind = extent.buffer.behind, ()
         try:
@@ -293,6 +294,8 @@ class Pool:
     def prefetch(self, tensor: Block) -> bool:
         """Starts loading a tensor that is away, if there is room without waiting and without evicting.
 
+        Memory that only a running store to a disk reads counts as room: the disk loads behind the store.
+
         Returns:
             whether the tensor is resident or arriving now.
         """
@@ -301,10 +304,15 @@ class Pool:
                 return tensor.place is not Place.BLANK
             if tensor.slot_bytes > self.budget.free_bytes:
                 self.admission.released.collect()
+            into = None
             if tensor.slot_bytes > self.budget.free_bytes:
-                return False
+                if tensor.stored_bytes >= tensor.slot_bytes:
+                    released, size = self.admission.released, tensor.slot_bytes
+                    into = released.take_over(self.budget, size, tensor.tag, tensor.name)
+                if into is None:
+                    return False
             try:
-                self._start(tensor, moves=False)
+                self._start(tensor, moves=False, into=into)
             except DeviceBudgetError:
                 # The card's free memory is in pieces, or taken by others. A fault makes room, or raises.
                 return False

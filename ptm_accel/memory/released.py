@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.errors import DiskError
-from ptm_accel.memory.budget import Reservation
+from ptm_accel.memory.arena import HostArena
+from ptm_accel.memory.budget import Budget, Reservation, Tag
 from ptm_accel.memory.copies import parts_of, settle
+from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.traffic import Traffic
 from ptm_accel.memory.transfer import Buffer, ComputeTier, Transfer
@@ -30,6 +33,7 @@ class _Released:
         reservation: the charge.
         transfer: reads or writes the memory; None once it is known to have ended.
         kept: memory of torch's that only the transfer still needs.
+        alone: nobody but the transfer holds the memory.
     """
 
     storage: StorageWeakRef
@@ -37,6 +41,7 @@ class _Released:
     reservation: Reservation
     transfer: Transfer | None
     kept: torch.Tensor | None = None
+    alone: bool = False
 
     def is_unused(self) -> bool:
         """Whether the memory can be taken back."""
@@ -53,6 +58,10 @@ class _Released:
             return False
         self.buffer.behind = parts
         return True
+
+    def is_left_to(self, moves: IsOwn) -> bool:
+        """Whether nobody but running transfers of a backing store (`moves`) use the memory."""
+        return self.alone and self.transfer is not None and all(map(moves, parts_of(self.transfer)))
 
     def is_viewed(self, is_own: IsOwn) -> bool:
         """Whether somebody else than a transfer holds the memory."""
@@ -72,6 +81,10 @@ class ReleasedMemory:
 
     def __init__(self, compute: ComputeTier, traffic: Traffic, is_own: IsOwn | None, lock: threading.RLock) -> None:
         self._compute = compute
+        # Tells transfers behind which the backing store can load without anybody waiting.
+        self._moves: IsOwn | None = None
+        if isinstance(traffic.backing, DiskTier) and isinstance(compute, HostArena):
+            self._moves = traffic.backing.is_own
         self._traffic = traffic
         self._is_own = is_own
         self._lock = lock
@@ -94,7 +107,13 @@ class ReleasedMemory:
         return sum(each.reservation.nbytes for each in self._released if each.transfer is not None)
 
     def add(
-        self, octets: torch.Tensor, buffer: Buffer | None, reservation: Reservation, transfer: Transfer | None = None
+        self,
+        octets: torch.Tensor,
+        buffer: Buffer | None,
+        reservation: Reservation,
+        transfer: Transfer | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         """Lets go of memory: it is taken back when its last view has died and `transfer` has ended.
 
@@ -103,13 +122,14 @@ class ReleasedMemory:
             buffer: what the tier takes back; None for memory of torch's.
             reservation: the charge.
             transfer: reads or writes it.
+            alone: nobody else holds it.
         """
         storage = StorageWeakRef(octets.untyped_storage())
         if buffer is not None:
             buffer.octets = None
         with self._lock:
             kept = octets if buffer is None and transfer is not None else None
-            self._released.append(_Released(storage, buffer, reservation, transfer, kept))
+            self._released.append(_Released(storage, buffer, reservation, transfer, kept, alone and buffer is not None))
 
     def watch(self, storage: StorageWeakRef, reservation: Reservation) -> None:
         """Gives up a charge when a storage of torch's dies."""
@@ -128,6 +148,54 @@ class ReleasedMemory:
                 if each.buffer is not None:
                     self._compute.recycle(each.buffer)
             self._released = still
+
+    def take_over(self, budget: Budget, nbytes: int, tag: Tag, name: str) -> tuple[Reservation, Buffer] | None:
+        """Returns a charged buffer in the room of running stores: a load into it comes behind them (`Buffer.behind`).
+
+        Args:
+            budget: of the tier.
+            nbytes: of the buffer, more than is free.
+            tag: what it is for.
+            name: whose it is.
+
+        Returns:
+            None if what only stores to a disk still read is less than that.
+        """
+        if self._moves is None:
+            return None
+        with self._lock:
+            left = [each for each in self._released if each.is_left_to(self._moves)]
+            same = next((each for each in left if each.buffer is not None and each.reservation.nbytes == nbytes), None)
+            givers, short = [], nbytes - budget.free_bytes
+            for each in left if same is None else [same]:
+                if short > 0:
+                    givers.append(each)
+                    short -= each.reservation.nbytes
+            if short > 0:
+                return None
+            reservation = budget.shift([each.reservation for each in givers], nbytes, tag, name)
+            try:
+                buffer = self._buffer_of(givers, same, nbytes)
+            except BaseException:
+                reservation.release()
+                raise
+            buffer.behind = tuple(p for each in givers if each.transfer is not None for p in parts_of(each.transfer))
+            return reservation, buffer
+
+    def _buffer_of(self, givers: list[_Released], same: _Released | None, nbytes: int) -> Buffer:
+        arena = cast("HostArena", self._compute)
+        if same is not None:
+            assert same.buffer is not None
+            buffer = arena.again(same.buffer)
+            self._released.remove(same)
+            same.reservation.release()
+            return buffer
+        # Fresh memory takes none before it is written to, and then theirs has been unmapped.
+        for each in givers:
+            if each.buffer is not None:
+                arena.leave_to_transfers(each.buffer)
+                each.buffer = None
+        return arena.allocate(nbytes)
 
     def settle(self) -> None:
         """Waits for all transfers; their errors are those of their own tensors."""

@@ -88,14 +88,74 @@ def test_nothing_is_moved_and_nothing_waited_for(gate: Gate, tmp_path: Path) -> 
         gate.open.clear()
         pool.admission.evict(b)
         assert b.place is Place.AWAY
-        assert not pool.prefetch(a), "the room comes free as the store ends"
+        assert pool.prefetch(a), "the room comes free as the store ends, and the load comes behind it"
+        assert a.arrival is not None
+        assert not a.arrival.done()
+        assert not pool.prefetch(b), "one load only has the room of a store"
+        assert c.place is Place.DIRTY
+        memory.check_integrity()
         gate.open.set()
         pool.admission.released.settle()
-        assert pool.prefetch(a)
         assert not pool.prefetch(b)
         assert (pool.fault(a) == 1.0).all()
         assert (pool.fault(b) == 2.0).all()
         assert not pool.prefetch(pool.create("blank", Tag.PARAM, torch.Size([8]), torch.float32))
+
+
+def test_a_load_takes_the_room_of_several_stores(gate: Gate, tmp_path: Path) -> None:
+    """In memory of its own, which takes none before theirs has been given back."""
+    with memory_of(4, tmp_path) as memory:
+        pool = memory.pool
+        large = made(pool, "large", 5.0, pages=3)
+        a, b, c, d = (made(pool, name, value) for name, value in zip("abcd", (1.0, 2.0, 3.0, 4.0), strict=True))
+        assert large.place is Place.AWAY
+        used = pool.budget.used_bytes
+        gate.open.clear()
+        for each in (a, b, c):
+            pool.admission.evict(each)
+        assert pool.prefetch(large)
+        assert large.arrival is not None
+        assert not large.arrival.done()
+        assert pool.budget.used_bytes == used
+        memory.check_integrity()
+        assert not pool.prefetch(a), "that room is taken"
+        gate.open.set()
+        assert (pool.fault(large) == 5.0).all()
+        assert (pool.fault(d) == 4.0).all()
+        for each, value in ((a, 1.0), (b, 2.0), (c, 3.0)):
+            assert (pool.fault(each) == value).all()
+        memory.check_integrity()
+
+
+def test_a_load_does_not_take_memory_that_is_viewed(gate: Gate, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path) as memory:
+        pool = memory.pool
+        a, b, _ = (made(pool, name, value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
+        kept = pool.fault(b).view(-1)[:4]
+        gate.open.clear()
+        pool.admission.evict(b)
+        assert not pool.prefetch(a)
+        gate.open.set()
+        assert (pool.fault(a) == 1.0).all()
+        assert (kept == 2.0).all()
+        del kept
+
+
+def test_a_load_that_is_given_up_behind_a_store_gives_its_room_back(gate: Gate, tmp_path: Path) -> None:
+    with memory_of(2, tmp_path) as memory:
+        pool = memory.pool
+        a, b, c = (made(pool, name, value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
+        gate.open.clear()
+        pool.admission.evict(b)
+        assert pool.prefetch(a)
+        pool.admission.turn_back(a)
+        assert a.place is Place.AWAY
+        assert not pool.prefetch(a), "its load still writes there"
+        gate.open.set()
+        pool.admission.released.settle()
+        for each, value in ((b, 2.0), (a, 1.0), (c, 3.0)):
+            assert (pool.fault(each) == value).all()
+        memory.check_integrity()
 
 
 def test_a_load_comes_after_the_store_of_the_same_bytes(gate: Gate, tmp_path: Path) -> None:
