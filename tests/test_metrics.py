@@ -162,7 +162,6 @@ def test_an_evaluation_is_no_part_of_training(tmp_path: Path) -> None:
         assert seen["ptm_bound_s"] == pytest.approx(max(link_s, work_s), abs=1e-4)
         evaluate(engine, 3)
         assert engine.metrics.read() == after
-        assert engine.run_ahead._passes_a_step == 1
 
 
 def test_updates_that_are_carried_out_beside_an_evaluation_are_those_of_training(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Admission to the compute tier: grants and refuses charges, and evicts idle tensors to make room.
 
-What is evicted next is the least recently used tensor of the model that is furthest beyond its share.
+What is evicted next is of the model that is furthest beyond its share: what its plan wants last, or else the least
+recently used.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -266,8 +268,10 @@ class Admission:
         tensor.become(Place.AWAY)
 
     def victim(self) -> Block | None:
-        """What is to leave next; None if nothing can."""
-        _, idle = self._tenants.giver(self.eviction.in_order())
+        """Returns what leaves next: what a plan wants last, or else the least recently used; None if nothing can."""
+        pool, idle = self._tenants.giver(self.eviction.in_order())
+        if pool is not None and pool.next_use is not None:
+            return max(idle, key=pool.next_use, default=None) or self.eviction.last_resort()
         return next(iter(idle), None) or self.eviction.last_resort()
 
     def evict_one(self) -> bool:
@@ -294,16 +298,36 @@ class Admission:
                 self.released.collect()
             return nbytes <= self.budget.free_bytes
 
-    def _evict_range(self, nbytes: int) -> bool:
-        """Evicts what lies in the cheapest contiguous range of a slab; False if no range is long enough."""
+    def clear_range(self, nbytes: int, due: int) -> bool:
+        """Starts evictions from a contiguous range of a slab, of what a plan wants later than the access `due`.
+
+        Returns:
+            whether there was such a range where none is free.
+        """
+        with self._lock:
+            return self._evict_range(nbytes, due)
+
+    def _evict_range(self, nbytes: int, due: int = -1) -> bool:
+        """Evicts what lies in a contiguous range of a slab; False if no range is long enough.
+
+        It is the cheapest one, or of those that a plan wants last.
+        """
         if self._card is None or not self._card.cuts(nbytes):
             return False
+        next_use, slabs = self._tenants.next_use, self._card.slabs
         movable = {
             run: tensor
             for tensor in self.eviction.free()
             if (run := _run_of(tensor)) is not None and tensor.place is not Place.ARRIVING and not tensor.viewed
         }
-        runs = self._card.slabs.cheapest_range(nbytes, list(movable))
+        runs = None
+        if next_use is not None:
+            wanted = {run: next_use(tensor) for run, tensor in movable.items()}
+            order = sorted((run for run in movable if wanted[run] > due), key=lambda run: -wanted[run])
+            fewest = bisect_left(range(len(order)), True, key=lambda n: bool(slabs.cheapest_range(nbytes, order[:n])))
+            runs = slabs.cheapest_range(nbytes, order[:fewest])
+        elif due < 0:
+            runs = slabs.cheapest_range(nbytes, list(movable))
         for run in runs or ():
             if movable[run] in self.eviction:
                 self.evict(movable[run])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ptm_accel.memory.block import Block, Place
 
@@ -35,11 +35,6 @@ class EvictionQueue:
             assert tensor.extent is not None
             self._idle[tensor] = None
             self.nbytes += tensor.extent.reservation.nbytes
-
-    def put_first(self, tensors: Sequence[Block]) -> None:
-        """Makes idle `tensors` those that leave first, in this order."""
-        for tensor in reversed(tensors):
-            self._idle.move_to_end(tensor, last=False)
 
     def take(self, tensor: Block) -> None:
         """Takes `tensor` off, if it is there: it must not be evicted now."""

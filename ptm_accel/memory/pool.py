@@ -44,6 +44,8 @@ class Pool:
     Attributes:
         tenants: all pools over these tiers.
         need: what the model needs of them.
+        holder: has pending work with its tensors, for which memory is held.
+        next_use: tells when a tensor is wanted next, within a planned pass; what is wanted last leaves first.
         closed: whether nothing can be brought in any more.
         timeline: where time goes on a device; None on a CPU.
         copies_in: whether adopted bytes are copied into the tier's own memory, so that the allocator they came from
@@ -69,6 +71,7 @@ class Pool:
 
     def _begin(self) -> None:
         self.holder: Holder | None = None
+        self.next_use: Callable[[Block], int] | None = None
         self.copies_in = self.closed = False
         self.need = Need()
         self._tensors: dict[int, Block] = {}

@@ -7,7 +7,7 @@ its share are evicted first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,7 @@ class Tenant(Protocol):
 
     need: Need
     holder: Holder | None
+    next_use: Callable[[Block], int] | None
 
     def tensors(self) -> Iterator[Block]:
         """All living paged tensors."""
@@ -95,6 +96,11 @@ class Tenants:
         }
         giver = max(beyond, key=lambda pool: beyond[pool], default=None)
         return giver, () if giver is None else parts[giver]
+
+    @property
+    def next_use(self) -> Callable[[Block], int] | None:
+        """Tells when a tensor is wanted next, by the plan of the only model; None without one."""
+        return self.pools[0].next_use if len(self.pools) == 1 else None
 
     def pinned(self) -> list[Block]:
         """The pinned tensors of all models."""

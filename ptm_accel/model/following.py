@@ -62,7 +62,7 @@ class Beside(Protocol):
 
 
 class Following:
-    """An `ptm_accel.memory.block.Adviser` that records each access, and executes the plan of a pass.
+    """A `ptm_accel.runtime.executor.Plan` that records each access, and executes the plan of a pass.
 
     Args:
         executor: serves accesses.
@@ -111,12 +111,12 @@ class Following:
         self._coming.clear()
         self._going.clear()
         self._surplus.clear()
-        self._executor.plan = None
+        self._executor.plan = self._pool.next_use = None
 
     # ---- accesses --------------------------------------------------------------------------------------------
 
     def accessed(self, tensor: Block, *, write: bool) -> None:
-        """See `Adviser`."""
+        """See `Plan`."""
         if tensor.tag in _FOLLOWED and tensor.movable:
             if tensor is self._read and not write and tensor.place.resident:
                 # Another parameter of the same group, with nothing in between.
@@ -129,12 +129,17 @@ class Following:
                 self.beside.pump()
 
     def awaited(self, tensor: Block) -> None:
-        """See `Adviser`: its load has begun, so prefetches may follow."""
+        """See `Plan`: its load has begun, so prefetches may follow."""
         if tensor.tag in _FOLLOWED and tensor.movable and self._route is not None:
             self._prefetch(tensor)
 
+    def next_use(self, tensor: Block) -> int:
+        """Returns the access at which the plan wants a tensor next (`Pool.next_use`)."""
+        assert self._route is not None
+        return self._route.next_use(tensor.name, self._position)
+
     def created(self, tensor: Block) -> None:
-        """See `Adviser`."""
+        """See `Plan`."""
         if tensor.tag is Tag.GRAD and tensor.movable:
             self._read = None
             self._see(tensor, Use.CREATE)
@@ -179,6 +184,8 @@ class Following:
         if at != first:
             self._strays += 1
             self.departures += 1
+            if route.has_plan:
+                self._note_surplus(route)
             if at >= min(route.count, first + _JOIN_WITHIN + 1):
                 return
         self._position = at + 1
@@ -197,35 +204,35 @@ class Following:
     # ---- transfers -------------------------------------------------------------------------------------------
 
     def _ask_for_absent(self, route: Route) -> None:
-        """Prefetches what the plan expects to be resident at the start and is not: another kind of pass came before."""
+        """Prefetches what the plan expects to be resident at the start and is not: another kind of pass came before.
+
+        What is used first is sent for now as well, although no access of the plan comes before that.
+        """
         asked = {tensor for _, tensor in self._coming}
-        for name, due in route.expected.items():
+        for name, due in (route.first | route.expected).items():
             tensor = self._tensors.get(name)
             if tensor is not None and tensor.place is Place.AWAY and tensor not in asked:
                 self._ask_for(tensor, due)
 
     def _note_surplus(self, route: Route) -> None:
-        """Finds what another kind of pass has left there: it leaves first where room is needed."""
-        pool, never = self._pool, route.count + 1
-        surplus = [
-            tensor for tensor in pool.eviction.free() if tensor.owner is pool and tensor.name not in route.expected
-        ]
-        surplus.sort(key=lambda tensor: -route.first.get(tensor.name, never))
-        self._surplus = deque(surplus)
-        pool.eviction.put_first(surplus)
+        """Finds what is there beside what the plan counts on: it leaves first where room is needed.
+
+        As a pass begins that is what another kind of pass has left; after a departure it may be anything.
+        """
+        pool, expected = self._pool, route.expected if not self._strays else ()
+        surplus = [tensor for tensor in pool.eviction.free() if tensor.owner is pool and tensor.name not in expected]
+        self._surplus = deque(sorted(surplus, key=self.next_use, reverse=True))
 
     def _clear(self, nbytes: int, due: int) -> None:
         """Starts evictions of what the plan does not count on, and wants later than `due`, until `nbytes` come free."""
         pool, surplus = self._pool, self._surplus
-        assert self._route is not None
-        first = self._route.first
         while surplus and nbytes > pool.budget.free_bytes + pool.admission.released.ending_bytes:
             tensor = surplus[0]
-            wanted = first.get(tensor.name)
-            if wanted is not None and self._position <= wanted <= due:
+            if self.next_use(tensor) <= due:
+                # So are those behind it.
                 break
             surplus.popleft()
-            if (wanted is None or wanted > due) and tensor in pool.eviction and not pool.eviction.is_spared(tensor):
+            if tensor in pool.eviction and not pool.eviction.is_spared(tensor):
                 # Where the backing store is full it stays.
                 with suppress(BudgetError):
                     pool.admission.evict(tensor)
@@ -247,7 +254,7 @@ class Following:
                 with suppress(BudgetError):
                     self._pool.admission.evict(tensor)
 
-    def _prefetch(self, accessed: Block) -> None:
+    def _prefetch(self, accessed: Block | None = None) -> None:
         """Starts planned loads, in order, as far as there is room; the others are tried again at a later access."""
         passed: list[tuple[int, Block]] = []
         while self._coming:
@@ -269,6 +276,9 @@ class Following:
         pool = self._pool
         if pool.prefetch(tensor):
             return True
+        if tensor.slot_bytes <= pool.budget.free_bytes:
+            # Free memory of a card lies in pieces.
+            return pool.admission.clear_range(tensor.slot_bytes, due) and pool.prefetch(tensor)
         if not self._surplus:
             return False
         self._clear(sum(each.slot_bytes for _, each in self._coming if each.place is Place.AWAY), due)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from ptm_accel.memory.timeline import Mark
@@ -28,7 +29,8 @@ class Route:
         count: number of accesses.
         places: the accesses of each tensor, ascending, by its name.
         starts: for each access, what the plan starts up to it: the move, the tensor's name, the access it is due at.
-        first: before which access each tensor is used first, by its updates too.
+        uses: before which accesses each tensor is used, by its updates too, ascending.
+        first: the tensors that are used at its first access or by the updates before it, by name, with that access.
         expected: the tensors that the plan expects to be resident or arriving as the pass begins, by name, each with
             its first access.
         updated: names of the parameters whose updates are in the plan.
@@ -58,16 +60,17 @@ class Route:
         self.updated = frozenset(name.removesuffix(GRAD_SUFFIX) for name in used_up)
         self.count = 0
         self.places: dict[str, list[int]] = {}
-        self.first: dict[str, int] = {}
+        self.uses: dict[str, list[int]] = {}
         # How many accesses of the pass itself come before each one of the trace.
         rank: list[int] = []
         for access in trace.accesses:
             name = trace.items[access.item].name
             rank.append(self.count)
-            self.first.setdefault(name, self.count)
+            self.uses.setdefault(name, []).append(self.count)
             if not access.update:
                 self.places.setdefault(name, []).append(self.count)
                 self.count += 1
+        self.first = {name: 0 for name, uses in self.uses.items() if not uses[0]}
         plan = None if choice is None else choice.plan
         self.starts: list[list[tuple[Move, str, int]]] = [[] for _ in range(self.count)]
         self.expected: dict[str, int] = {}
@@ -77,7 +80,18 @@ class Route:
                 if at < self.count:
                     self.starts[at] += [(each.move, trace.items[each.item].name, rank[each.due]) for each in actions]
             names = (trace.items[item].name for item in plan.resident | plan.coming)
-            self.expected = {name: self.first[name] for name in names}
+            self.expected = {name: self.uses[name][0] for name in names}
+
+    def next_use(self, name: str, position: int) -> int:
+        """The next access from `position` on that a tensor is used at; that of the next such pass counts from the end.
+
+        What such passes do not use is wanted after all else.
+        """
+        uses = self.uses.get(name)
+        if uses is None:
+            return 2 * self.count + 1
+        place = bisect_left(uses, position)
+        return uses[place] if place < len(uses) else self.count + uses[0]
 
     @property
     def has_plan(self) -> bool:

@@ -53,7 +53,7 @@ _CAPACITY_GRAIN = 64
 
 
 class RunAhead(Following):
-    """The pool's adviser (`ptm_accel.memory.block.Adviser`) while a model runs.
+    """The executor's plan (`ptm_accel.runtime.executor.Plan`) while a model runs.
 
     Args:
         executor: serves accesses.
@@ -96,7 +96,7 @@ class RunAhead(Following):
         self._on_host: Collection[str] = ()
         self._ended: deque[Ended] = deque()
         self._before: tuple[Tally, LinkUse | None] = (Tally(), None)
-        self._passes_a_step = self._passes = 0
+        self._key: Hashable = None
         self._evaluates = False
         self._told = ""
 
@@ -118,8 +118,10 @@ class RunAhead(Following):
         sums = self.sums()
         updates = self._when_updated(kind, sums)
         key = (kind, sums, updates)
+        repeats, self._key = key == self._key, key
         route = self.routes.get(key)
         if route is not None:
+            route.watch.came(repeats)
             if not route.capacity_bytes:
                 route = self._planned(route, updates, route.watch)
             self._remember(key, route)
@@ -133,10 +135,12 @@ class RunAhead(Following):
         writes = route is None or not route.watch.settled or self._outgrows(route, elements)
         self._recorder, self._most = Recorder(key, writes=writes), None
         self._route, self._position, self._strays = route, 0, 0
+        self._executor.plan = self
         if route is not None and route.has_plan:
+            self._pool.next_use = self.next_use
             self._ask_for_absent(route)
             self._note_surplus(route)
-        self._executor.plan = self
+            self._prefetch()
 
     def _outgrows(self, route: Route, elements: int) -> bool:
         """Whether a batch is so large that the plan is not for such ones."""
@@ -160,7 +164,6 @@ class RunAhead(Following):
         count = route.count if route is not None else 0
         coming = deque((due - count, tensor) for due, tensor in self._coming if due >= count or self._awaits(tensor))
         if recorder is not None:
-            self._passes += not self._evaluates
             marks = [*self._marks, self._clock.end()]
             ended = Ended(recorder, route, self._updates_when, self._strays, marks, self._evaluates, self._elements)
             self._ended.append(ended)
@@ -219,7 +222,6 @@ class RunAhead(Following):
         self.step.end()
         self._evaluates = False
         self.evaluation(False)
-        self._passes_a_step, self._passes = self._passes, 0
         if self.enabled:
             self._clock.begin_update()
 
@@ -322,8 +324,9 @@ class RunAhead(Following):
         """
         recorded = known.recorded
         capacity = self._pool.share_bytes
-        # Where several passes make a step, only the first has updates beside it.
-        alone = updates is not UpdateTiming.FORWARD or self._passes_a_step == 1
+        watch = Watch() if watch is None else watch
+        # Where several passes make a step, or evaluate, only the first has updates beside it.
+        alone = updates is not UpdateTiming.FORWARD or watch.repeats
         choice = choose_plan(
             recorded,
             capacity_bytes=capacity,

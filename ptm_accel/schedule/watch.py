@@ -31,11 +31,25 @@ class Watch:
             second, so that noise, or a model that never goes the same way, does not lead to planning without end.
         warm: whether the second plan has been made.
         off: how many passes in a row have been off.
+        passes: how many have come, the first left out.
+        repeated: how many of them came right after another of their kind.
     """
 
     patience: int = _PATIENCE
     warm: bool = False
     off: int = 0
+    passes: int = 0
+    repeated: int = 0
+
+    def came(self, repeats: bool) -> None:
+        """Counts a pass that begins, right after another of its kind or not."""
+        self.passes += 1
+        self.repeated += repeats
+
+    @property
+    def repeats(self) -> bool:
+        """Whether such passes mostly follow one another."""
+        return 2 * self.repeated >= self.passes
 
     @property
     def settled(self) -> bool:

@@ -344,6 +344,20 @@ def test_a_full_backing_store_keeps_what_should_leave(tmp_path: Path) -> None:
             assert tensor.place is Place.DIRTY
 
 
+def test_what_a_plan_wants_last_leaves_first(tmp_path: Path) -> None:
+    with memory_of(3, tmp_path) as memory:
+        pool = memory.pool
+        a, b, c = (made(pool, name, 1.0) for name in "abc")
+        pool.next_use = lambda block: {"a": 3, "b": 9, "c": 5}.get(block.name, 0)
+        made(pool, "d", 1.0)
+        assert (a.place.resident, b.place, c.place.resident) == (True, Place.AWAY, True)
+        made(pool, "e", 1.0)
+        assert (a.place.resident, c.place) == (True, Place.AWAY)
+        pool.next_use = None
+        made(pool, "f", 1.0)
+        assert a.place is Place.AWAY, "used longest ago"
+
+
 class EndsUnseen:
     """A transfer that has not ended when it is first asked, and has at every later look."""
 
