@@ -122,10 +122,12 @@ class Executor:
         """
         if self.pending_updates is not None:
             self.pending_updates.before_use(block)
-        if self.plan is None or self._aside:
+        # Its end may come with this access.
+        plan = self.plan
+        if plan is None or self._aside:
             return None
-        self.plan.accessed(block, write=write)
-        return self.plan.awaited
+        plan.accessed(block, write=write)
+        return plan.awaited
 
     def update_first(self, block: Block) -> None:
         """Makes the pending update of a block, if there is one."""
