@@ -18,13 +18,14 @@ from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.model.away import bare
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
 from ptm_accel.model.floor import OptimizerMemory
-from ptm_accel.model.gradients import Gradients, Sums
+from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import is_elementwise, measured_state, optimizer_memory_of
 from ptm_accel.pages import Pages
 from ptm_accel.plain_mode import PlainMode, weakly
+from ptm_accel.schedule.updates import GradientSums
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Training:
         pages.residency.regions.found = weakly(self._meet_region, None)
         pages.state_dicts.given = weakly(self._warn_of_lost_step, None)
         pages.run_ahead.step.more_follow = weakly(self._told_of_more, None)
-        pages.run_ahead.sums = weakly(self._sums, Sums.NONE)
+        pages.run_ahead.sums = weakly(self._sums, GradientSums.NONE)
         pages.run_ahead.in_backward = weakly(self._may_update_in_backward, False)
         pages.run_ahead.on_host_possible = weakly(self._may_update_on_host, False)
 
@@ -141,8 +142,8 @@ class Training:
         if self.gradients is not None:
             self.gradients.assign(slot, gradient, self._slots)
 
-    def _sums(self) -> Sums:
-        return Sums.NONE if self.gradients is None else self.gradients.sums()
+    def _sums(self) -> GradientSums:
+        return GradientSums.NONE if self.gradients is None else self.gradients.sums()
 
     def look_at_gradients(self) -> None:
         """Makes all gradients what they are in plain torch, before code outside sees one.

@@ -19,7 +19,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.memory.block import Block
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
-from ptm_accel.model.run_ahead import RunAhead
+from ptm_accel.runtime.run_ahead import RunAhead
 from tests.mock_device import MockDevice
 
 VOCABULARY = 512

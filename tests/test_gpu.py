@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
 from ptm_accel.memory.setup import Capacities, build_memory
-from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.units import Entry as Update
 from ptm_accel.pages import Pages
+from ptm_accel.runtime.run_ahead import RunAhead
 from ptm_accel.units import GIB, MIB
 from tests.tiers import needs
 from tests.zoo import ENTRIES, Entry

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import BudgetError
-from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.optim.units import Entry, Unit
+from ptm_accel.runtime.run_ahead import RunAhead
 from tests.plain_loop import Recipe, assert_same, train, train_with_masters
 from tests.test_equality import plain_run, sizes
 from tests.test_equality_precision import narrowed

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.model.test_run_ahead import Net, batch, step
 
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
@@ -16,7 +17,6 @@ from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.timeline import Span
 from ptm_accel.metrics import Metrics
 from ptm_accel.schedule.tally import Tally
-from tests.model.test_run_ahead import Net, batch, step
 from tests.queued import LateDevice
 from tests.tiers import AMPLE, PAGE, needs, on_pages
 

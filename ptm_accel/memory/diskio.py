@@ -33,7 +33,7 @@ from ptm_accel.memory.own_threads import OwnThread
 from ptm_accel.memory.scratch import Direction, ScratchFile
 from ptm_accel.memory.slots import Segment
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
-from ptm_accel.memory.verified import Sums, move_verified
+from ptm_accel.memory.verified import UnitSums, move_verified
 from ptm_accel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class DiskSlot:
     nbytes: int
     segments: list[Segment]
     reservation: Reservation
-    sums: Sums = field(default_factory=dict)
+    sums: UnitSums = field(default_factory=dict)
     running: list[DiskTransfer] = field(default_factory=list)
     snapshots: list[weakref.ref[MappedRun]] = field(default_factory=list)
     _starts: list[int] = field(init=False)

@@ -15,12 +15,18 @@ from ptm_accel.memory.mapping import MappedRun, view_at
 from ptm_accel.memory.scratch import Direction, ScratchFile
 from ptm_accel.memory.slots import Segment
 
-Sums = dict[Segment, int]
+UnitSums = dict[Segment, int]
 """The CRC-32 of each unit of a slot that has been written."""
 
 
 def move_verified(
-    file: ScratchFile, direction: Direction, address: int, part: Segment, unit: Segment, sums: Sums, bounce: MappedRun
+    file: ScratchFile,
+    direction: Direction,
+    address: int,
+    part: Segment,
+    unit: Segment,
+    sums: UnitSums,
+    bounce: MappedRun,
 ) -> None:
     """Moves a part of a unit between memory and the file; notes the unit's CRC, or compares what is read with it.
 
@@ -54,7 +60,7 @@ def move_verified(
     sums[unit] = found
 
 
-def verify_mapped(file: ScratchFile, unit: Segment, sums: Sums) -> None:
+def verify_mapped(file: ScratchFile, unit: Segment, sums: UnitSums) -> None:
     """Compares a unit with its CRC as a mapping of the file gives it, and leaves it in the page cache.
 
     Raises:
@@ -64,7 +70,7 @@ def verify_mapped(file: ScratchFile, unit: Segment, sums: Sums) -> None:
         _compare(mapped, unit, sums)
 
 
-def _compare(octets: memoryview | mmap.mmap, unit: Segment, sums: Sums) -> None:
+def _compare(octets: memoryview | mmap.mmap, unit: Segment, sums: UnitSums) -> None:
     written = sums.get(unit)
     if written is None:
         return

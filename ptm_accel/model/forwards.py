@@ -30,11 +30,11 @@ from ptm_accel.model.away import bare
 from ptm_accel.model.casts import CastCache, Casting, Suspended, autocast_dtype
 from ptm_accel.model.compiled import Bared, CompiledRegions, Handles, Region, refusal
 from ptm_accel.model.grouping import ONE_KERNEL, owned_by
-from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.saved import SavedTensors
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.runtime.executor import Executor
+from ptm_accel.runtime.run_ahead import RunAhead
 
 _CALL = nn.Module._call_impl.__code__
 """Code that is on the stack while a module is being called."""

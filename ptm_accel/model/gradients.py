@@ -6,7 +6,6 @@ What is kept is the running sum over micro-batches, on pages (`ptm_accel.model.g
 
 from __future__ import annotations
 
-import enum
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,23 +22,12 @@ from ptm_accel.model.host_gradients import HostGradients
 from ptm_accel.model.norms import Norms
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.runtime.executor import Executor
+from ptm_accel.schedule.updates import GradientSums
 
 logger = logging.getLogger(__name__)
 
 _OF_A_GRADIENT = 2
 """Use count of the storage of a gradient without other users: the gradient and the storage object that is asked."""
-
-
-class Sums(enum.Enum):
-    """Fate of the present sums when the next gradients arrive."""
-
-    NONE = "none"
-    """No sums yet: the next gradients become the sums."""
-    WIDENED = "widened"
-    """Converted to fp32 first, in other memory."""
-    ADDED_TO = "added to"
-    ON_HOST = "on host"
-    """The CPU adds to them, below a device."""
 
 
 class Gradients:
@@ -264,14 +252,14 @@ class Gradients:
         known = [self._by_param.get(id(param)) for param in parameters]
         return [g for g in known if g is not None and (g.value is not None or g.spent)]
 
-    def sums(self) -> Sums:
+    def sums(self) -> GradientSums:
         """Returns what happens when the next gradients arrive."""
         present = self.present()
         if not present:
-            return Sums.NONE
+            return GradientSums.NONE
         if any(g.widens for g in present):
-            return Sums.WIDENED
-        return Sums.ON_HOST if self.on_host.possible else Sums.ADDED_TO
+            return GradientSums.WIDENED
+        return GradientSums.ON_HOST if self.on_host.possible else GradientSums.ADDED_TO
 
     @torch.no_grad()
     def multiply(self, coefficient: torch.Tensor, gradients: Iterable[GradSlot] | None = None) -> None:

@@ -13,7 +13,6 @@ from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.calls import Call
 from ptm_accel.model.floor import OptimizerMemory
 from ptm_accel.model.gradients import Gradients
-from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.optim.arithmetic import bare_step
 from ptm_accel.optim.compute_updates import ComputeUpdates
@@ -27,6 +26,7 @@ from ptm_accel.optim.support import is_elementwise, optimizer_memory_of, switche
 from ptm_accel.optim.units import by_block
 from ptm_accel.optim.updates import Updates
 from ptm_accel.runtime.executor import Executor
+from ptm_accel.runtime.run_ahead import RunAhead
 
 
 class PagedOptimizer(torch.optim.Optimizer):

@@ -185,7 +185,7 @@ class UpdateQueue:
 
     @property
     def open_bytes(self) -> int:
-        """See `ptm_accel.model.following.Beside`: of parameters that are updated in parts nothing is planned."""
+        """See `ptm_accel.runtime.following.Beside`: of parameters that are updated in parts nothing is planned."""
         return self._batches.pinned_bytes
 
     def awaits(self, tensor: Block) -> bool:

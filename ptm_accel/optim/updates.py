@@ -25,7 +25,6 @@ from ptm_accel.errors import LostStepError, UnsupportedError
 from ptm_accel.memory.block import Block
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.norms import NORM_TYPE
-from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.hyperparameters import kept_hyperparameters, still_hold
@@ -33,6 +32,7 @@ from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.states import States
 from ptm_accel.optim.units import Entry, ParamState, Work
 from ptm_accel.optim.update_queue import UpdateQueue
+from ptm_accel.runtime.run_ahead import RunAhead
 from ptm_accel.schedule.updates import LAG
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""What happens at an access of a running model: the pending update, the plan of the pass, the block."""
+"""What happens at the accesses of a running model: pending updates, the plan of the pass, the blocks."""

@@ -3,7 +3,7 @@
 Each direction has a queue of its own. What the two share of the link (`LinkRates.shared`), a transfer takes of the
 other direction's time as well: nothing on a duplex link, all where they can only take turns.
 
-It follows what `ptm_accel.model.run_ahead` does at each access: what is to leave leaves (what is dirty is stored
+It follows what `ptm_accel.runtime.run_ahead` does at each access: what is to leave leaves (what is dirty is stored
 first, and its memory is free when the store has ended), what is to come is sent for as soon as there is room, in
 order, and an access waits for what has not arrived. Updates that follow their gradients, in backward, are waited for by
 nobody until too many gradients have piled up. What is updated on the CPU beside a device is updated in order, when its

@@ -34,6 +34,18 @@ class UpdateTiming(enum.Enum):
     """Its own, beside its backward."""
 
 
+class GradientSums(enum.Enum):
+    """What becomes of the present sums of gradients when the next gradients arrive."""
+
+    NONE = "none"
+    """No sums yet: the next gradients become the sums."""
+    WIDENED = "widened"
+    """Converted to fp32 first, in other memory."""
+    ADDED_TO = "added to"
+    ON_HOST = "on host"
+    """The CPU adds to them, below a device."""
+
+
 def with_updates(
     trace: Trace,
     updates: Mapping[str, Sequence[Item]],

@@ -17,8 +17,8 @@ from ptm_accel.integrations.transformers.loop import known_loop, step_follows
 from transformers import TrainerCallback
 
 from ptm_accel.engine import engine_of
-from ptm_accel.model.kinds import Place
 from ptm_accel.optim.updates import Updates
+from ptm_accel.runtime.kinds import Place
 
 
 class LooksBefore(TrainerCallback):

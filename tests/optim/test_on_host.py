@@ -22,7 +22,6 @@ from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.host_store import HeldRun, HostStore
 from ptm_accel.memory.own_threads import OwnThread, Worker
 from ptm_accel.model.floor import FUSED_ADAMW
-from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim import arithmetic
 from ptm_accel.optim.arithmetic import Arithmetic
 from ptm_accel.optim.core_threads import CoreThreads
@@ -31,6 +30,7 @@ from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.units import Unit
 from ptm_accel.optim.worker import UpdateJob
+from ptm_accel.runtime.run_ahead import RunAhead
 from tests.mock_device import MockCopy, MockDevice
 from tests.plain_loop import Recipe, assert_same, same_bits, train_with_masters
 from tests.plain_loop import train as train_entry

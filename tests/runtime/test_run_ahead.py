@@ -17,11 +17,11 @@ from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.block import Block
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, build_memory
-from ptm_accel.model.following import Following
-from ptm_accel.model.route import Route
-from ptm_accel.model.run_ahead import RunAhead
 from ptm_accel.optim.update_queue import UpdateQueue
 from ptm_accel.pages import Pages
+from ptm_accel.runtime.following import Following
+from ptm_accel.runtime.route import Route
+from ptm_accel.runtime.run_ahead import RunAhead
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.choice import Choice, choose_plan
 from ptm_accel.schedule.trace import Trace
@@ -149,7 +149,7 @@ def test_beside_one_of_several_micro_batches_state_is_left_what_the_others_leave
             between.append(options["between_bytes"])
         return choose_plan(recorded, **options)
 
-    monkeypatch.setattr("ptm_accel.model.run_ahead.choose_plan", noted)
+    monkeypatch.setattr("ptm_accel.runtime.run_ahead.choose_plan", noted)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
         for number in range(4):
             step(model, optimizer, number, micro=micro)
@@ -213,7 +213,7 @@ def test_a_pass_that_is_expected_is_not_written_down_and_one_that_strays_is_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing departs for the time that it takes.
-    monkeypatch.setattr("ptm_accel.model.run_ahead._TOLERANCE", 1e9)
+    monkeypatch.setattr("ptm_accel.runtime.run_ahead._TOLERANCE", 1e9)
     kept: list[bool] = []
     forward_ended = RunAhead.forward_ended
 
@@ -372,7 +372,7 @@ def test_a_model_that_never_goes_the_same_way_is_planned_ever_rarer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is planned for another time than was foretold.
-    monkeypatch.setattr("ptm_accel.model.run_ahead._TOLERANCE", 1e9)
+    monkeypatch.setattr("ptm_accel.runtime.run_ahead._TOLERANCE", 1e9)
     planned = note_plans(monkeypatch)
     weights = {}
     for kind in (False, True):
@@ -391,7 +391,7 @@ def test_a_model_that_never_goes_the_same_way_is_planned_ever_rarer(
 def test_a_budget_that_goes_up_and_down_is_planned_for_ever_rarer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ptm_accel.model.run_ahead._TOLERANCE", 1e9)
+    monkeypatch.setattr("ptm_accel.runtime.run_ahead._TOLERANCE", 1e9)
     planned = note_plans(monkeypatch)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
         for number in range(24):
@@ -403,7 +403,7 @@ def test_a_budget_that_goes_up_and_down_is_planned_for_ever_rarer(
 
 def test_a_budget_that_is_given_is_planned_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often one has changed before, as holes in the heap come and go."""
-    monkeypatch.setattr("ptm_accel.model.run_ahead._TOLERANCE", 1e9)
+    monkeypatch.setattr("ptm_accel.runtime.run_ahead._TOLERANCE", 1e9)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, optimizer):
         for number in range(12):
             step(model, optimizer, number)
@@ -434,7 +434,7 @@ def test_a_pass_is_planned_when_its_kind_comes_again(tmp_path: Path, monkeypatch
 
 
 def test_the_kinds_that_were_seen_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptm_accel.model.run_ahead._MOST_KINDS", 3)
+    monkeypatch.setattr("ptm_accel.runtime.run_ahead._MOST_KINDS", 3)
     with tight("host+disk", tmp_path, monkeypatch) as (model, engine, _), torch.no_grad():
         for frozen in (1, 2, 3, 1, 4):
             for number, layer in enumerate(model.layers):

@@ -1,9 +1,9 @@
 """Records passes, makes plans for them, and decides when to record and plan anew.
 
-The first pass of a kind (`ptm_accel.model.kinds`) is demand paged and recorded; when such a pass comes again, a plan is
-made, and executed from then on (`ptm_accel.model.following`). A plan is a hint: an access that the trace does not have
-is demand paged. Where the model departs from its trace (routing), the executor searches the next accesses for a place
-to rejoin it; if it departs too often the pass is recorded anew, ever more rarely where that does not help. Batches of
+The first pass of a kind (`ptm_accel.runtime.kinds`) is demand paged and recorded. When such a pass comes again, a plan
+is made, and carried out from then on (`ptm_accel.runtime.following`). A plan is a hint: an access that the trace does
+not have is demand paged. Where the model departs from its trace (routing), the next accesses are searched for a place
+to rejoin it. If it departs too often the pass is recorded anew, ever more rarely where that does not help. Batches of
 one kind may have any shapes: plans are for the largest so far.
 """
 
@@ -17,17 +17,16 @@ from dataclasses import replace
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.block import Block
 from ptm_accel.memory.timeline import Moment
-from ptm_accel.model.clock import clock_of
-from ptm_accel.model.following import Following
-from ptm_accel.model.gradients import Sums
-from ptm_accel.model.kinds import Kind
-from ptm_accel.model.route import Ended, Route
+from ptm_accel.runtime.clock import clock_of
 from ptm_accel.runtime.executor import Executor
+from ptm_accel.runtime.following import Following
+from ptm_accel.runtime.kinds import Kind
+from ptm_accel.runtime.route import Ended, Route
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.standing import describe
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.schedule.trace import Item, Recorder
-from ptm_accel.schedule.updates import GRAD_SUFFIX, UpdateTiming
+from ptm_accel.schedule.updates import GRAD_SUFFIX, GradientSums, UpdateTiming
 from ptm_accel.schedule.watch import LinkUse, Watch, rates_as_seen
 from ptm_accel.units import format_bytes
 
@@ -79,7 +78,7 @@ class RunAhead(Following):
 
     def __init__(self, executor: Executor) -> None:
         self.enabled = True
-        self.sums: Callable[[], Sums] = lambda: Sums.NONE
+        self.sums: Callable[[], GradientSums] = lambda: GradientSums.NONE
         self.in_backward: Callable[[], bool] = lambda: False
         self.routes: dict[Hashable, Route] = {}
         self.rates: LinkRates | None = None
@@ -146,7 +145,7 @@ class RunAhead(Following):
         """Whether a batch is so large that the plan is not for such ones."""
         return elements > _GROWTH * route.elements
 
-    def _when_updated(self, kind: Kind, sums: Sums) -> UpdateTiming:
+    def _when_updated(self, kind: Kind, sums: GradientSums) -> UpdateTiming:
         """When updates run that concern the next pass, if it is one of this kind."""
         otherwise = UpdateTiming.APART if self.beside is None else UpdateTiming.FORWARD
         known = (self.routes.get((kind, sums, updates)) for updates in reversed(UpdateTiming))

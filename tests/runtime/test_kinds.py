@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ptm_accel.model.kinds import Kind, Place, StepSoFar
+from ptm_accel.runtime.kinds import Kind, Place, StepSoFar
 from tests import faults
 from tests.faults import Batches, Experts, Loop, counted, llama, paged
 from tests.tiers import PAGE

@@ -17,10 +17,10 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.timeline import Mark
-from ptm_accel.model.clock import Clock
-from ptm_accel.model.kinds import StepSoFar
-from ptm_accel.model.route import Route
+from ptm_accel.runtime.clock import Clock
 from ptm_accel.runtime.executor import Executor
+from ptm_accel.runtime.kinds import StepSoFar
+from ptm_accel.runtime.route import Route
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.trace import Recorder, Use
 from ptm_accel.schedule.updates import UpdateTiming

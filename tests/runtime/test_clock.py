@@ -6,14 +6,14 @@ import pytest
 
 from ptm_accel.memory.timeline import Moment, Span, Timeline
 from ptm_accel.memory.traffic import PoolStats
-from ptm_accel.model.clock import DeviceClock, HostClock
+from ptm_accel.runtime.clock import DeviceClock, HostClock
 from ptm_accel.schedule.tally import Tally
 from tests.queued import FakeQueue
 
 
 def test_the_host_knows_at_once_and_leaves_out_waits_and_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 11.0, 14.0, 20.0])
-    monkeypatch.setattr("ptm_accel.model.clock.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("ptm_accel.runtime.clock.time.perf_counter", lambda: next(now))
     stats, tally = PoolStats(), Tally()
     clock = HostClock(stats, tally)
     marks = [clock.begin(), clock.mark()]
