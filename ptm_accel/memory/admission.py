@@ -44,7 +44,7 @@ class Admission:
         card: memory that blocks share with torch's; None on a CPU.
 
     Attributes:
-        shelf: the idle tensors.
+        eviction: the idle tensors, in order.
         released: memory that was let go of and is still charged.
         activation_reserve: watches the memory of the device that is not pages'; None on a CPU.
     """
@@ -77,7 +77,7 @@ class Admission:
         return self.budget.capacity_bytes if self.activation_reserve is None else self.activation_reserve.total_bytes
 
     def available_bytes(self) -> int:
-        """What could be charged if everything idle were evicted and every running transfer had ended."""
+        """Returns what could be charged if everything idle were evicted and every running transfer had ended."""
         with self._lock:
             self.released.collect()
             return self.budget.free_bytes + self.released.ending_bytes + self.eviction.nbytes

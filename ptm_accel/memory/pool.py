@@ -1,8 +1,7 @@
 """The pool: brings paged tensors into the compute tier on demand, and evicts others to make room.
 
-Its parts: `Admission` grants charges and evicts, least recently used first; `Traffic` moves bytes to and from the
-backing store.
-Whoever knows what comes next may prefetch and evict ahead of the accesses: what they return does not depend on that.
+Its parts: `Admission` grants charges and evicts; `Traffic` moves bytes to and from the backing store. Who knows what
+comes next may prefetch and evict ahead of the accesses: what they return does not depend on that.
 """
 
 from __future__ import annotations

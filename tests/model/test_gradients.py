@@ -301,7 +301,7 @@ def test_clipping_before_there_is_an_optimizer(tmp_path: Path) -> None:
 
 
 class _MovesAwayFirst:
-    """An adviser that moves a gradient away just before it is used."""
+    """A plan that moves a gradient away just before it is used."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
