@@ -111,6 +111,8 @@ def _evict(engine: Engine) -> None:
     for slot in engine.slots:
         if slot.value.block in engine.pool.eviction:
             engine.pool.admission.evict(slot.value.block)
+    # What is written counts once it has been.
+    engine.pool.admission.released.settle()
 
 
 class Written:

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +446,9 @@ def test_an_update_that_fails_is_told_by_the_next_look(
         with pytest.raises(DiskError, match="Input/output error"):
             go_on(model, engine, optimizer)
         failing.clear()
+        # Where a pass has met the failed disk first, that was no look at what the update was to change.
+        with suppress(DiskError):
+            engine.settle()
         # Whoever has looked may have gone on.
         (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
         told = re.match(r"an optimizer step was broken off \(DiskError: .*\) when (\d+) of its (\d+) parameters", said)

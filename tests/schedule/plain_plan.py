@@ -41,7 +41,7 @@ class PlainResidents:
 
 
 class PlainHeadroom:
-    """As `ptm_accel.schedule.plan._Shelf`; keeps what is free at each access, and goes from one to the next."""
+    """As `ptm_accel.schedule.plan._Headroom`; keeps what is free at each access, and goes from one to the next."""
 
     def __init__(self, trace: Trace, used: list[int], capacity_bytes: int, ahead_bytes: int) -> None:
         self._sizes = [item.nbytes for item in trace.items]

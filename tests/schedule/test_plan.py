@@ -140,7 +140,7 @@ def planned_plainly(trace: Trace, **given_: Any) -> Plan:
     """The plan, made in the plain and slow way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ptm_accel.schedule.plan._Residents", PlainResidents)
-        patch.setattr("ptm_accel.schedule.plan._Shelf", PlainHeadroom)
+        patch.setattr("ptm_accel.schedule.plan._Headroom", PlainHeadroom)
         return plan_pass(trace, **given_)
 
 
