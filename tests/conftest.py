@@ -78,9 +78,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Thins out tests that have many cases, before `-m` looks at their marks; skips those marked `gpu` without CUDA.
 
+    A `process` test that is left to another selection is no more one of those that `-m process` runs at every change.
     pytest counts and lists what is skipped (`-ra`).
     """
     thin(items)
+    for item in items:
+        if any(item.get_closest_marker(other) is not None for other in ("matrix", "slow", "wide")):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "process"]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs CUDA")

@@ -146,6 +146,7 @@ def test_export_writes_what_torch_reads(tmp_path: Path) -> None:
     assert later.read_bytes() == exported
 
 
+@pytest.mark.process
 def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 7\n")
     (tmp_path / "script.py").write_text(
@@ -166,6 +167,7 @@ def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
         assert done.stdout == "['--lr', '1'] 7 1GB true\n", done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "status", "said"),
     [

@@ -122,6 +122,7 @@ def _finetune(model_folder: Path, cwd: Path, *arguments: str) -> str:
     return _run("finetune_clm.py", *common, "--learning_rate", "1e-3", "--output_dir", "out", *arguments, cwd=cwd)
 
 
+@pytest.mark.process
 def test_finetuning_a_directory_in_full(model_folder: Path, tmp_path: Path) -> None:
     text = _finetune(model_folder, tmp_path)
     assert "2 steps; loss" in text
@@ -131,6 +132,7 @@ def test_finetuning_a_directory_in_full(model_folder: Path, tmp_path: Path) -> N
     assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
 
 
+@pytest.mark.process
 def test_finetuning_a_directory_with_adapters(model_folder: Path, tmp_path: Path) -> None:
     text = _finetune(model_folder, tmp_path, "--lora", "--lora_rank", "4")
     assert "Saved the LoRA adapter" in text
@@ -148,6 +150,7 @@ def test_finetuning_refuses_two_sources_of_options() -> None:
         _module("finetune_clm").PagingArguments(ptm_config="options.yaml", host_memory="1GiB").options()
 
 
+@pytest.mark.process
 def test_the_loop_of_accelerate_gives_the_same_by_the_flag(tmp_path: Path) -> None:
     # As `accelerate launch --cpu --use_ptm` does in the process that it starts (tests/integrations/test_launch.py).
     flags = ["--ptm_host_memory", "10MiB", "--ptm_page_size", "64KiB", "--ptm_disk", str(tmp_path)]
@@ -184,6 +187,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "bit-identical: [" in done.stdout
 
 
+@pytest.mark.process
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("extra", [[], ["--lora"]])
 def test_sft_with_trl(extra: list[str], model_folder: Path, tmp_path: Path) -> None:
@@ -197,6 +201,7 @@ def test_sft_with_trl(extra: list[str], model_folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "out" / name).is_file()
 
 
+@pytest.mark.process
 def test_layers_share_their_weights_at_first(tmp_path: Path) -> None:
     lines = [_run("pseudo_to_real.py", "--small", *more, cwd=tmp_path) for more in ((), ("--plain",))]
     paged, plain = ([line.split() for line in text.splitlines() if line[:6] in ("shared", "own   ")] for text in lines)
@@ -206,6 +211,7 @@ def test_layers_share_their_weights_at_first(tmp_path: Path) -> None:
     assert loaded[0] * 4 < loaded[1]
 
 
+@pytest.mark.process
 def test_the_pipeline_gives_the_same_losses_by_the_flag(tmp_path: Path) -> None:
     script, environment = EXAMPLES / "token_pipeline.py", {**os.environ, "ACCELERATE_USE_CPU": "true"}
     done = run_prepared(script, "--small", cwd=tmp_path, env=environment)

@@ -67,6 +67,7 @@ def test_states_four_times_the_budget_stay_under_a_kernel_cap(directory: Path) -
     assert paged["peak_bytes"] <= promise_bytes(base), (paged, base)
 
 
+@pytest.mark.process
 def test_the_plain_script_does_not_fit_under_that_cap(directory: Path) -> None:
     """The cap is real: without pages the same script is killed by it."""
     reason = capping.available()

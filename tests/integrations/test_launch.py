@@ -93,13 +93,12 @@ def assert_same(ours: Path, plain: Path) -> None:
     assert not different
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("script", "processes"),
     [
         ("with_trainer.py", 1),
-        ("with_accelerator.py", 2),
-        ("with_states.py", 2),
+        pytest.param("with_accelerator.py", 2, marks=pytest.mark.wide),
+        pytest.param("with_states.py", 2, marks=pytest.mark.process),
         pytest.param("with_trainer.py", 2, marks=pytest.mark.wide),
         pytest.param("with_accelerator.py", 1, marks=pytest.mark.wide),
         pytest.param("with_states.py", 1, marks=pytest.mark.wide),
@@ -118,6 +117,7 @@ def test_an_unchanged_script_gives_the_same(
     assert not list(tmp_path.glob("ptm_accel-*")), "nothing is left on the disk"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "way", ["module", *(pytest.param(way, marks=pytest.mark.wide) for way in ("launch as a module", "torchrun", "own"))]
 )
@@ -150,6 +150,7 @@ def test_values_that_are_cast_as_they_are_read_are_the_same(folder: Path, tmp_pa
     assert_same(tmp_path / "ours", tmp_path / "plain")
 
 
+@pytest.mark.process
 def test_a_model_that_is_larger_than_memory_is_read_onto_pages(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.model(num_hidden_layers=16).save_pretrained(tmp_path / "model", max_shard_size="300KB")
     text = (SCRIPTS / "with_trainer.py").read_text()
@@ -168,6 +169,7 @@ def test_a_model_that_is_larger_than_memory_is_read_onto_pages(tiny: ModuleType,
     assert_same(tmp_path / "ours", tmp_path / "plain")
 
 
+@pytest.mark.process
 def test_a_script_that_puts_nothing_on_pages_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("import torch\nprint('done')\n")
     found = run("idle.py", cwd=tmp_path, ACCELERATE_USE_PTM="true")
@@ -306,7 +308,7 @@ def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
     assert found.code == 0, found.err
 
 
-# By default, by `with_trainer.py`, which imports torch first, and by `with_states.py`, which imports accelerate.
+# At every change, by `with_trainer.py`, which imports torch first, and by `with_states.py`, which imports accelerate.
 @pytest.mark.wide
 @pytest.mark.parametrize("first", ["accelerate", "transformers", "peft"])
 def test_any_order_of_imports(first: str, folder: Path, tmp_path: Path) -> None:

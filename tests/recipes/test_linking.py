@@ -288,6 +288,7 @@ def test_delinking_without_room_is_an_error(tmp_path: Path) -> None:
             delink(model, optimizer)
 
 
+@pytest.mark.process
 def test_two_processes_link_and_delink_alike(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir()
     child = Path(__file__).with_name("linked_child.py")
