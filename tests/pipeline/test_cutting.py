@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ptm_accel.pipeline.cost import Cost
 from ptm_accel.pipeline.cutting import Cutting
 from ptm_accel.pipeline.stage import Stage
-from tests.pipeline.test_layer_slices import VOCABULARY, build
+from tests.pipeline.models import VOCABULARY, build
 
 
 @pytest.fixture

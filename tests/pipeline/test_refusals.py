@@ -21,7 +21,7 @@ from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.pipeline.ranks import Ranks
 from ptm_accel.pipeline.stage import Stage
 from ptm_accel.pipeline.staged import StagedModel
-from tests.pipeline.test_layer_slices import VOCABULARY, build
+from tests.pipeline.models import VOCABULARY, build
 from tests.pipeline.test_trained import CHILD, ENVIRONMENT, staged
 from tests.prepared import run_ranks
 
@@ -259,9 +259,15 @@ def test_a_stage_with_nothing_to_train(alone: Ranks) -> None:
     ("asked", "message"),
     [
         ({"differs": True}, "the 2 processes of a pipeline have different batches"),
-        ({"fails": "save"}, ", and another process is not: all of them take part"),
-        ({"predicts": True}, "returns its loss alone, and no predictions"),
-        ({"options": {"pipeline": {"stages": 4}}, "count": 4}, "4 stages of 3 layers; set it to at most 3"),
+        pytest.param(
+            {"fails": "save"}, ", and another process is not: all of them take part", marks=pytest.mark.process
+        ),
+        pytest.param({"predicts": True}, "returns its loss alone, and no predictions", marks=pytest.mark.process),
+        pytest.param(
+            {"options": {"pipeline": {"stages": 4}}, "count": 4},
+            "4 stages of 3 layers; set it to at most 3",
+            marks=pytest.mark.process,
+        ),
     ],
 )
 def test_in_processes(asked: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -270,6 +276,7 @@ def test_in_processes(asked: dict[str, Any], message: str, tmp_path: Path) -> No
         assert message in run.err
 
 
+@pytest.mark.process
 def test_as_many_processes_as_stages_times_replicas(tmp_path: Path) -> None:
     asked = json.dumps({"kind": "llama", "out": str(tmp_path), "options": {"pipeline": 2}})
     for run in run_ranks(CHILD, asked, count=3, cwd=tmp_path, env=ENVIRONMENT):

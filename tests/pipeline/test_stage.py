@@ -14,7 +14,8 @@ from torch import nn
 
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.pipeline.stage import Stage, balanced, shifted
-from tests.pipeline.test_layer_slices import KINDS, LENGTH, VOCABULARY, batch, build, check, exact, gradients
+from tests.pipeline.models import KINDS, VOCABULARY, build, exact
+from tests.pipeline.test_layer_slices import LENGTH, batch, check, gradients
 from tests.tiers import in_groups, needs, on_pages
 from tests.zoo import ENTRIES
 

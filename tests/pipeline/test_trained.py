@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,12 +18,13 @@ import transformers
 from safetensors.torch import load_file
 
 from ptm_accel.checkpoint.manifest import check_manifest, covered
-from tests.pipeline.test_layer_slices import build
+from tests.pipeline.models import build
 from tests.prepared import Run, run_prepared, run_ranks
 
 CHILD = Path(__file__).with_name("trained_child.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PAGES = {"host_memory": "192KiB", "page_size": 4096}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
 
 
 def plain(folder: Path, **asked: Any) -> dict[str, Any]:
@@ -66,21 +68,23 @@ def check_weights(plain_at: Path, staged_at: Path) -> None:
             assert torch.allclose(tensor, wanted[name].to(tensor.dtype), rtol=1e-4, atol=1e-5), name
 
 
+PADDED = {"padded": True, "cut": False, "arguments": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}}
+THIRDS = {"gradient_checkpointing": True, "gradient_accumulation_steps": 3, "average_tokens_across_devices": False}
+READ = {"padded": True, "reads": True, "evaluates_first": True, "options": PAGES}
+
+
 @pytest.mark.parametrize(
     ("kind", "stages", "more"),
     [
-        ("llama", 2, {"cut": False}),
-        ("llama", 2, {"arguments": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, "padded": True}),
-        ("gpt2", 3, {"arguments": {"gradient_checkpointing": True}}),
-        ("qwen2", 2, {"options": PAGES, "arguments": {"max_grad_norm": 0.0}}),
-        ("qwen3", 2, {"options": PAGES, "padded": True, "arguments": {"gradient_checkpointing": True}}),
-        ("mistral", 3, {"arguments": {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}}),
-        ("llama", 2, {"arguments": {"bf16": True}}),
-        ("gpt2", 2, {"dtype": "bfloat16"}),
-        ("llama", 3, {"options": PAGES, "reads": True, "evaluates_first": True}),
+        ("qwen3", 2, {**READ, "arguments": {"gradient_checkpointing": True, "max_grad_norm": 0.0}}),
+        pytest.param("llama", 2, PADDED, marks=pytest.mark.process),
+        pytest.param("gpt2", 3, {"arguments": THIRDS}, marks=pytest.mark.process),
+        pytest.param("llama", 2, {"arguments": {"bf16": True}}, marks=pytest.mark.process),
+        pytest.param("gpt2", 2, {"dtype": "bfloat16"}, marks=pytest.mark.process),
     ],
 )
 def test_trains_as_without(kind: str, stages: int, more: dict[str, Any], tmp_path: Path) -> None:
+    more = dict(more)
     options = more.pop("options", {})
     expected = plain(tmp_path, kind=kind, **more)
     if options:
@@ -95,6 +99,7 @@ def test_trains_as_without(kind: str, stages: int, more: dict[str, Any], tmp_pat
         check_alike(tmp_path, expected, runs)
 
 
+@pytest.mark.process
 def test_replicas_have_batches_of_their_own(tmp_path: Path) -> None:
     """Two pipelines train as two processes with the whole model do (DistributedDataParallel)."""
     given: dict[str, Any] = {"kind": "llama", "padded": True}
@@ -103,16 +108,24 @@ def test_replicas_have_batches_of_their_own(tmp_path: Path) -> None:
     check_alike(tmp_path, expected, staged(tmp_path, 2, 4, **given))
 
 
-def test_resumes(tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
-    for run in (whole := staged(tmp_path, 2, kind="llama", arguments=saving)):
-        result(run)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A run of five steps in two stages that saves: what it tells, and its folder, which nobody changes."""
+    folder = tmp_path_factory.mktemp("whole")
+    first, second = map(result, staged(folder, 2, kind="llama", arguments=SAVING))
+    assert first == second
+    return first, folder / "staged"
+
+
+@pytest.mark.process
+def test_resumes(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    expected, folder = whole
+    shutil.copytree(folder, tmp_path / "staged")
     checkpoint = tmp_path / "staged" / "checkpoint-2"
     # The files of all stages are covered.
     assert [*(check_manifest(checkpoint) or ())] == covered(checkpoint)
     assert "stage-1-of-2/optimizer-00001-of-00001.safetensors" in covered(checkpoint)
-    again = staged(tmp_path, 2, kind="llama", arguments=saving, resume=str(checkpoint), out=str(tmp_path / "again"))
-    expected = result(whole[0])
+    again = staged(tmp_path, 2, kind="llama", arguments=SAVING, resume=str(checkpoint), out=str(tmp_path / "again"))
     for run in again:
         # Of equal cuts the same bits come. (Runs that measure may cut otherwise.)
         assert result(run) == expected
@@ -121,17 +134,15 @@ def test_resumes(tmp_path: Path) -> None:
     # One process compares for all.
     shard = checkpoint / "stage-1-of-2" / "optimizer-00001-of-00001.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    for run in staged(tmp_path, 2, kind="llama", arguments=saving, resume=str(checkpoint)):
+    for run in staged(tmp_path, 2, kind="llama", arguments=SAVING, resume=str(checkpoint)):
         assert run.code != 0
         assert f"{shard} is damaged" in run.err
         assert f"The newest whole one beside it is {checkpoint.parent / 'checkpoint-5'}." in run.err
 
 
-def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    for run in staged(tmp_path, 2, kind="llama", arguments=saving):
-        result(run)
-    checkpoint = str(tmp_path / "staged" / "checkpoint-2")
+@pytest.mark.process
+def test_a_checkpoint_is_for_as_many_stages(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    checkpoint = str(whole[1] / "checkpoint-2")
     for run in staged(tmp_path, 3, kind="llama", resume=checkpoint):
         assert run.code != 0
         assert "was saved by a pipeline of 2 stages" in run.err
@@ -140,7 +151,7 @@ def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
     run = run_prepared(CHILD, json.dumps(given), cwd=tmp_path, env=ENVIRONMENT)
     assert run.code != 0
     assert "was saved by a pipeline of 2 stages" in run.err
-    given = {**given, "resume": None, "arguments": saving}
+    given = {**given, "resume": None, "arguments": {**SAVING, "max_steps": 2}}
     result(run_prepared(CHILD, json.dumps(given), cwd=tmp_path, env=ENVIRONMENT))
     for run in staged(tmp_path, 2, kind="llama", resume=str(tmp_path / "whole" / "checkpoint-2")):
         assert run.code != 0
@@ -148,6 +159,7 @@ def test_a_checkpoint_is_for_as_many_stages(tmp_path: Path) -> None:
         assert "leave pipeline out to go on with it" in run.err
 
 
+@pytest.mark.process
 def test_weights_alone(tmp_path: Path) -> None:
     """Saved without optimizer state, where an older model lies; training goes on from them with a new optimizer."""
     build("llama").float().save_pretrained(tmp_path / "staged" / "last")
@@ -160,26 +172,37 @@ def test_weights_alone(tmp_path: Path) -> None:
         assert "the weights are taken from it, and training goes on with a new optimizer" in run.err
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_failed_rank_ends_all_and_the_last_checkpoint_resumes(how: str, tmp_path: Path) -> None:
-    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
-    given = {"kind": "llama", "out": str(tmp_path / "staged"), "options": {"pipeline": 2}, "arguments": arguments}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(CHILD)]
-    begin = time.monotonic()
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(CHILD.parents[2])}
-    done = subprocess.run(
-        [*command, json.dumps({**given, "fails": how})],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert time.monotonic() - begin < 60
-    assert done.returncode != 0
-    assert ("rank 1: RuntimeError('something is wrong')" if how == "raise" else "SIGKILL") in done.stderr
+def test_a_failed_rank_ends_all_and_the_last_checkpoint_resumes(
+    how: str, whole: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    given = {"kind": "llama", "arguments": SAVING}
+    if how == "raise":
+        # Without a launcher, which would end the other.
+        first, second = staged(tmp_path, 2, **given, fails=how)
+        codes, said = [first.code, second.code], second.err
+    else:
+        code, said = launched({**given, "out": str(tmp_path / "staged"), "options": {"pipeline": 2}, "fails": how})
+        codes = [code]
+    assert time.monotonic() - float((tmp_path / "staged" / "failed").read_text()) < 60
+    assert all(codes)
+    assert ("rank 1: RuntimeError('something is wrong')" if how == "raise" else "SIGKILL") in said
     ours = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
     assert not ours
-    found = {result(run)["evaluated"] for run in staged(tmp_path, 2, kind="llama", arguments=arguments, resume=True)}
-    whole = {result(run)["evaluated"] for run in staged(tmp_path / "..", 2, kind="llama", out=str(tmp_path / "whole"))}
-    assert found == whole
+    found = {result(run)["evaluated"] for run in staged(tmp_path, 2, **given, resume=True)}
+    assert found == {whole[0]["evaluated"]}
+
+
+def launched(asked: dict[str, Any]) -> tuple[int, str]:
+    """Two processes that torchrun starts: its exit status, and what all complained about."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(CHILD)]
+    done = subprocess.run(
+        [*command, json.dumps(asked)],
+        env={**ENVIRONMENT, "PYTHONPATH": str(CHILD.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return done.returncode, done.stderr

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import ptm_accel
 from ptm_accel.pipeline.cutting import Cutting
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.pipeline.test_layer_slices import VOCABULARY, build
+from tests.pipeline.models import VOCABULARY, build
 
 LENGTH, ROWS = 96, 40
 
@@ -54,6 +55,8 @@ class Failing(TrainerCallback):
         if state.global_step == 3 and args.process_index == 1 and self.how == "save":
             self.trainer.save_model()
         elif state.global_step == 3 and args.process_index == 1:
+            # One clock for all processes of a machine.
+            Path(args.output_dir, "failed").write_text(str(time.monotonic()), encoding="utf-8")
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("something is wrong")
