@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.prepared import run_alone, run_prepared, run_ranks
+from tests.prepared import run_prepared, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TEXT = "\n".join(f"def function_{i}(argument): return argument + {i}" for i in range(200))
@@ -157,8 +157,8 @@ def test_the_loop_of_accelerate_gives_the_same_by_the_flag(tmp_path: Path) -> No
     script = [str(EXAMPLES / "accelerate_loop.py"), "--steps", "3", "--output_dir"]
     said = []
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    for name, run, before in (("plain", run_prepared, []), ("paged", run_alone, ["-m", "ptm_accel", *flags])):
-        done = run(*before, *script, tmp_path / name, cwd=tmp_path, env=environment)
+    for name, before in (("plain", []), ("paged", ["-m", "ptm_accel", *flags])):
+        done = run_prepared(*before, *script, tmp_path / name, cwd=tmp_path, env=environment)
         assert done.code == 0, done.err[-3000:]
         said.append([line for line in done.out.splitlines() if line.startswith("step ")])
     assert len(said[0]) == 3

@@ -160,8 +160,8 @@ def test_a_model_that_is_larger_than_memory_is_read_onto_pages(tiny: ModuleType,
     (tmp_path / "script.py").write_text(text.replace(before, look + before))
     command = ["script.py", "model"]
     plain = run_plain(*command, "plain", cwd=tmp_path)
-    # In the environment that `accelerate launch --use_ptm` gives to the process that it starts.
-    ours = run(*command, "ours", cwd=tmp_path, ACCELERATE_USE_CPU="true", **environment_of(tmp_path))
+    # As in the process that `accelerate launch --use_ptm` starts, but for the imports.
+    ours = run_plain("-m", "ptm_accel", *flags(tmp_path)[1:], *command, "ours", cwd=tmp_path)
     assert plain.code == ours.code == 0, plain.err[-3000:] + ours.err[-3000:]
     assert "PAGED False" in plain.out
     assert "PAGED True" in ours.out
