@@ -17,12 +17,14 @@ from transformers import BertConfig, LlamaConfig, ViTConfig
 from typer.testing import CliRunner
 
 import ptm_accel
-from ptm_accel import __main__, cli
+from ptm_accel import __main__, cli, outlook
 from ptm_accel.checkpoint.training_state import save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import from_environment
 from ptm_accel.errors import BudgetError, CheckpointError, ConfigError
+from ptm_accel.hardware.profile import LinkRates
+from ptm_accel.outlook import Speeds
 from tests.prepared import run_prepared
 
 RUNNER = CliRunner()
@@ -288,6 +290,13 @@ def layered(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def given_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is known; without a disk there is nowhere to go, as on the real one."""
+    known = Speeds(flops=1e11, link=LinkRates(1e9, 1e9, 2e9), update_params=1e8)
+    monkeypatch.setattr(outlook, "measured_speeds", lambda device, dtype, disk, **how: known if disk else None)
+
+
 def planned(folder: Path, *more: str) -> str:
     given = ["plan", str(folder / "model"), "--disk", str(folder / "disk"), "--page_size", "4096", *more]
     found = RUNNER.invoke(cli.app, given)
@@ -305,6 +314,7 @@ def test_the_plan_of_a_model(layered: Path) -> None:
     assert re.search(r"optimizer state that stays .* of ", tight)
 
 
+@pytest.mark.usefixtures("given_speeds")
 def test_a_plan_that_cannot_be_is_refused_with_a_figure_that_works(layered: Path) -> None:
     given = ["plan", str(layered / "model"), "--disk", str(layered / "disk"), "--page_size", "4096"]
     refused = RUNNER.invoke(cli.app, [*given, "--host_memory", "128KiB"])
