@@ -12,6 +12,9 @@ from collections.abc import Generator, Iterator
 
 # Before torch is imported: spinning OpenMP threads beside a busy neighbour are tens of times slower, silently.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Of several processes that run tests, each computes with its share of the cores: more threads wait for one another.
+if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
 # A process that a shell starts in the background ignores Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,9 +30,11 @@ import torch
 
 from tests.thinning import thin
 
-# What is measured of this machine under a test is not for the user's own cache; child processes share this one.
-_CACHE = tempfile.TemporaryDirectory(prefix="ptm_accel-cache-")
-os.environ["PTM_ACCEL_CACHE"] = _CACHE.name
+# What is measured of this machine under a test is not for the user's own cache; child processes share this one, and so
+# do xdist's, which find it in their environment.
+if "PYTEST_XDIST_WORKER" not in os.environ or "PTM_ACCEL_CACHE" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="ptm_accel-cache-")
+    os.environ["PTM_ACCEL_CACHE"] = _CACHE.name
 
 
 # How long an example takes says nothing on a machine that others use.
@@ -46,6 +51,15 @@ _FAILED = pytest.StashKey[bool]()
 def _seed() -> None:
     """Each test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def all_cores() -> Iterator[None]:
+    """Computes with a thread a core, whatever runs beside it: where all numbers of a training are compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from tests.tiers import PAGE, in_groups, needs
 from tests.trainer_runs import samples
 from tests.zoo import BATCH, ENTRIES, Entry
 
+pytestmark = pytest.mark.usefixtures("all_cores")
 MODELS = ("llama-tied", "gpt2", "t5", "bert", "gemma2", "lora")
 """None whose checkpoints have other names than its parameters: the stock Trainer does not load those."""
 

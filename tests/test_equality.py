@@ -22,6 +22,7 @@ from tests.tiers import BUDGETS, MEMORIES, budget_bytes, needs, on_pages
 from tests.trainer_runs import Job, run_trainer
 from tests.zoo import ALIKE, ENTRIES
 
+pytestmark = pytest.mark.usefixtures("all_cores")
 _ROWS_PER_MODEL = 4
 _BY_DEFAULT = 2
 

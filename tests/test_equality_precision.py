@@ -15,6 +15,7 @@ from tests.tiers import BUDGETS, MEMORIES, budget_bytes, needs, on_pages
 from tests.trainer_runs import Job, run_trainer
 from tests.zoo import ALIKE, ENTRIES, Entry
 
+pytestmark = pytest.mark.usefixtures("all_cores")
 MATRIX = pytest.mark.matrix
 KINDS = [(entry.name, kind) for entry in ENTRIES.values() for kind in entry.checkpointing]
 IN_TURN = [

@@ -20,6 +20,7 @@ from tests.tiers import MEMORIES, in_groups, members, needs, on_pages
 from tests.trainer_runs import Job, run_trainer
 from tests.zoo import ENTRIES
 
+pytestmark = pytest.mark.usefixtures("all_cores")
 ROWS = [
     (
         model,
