@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.model.test_run_ahead import Net, batch, step
 
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
@@ -18,6 +17,7 @@ from ptm_accel.memory.timeline import Span
 from ptm_accel.metrics import Metrics
 from ptm_accel.schedule.tally import Tally
 from tests.queued import LateDevice
+from tests.runtime.test_run_ahead import Net, batch, step
 from tests.tiers import AMPLE, PAGE, needs, on_pages
 
 SLOW = LinkRates(1e6, 2e6, 1.3e6)
