@@ -302,6 +302,11 @@ def test_any_order_with_updates_on_the_cpu(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path, on_host=True)
 
 
+def test_a_pass_reads_what_the_cpu_has_updated_in_backward(tmp_path: Path) -> None:
+    """It read NaN where other updates of the step were still pending."""
+    check(1058, tmp_path, on_host=True)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(1006, 1200))
 def test_any_order_with_updates_on_the_cpu_at_length(seed: int, tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ class UpdateQueue:
         self.whole, batches.sparing = True, False
         if early:
             batches.reorder(order)
-            self._give_back([block for block in self._withheld if not self.awaits(block)], batches)
+        # Those that the CPU has updated by now as well.
+        self._give_back([block for block in self._withheld if not self.awaits(block)], batches)
         self._end_if_done()
         self.pump()
 
