@@ -298,16 +298,7 @@ class Admission:
                 self.released.collect()
             return nbytes <= self.budget.free_bytes
 
-    def clear_range(self, nbytes: int, due: int) -> bool:
-        """Starts evictions from a contiguous range of a slab, of what a plan wants later than the access `due`.
-
-        Returns:
-            whether there was such a range where none is free.
-        """
-        with self._lock:
-            return self._evict_range(nbytes, due)
-
-    def _evict_range(self, nbytes: int, due: int = -1) -> bool:
+    def _evict_range(self, nbytes: int) -> bool:
         """Evicts what lies in a contiguous range of a slab; False if no range is long enough.
 
         It is the cheapest one, or of those that a plan wants last.
@@ -320,14 +311,12 @@ class Admission:
             for tensor in self.eviction.free()
             if (run := _run_of(tensor)) is not None and tensor.place is not Place.ARRIVING and not tensor.viewed
         }
-        runs = None
+        order = list(movable)
         if next_use is not None:
-            wanted = {run: next_use(tensor) for run, tensor in movable.items()}
-            order = sorted((run for run in movable if wanted[run] > due), key=lambda run: -wanted[run])
+            order.sort(key=lambda run: -next_use(movable[run]))
             fewest = bisect_left(range(len(order)), True, key=lambda n: bool(slabs.cheapest_range(nbytes, order[:n])))
-            runs = slabs.cheapest_range(nbytes, order[:fewest])
-        elif due < 0:
-            runs = slabs.cheapest_range(nbytes, list(movable))
+            order = order[:fewest]
+        runs = slabs.cheapest_range(nbytes, order)
         for run in runs or ():
             if movable[run] in self.eviction:
                 self.evict(movable[run])

@@ -276,10 +276,8 @@ class Following:
         pool = self._pool
         if pool.prefetch(tensor):
             return True
-        if tensor.slot_bytes <= pool.budget.free_bytes:
-            # Free memory of a card lies in pieces.
-            return pool.admission.clear_range(tensor.slot_bytes, due) and pool.prefetch(tensor)
-        if not self._surplus:
+        # Free memory of a card may lie in pieces: making a long one evicts what would have to come back.
+        if not self._surplus or tensor.slot_bytes <= pool.budget.free_bytes:
             return False
         self._clear(sum(each.slot_bytes for _, each in self._coming if each.place is Place.AWAY), due)
         return pool.prefetch(tensor)
