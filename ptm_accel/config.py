@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from ptm_accel import machine
+import ptm_accel.machine as machine
 from ptm_accel.config_checks import AUTO as AUTO
 from ptm_accel.config_checks import (
     check_choice,

@@ -223,7 +223,7 @@ class UpdateQueue:
             self._pump(self._host)
 
     def look(self) -> None:
-        """Takes note of updates on the CPU that have ended: what they were of can be sent for now."""
+        """Takes note of updates on the CPU that have ended: what they changed can be loaded now."""
         if self._host is not None:
             self._pump(self._host)
 

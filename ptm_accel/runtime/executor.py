@@ -181,7 +181,7 @@ class Executor:
             return self.pool.snapshot(tensor)
 
     def copied(self, part: Part, device: torch.device) -> torch.Tensor:
-        """A copy in ordinary memory, beside the budgets. Nothing is loaded, evicted or stored for it.
+        """Returns a copy in ordinary memory, beside the budgets. Nothing is loaded, evicted or stored for it.
 
         Raises:
             DiskError: what is away cannot be read.

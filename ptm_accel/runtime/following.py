@@ -206,7 +206,7 @@ class Following:
     def _ask_for_absent(self, route: Route) -> None:
         """Prefetches what the plan expects to be resident at the start and is not: another kind of pass came before.
 
-        What is used first is sent for now as well, although no access of the plan comes before that.
+        Includes what is used first: no access of the plan comes before that.
         """
         asked = {tensor for _, tensor in self._coming}
         for name, due in (route.first | route.expected).items():

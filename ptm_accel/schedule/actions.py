@@ -41,7 +41,7 @@ class Plan:
         capacity_bytes: the budget it was made for.
         starts: for each access, what is started as it begins, in this order.
         resident: the items that are expected in the compute tier when the pass begins.
-        coming: those that the end of the pass before has sent for by then.
+        coming: those whose loads the end of the pass before has started.
     """
 
     capacity_bytes: int

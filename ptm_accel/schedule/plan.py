@@ -1,4 +1,4 @@
-"""Plans a pass from its trace: what leaves when (Belady), and how early what is needed can be sent for.
+"""Plans a pass from its trace: what leaves when (Belady), and how early each load can begin.
 
 Two steps, both pure functions. First the pass is gone through with a part of the budget put aside (`ahead_bytes`):
 where something does not fit, what is wanted last leaves (the optimum for loads of one size; PatrickStar's eviction by
@@ -89,7 +89,7 @@ def plan_pass(
         trace: the pass.
         capacity_bytes: the budget, `Access.held_bytes` included.
         ahead_bytes: the part of it that may be held for what is not used yet.
-        repeats: the same pass follows: what its beginning needs may be sent for as this one ends.
+        repeats: the same pass follows: what its beginning needs may be loaded as this one ends.
         kept: items that never leave.
         passing: items that other passes, before the next of this kind, leave no room for: not there when it begins,
             and gone when it has used them for the last time.
@@ -122,7 +122,7 @@ def plan_pass(
             break
     starts: list[list[Action]] = [[Action(Move.EVICT, item) for item in items] for items in leaving]
     coming: set[int] = set()
-    # What the pass leaves there need not be sent for again as it ends.
+    # What the pass leaves there need not be loaded again as it ends.
     absent = frozenset(first_use) - after if repeats else frozenset()
     # Nor can it be while its update is still to be done.
     absent -= frozenset() if on_host.in_backward else on_host.seconds.keys()
