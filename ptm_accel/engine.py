@@ -209,7 +209,16 @@ class Engine:
             return
         check_model(model, {slot.param for slot in self.slots})
         sizes = {"small": small_bytes(self.config.page_bytes), "group_bytes": self.pages.group_bytes}
-        changes = changes_of(model, self.slots, self.pages.executor, self.table, **sizes)
+        shards = self.pages.shards
+        changes = changes_of(
+            model,
+            self.slots,
+            self.pages.executor,
+            self.table,
+            **sizes,
+            sharding=None if shards is None else shards.sharding,
+            backing=None if shards is None else shards.ranks,
+        )
         try:
             other = engine_holding(slot.param for slot in changes.new)
             refuse_changes(changes, model, self.model, None if other is None else other.model)
@@ -220,7 +229,7 @@ class Engine:
                 self.needs.expect_optimizer(model, changes.slots)
         except BaseException:
             for slot in changes.new:
-                self.pages.executor.forget(slot.value)
+                slot.forget()
             raise
         _adapt_others(self)
         self._change(model, changes)

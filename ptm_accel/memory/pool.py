@@ -188,7 +188,7 @@ class Pool:
                 self.admission.turn_back(tensor)
             elif tensor.place.resident:
                 self.admission.let_go(tensor, Place.BLANK)
-            if tensor.handle is not None:
+            if tensor.handle is not None and tensor.backing is None:
                 # Errors of these stores no longer matter; the backing store waits for those that use its own memory.
                 stores, tensor.stores = tensor.stores, []
                 settle([store for store in stores if self.card is None or isinstance(store, Keeping)])
@@ -321,6 +321,25 @@ class Pool:
             if not tensor.pins:
                 self.eviction.touch(tensor)
             return True
+
+    def start(self, tensor: Block) -> None:
+        """Starts loading a tensor that is away, making room for it: AWAY -> ARRIVING.
+
+        Raises:
+            BudgetError: no room can be made.
+        """
+        with self.lock:
+            assert tensor.place is Place.AWAY, tensor
+            self._start(tensor)
+
+    def leave(self, tensor: Block) -> None:
+        """Drops the bytes of a tensor that has them elsewhere as well: CLEAN or ARRIVING -> AWAY."""
+        with self.lock:
+            assert tensor.place in (Place.CLEAN, Place.ARRIVING) and not tensor.pins, tensor
+            if tensor.place is Place.ARRIVING:
+                self.admission.turn_back(tensor)
+            else:
+                self.admission.let_go(tensor, Place.AWAY)
 
     def pin(self, tensor: Block | Part, *, write: bool = False, begun: Callable[[Block], object] | None = None) -> Pin:
         """Like `fault`, and keeps it there until the pin is released."""

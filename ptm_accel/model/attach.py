@@ -10,10 +10,11 @@ from torch import nn
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.block import Part, placeholder
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.transfer import BackingStore
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.gradients import refuse_sparse
-from ptm_accel.model.grouping import groups_of
+from ptm_accel.model.grouping import Sharding, groups_of
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
@@ -109,6 +110,8 @@ def take_parameters(
     paged: Mapping[nn.Parameter, Paged],
     group_bytes: int = 0,
     known: SlotTable | None = None,
+    sharding: Sharding | None = None,
+    backing: BackingStore | None = None,
 ) -> list[ParamSlot]:
     """Gives every parameter a slot, in the order of the model's parameters.
 
@@ -122,6 +125,8 @@ def take_parameters(
             blank pages.
         group_bytes: the most that the values of a group of several parameters take.
         known: slots that there are already, which their parameters keep.
+        sharding: the ranks that they are sharded over, if they are.
+        backing: gathers them then.
 
     Returns:
         the new slots.
@@ -131,7 +136,14 @@ def take_parameters(
         if param.numel() and slots.of(param) is None and (known is None or known.of(param) is None):
             new.setdefault(param, name)
     made = {}
-    for param, (group, member) in groups_of(model, list(new), small=small, group_bytes=group_bytes).items():
+    sizes = {"small": small, "group_bytes": group_bytes}
+    for param, (group, member) in groups_of(model, list(new), **sizes, sharding=sharding).items():
+        if group.pieces:
+            own = group.part(member, "", Tag.PARAM, param.dtype, executor.pool)
+            assert backing is not None
+            value = group.whole_part(member, param.shape, own.block, executor.pool, backing)
+            made[param] = ParamSlot(new[param], param, group, member, value, executor, table, own)
+            continue
         if param in paged and len(group.shapes) == 1:
             group, value = paged[param]
             group.rename(new[param])

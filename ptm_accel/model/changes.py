@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.transfer import BackingStore
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
+from ptm_accel.model.grouping import Sharding
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.runtime.executor import Executor
@@ -40,7 +42,15 @@ class Changes:
 
 
 def changes_of(
-    model: nn.Module, known: SlotTable, executor: Executor, table: ExtentTable, *, small: int, group_bytes: int = 0
+    model: nn.Module,
+    known: SlotTable,
+    executor: Executor,
+    table: ExtentTable,
+    *,
+    small: int,
+    group_bytes: int = 0,
+    sharding: Sharding | None = None,
+    backing: BackingStore | None = None,
 ) -> Changes:
     """Compares a model with what is on pages; changes neither.
 
@@ -51,9 +61,14 @@ def changes_of(
         table: for new slots.
         small: parameters below this many bytes never leave the compute tier.
         group_bytes: the most that the values of a group of several new parameters take.
+        sharding: the ranks that new parameters are sharded over, if they are.
+        backing: gathers them then.
     """
     slots = SlotTable()
-    new = take_parameters(model, executor, slots, table, small=small, paged={}, group_bytes=group_bytes, known=known)
+    sizes = {"small": small, "group_bytes": group_bytes}
+    new = take_parameters(
+        model, executor, slots, table, **sizes, paged={}, known=known, sharding=sharding, backing=backing
+    )
     return Changes(slots, new, [slot for slot in known if slots.of(slot.param) is None])
 
 

@@ -97,6 +97,7 @@ def least_budget(
     masters: bool,
     window_bytes: int,
     held_bytes: int = 0,
+    wholes: int = 0,
 ) -> Floor:
     """Works out the floor for training `model`.
 
@@ -107,12 +108,13 @@ def least_budget(
         masters: whether narrower parameters have fp32 masters.
         window_bytes: size of the optimizer's windows.
         held_bytes: what the tiers themselves hold of the budget.
+        wholes: how many whole blocks of sharded groups stay beside those in use.
     """
     trainable = [s for s in slots if s.param.requires_grad]
     landing = max((s.value.nbytes for s in trainable), default=0)
     buffers = sum(b.nbytes for b in model.buffers()) + held_bytes
     small = sum(_states(s, optimizer_memory, masters) for s in slots if not s.group.movable)
-    fixed = buffers + small + landing
+    fixed = buffers + small + landing + _gathered(slots, wholes)
 
     forward = _forward(model, slots)
     updates = [_update(t, optimizer_memory, masters, window_bytes) for t in trainable]
@@ -128,7 +130,7 @@ def least_budget(
 
 def _states(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool) -> int:
     """Everything that is kept for one parameter."""
-    value = slot.value
+    value = slot.own
     if not slot.param.requires_grad:
         return value.slot_bytes
     wide = _wide(value, masters)
@@ -140,6 +142,20 @@ def _states(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool) -
 def _wide(value: Part, masters: bool) -> int:
     """Bytes per element of what the optimizer updates."""
     return max(value.dtype.itemsize, 4) if masters else value.dtype.itemsize
+
+
+def _gathered(slots: SlotTable, wholes: int) -> int:
+    """Bytes of whole blocks of sharded groups, beside those in use, and of their gradients: one comes, one is reduced.
+
+    Gradients of small parameters are kept until the end of a backward, and are then put together.
+    """
+    if not wholes:
+        return 0
+    sharded = [slot for slot in slots if slot.sharded]
+    trained = [slot.value.block.slot_bytes for slot in sharded if slot.param.requires_grad]
+    small = sum(slot.value.slot_bytes for slot in slots if not slot.sharded and slot.param.requires_grad)
+    largest = max((slot.value.block.slot_bytes for slot in sharded), default=0)
+    return wholes * largest + 2 * max(trained, default=0) + 2 * small
 
 
 # ---- forwards --------------------------------------------------------------------------------------------------------
@@ -239,7 +255,7 @@ def _accumulation(trainable: list[ParamSlot], masters: bool) -> _StepNeed:
     """Returns the need of the sum that an arriving gradient is added to; the gradient itself has room held for it."""
     best = _StepNeed(0, "nothing")
     for slot in trainable:
-        value, block = slot.value, slot.value.block
+        value, block = slot.own, slot.own.block
         if not slot.group.movable:
             continue
         nbytes = block.slot_bytes
@@ -253,7 +269,7 @@ def _accumulation(trainable: list[ParamSlot], masters: bool) -> _StepNeed:
 
 def _update(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool, window_bytes: int) -> _StepNeed:
     """Returns the largest need of one parameter's update: that of its first, in which the state is made."""
-    value = slot.value
+    value = slot.own
     wide = _wide(value, masters)
     elements = value.numel
     if not optimizer_memory.whole:

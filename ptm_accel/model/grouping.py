@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ptm_accel.memory.block import PART_ALIGN
+from ptm_accel.memory.cut import Cut, can_be_cut
 from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.slot_table import SlotTable
@@ -32,13 +34,47 @@ def group_sizes(capacity_bytes: int) -> tuple[int, ...]:
     return most, most // 4
 
 
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The ranks that parameters are sharded over.
+
+    Attributes:
+        rank: which one this is.
+        count: how many there are.
+    """
+
+    rank: int
+    count: int
+
+    def cut(self, param: torch.Tensor) -> Cut:
+        """Returns the range of a parameter that this rank owns."""
+        return Cut(param.numel(), self.count, self.rank)
+
+
+def _moves(param: torch.Tensor, small: int, sharding: Sharding | None) -> bool:
+    """Whether a parameter may leave the compute tier; one that cannot be cut is on every rank as a whole."""
+    large = param.numel() * param.dtype.itemsize >= small
+    return large and (sharding is None or can_be_cut(param.numel(), sharding.count))
+
+
+def _group(name: str, params: Sequence[torch.Tensor], small: int, sharding: Sharding | None) -> ParamGroup:
+    moves = _moves(params[0], small, sharding)
+    cuts = [sharding.cut(param) for param in params] if moves and sharding is not None else None
+    return ParamGroup(name, [param.shape for param in params], movable=moves, cuts=cuts)
+
+
 def group_of(name: str, like: torch.Tensor, *, small: int) -> ParamGroup:
     """Returns a group of one parameter like `like`; one of less than `small` bytes never leaves the compute tier."""
-    return ParamGroup(name, [like.shape], movable=like.numel() * like.dtype.itemsize >= small)
+    return _group(name, [like], small, None)
 
 
 def groups_of(
-    model: nn.Module, params: Sequence[nn.Parameter], *, small: int, group_bytes: int
+    model: nn.Module,
+    params: Sequence[nn.Parameter],
+    *,
+    small: int,
+    group_bytes: int,
+    sharding: Sharding | None = None,
 ) -> dict[nn.Parameter, tuple[ParamGroup, int]]:
     """Divides parameters into groups.
 
@@ -50,6 +86,7 @@ def groups_of(
         params: parameters of it.
         small: parameters below this many bytes never leave the compute tier.
         group_bytes: the most that the values of a group of several parameters take.
+        sharding: the ranks that they are sharded over, if they are.
 
     Returns:
         the group and the number within it, by parameter.
@@ -60,9 +97,10 @@ def groups_of(
         names.setdefault(param, []).append(name)
     together: dict[Any, list[nn.Parameter]] = {}
     for param in params:
-        found = {_block(name, blocks) for name in names[param]}
+        # Ranks may use different experts of one layer, and all gather the same blocks: the outermost block counts.
+        found = {_block(name, blocks, outermost=sharding is not None) for name in names[param]}
         single = len(found) > 1 or None in found
-        moves = param.numel() * param.dtype.itemsize >= small
+        moves = _moves(param, small, sharding)
         key = (id(param),) if single else (found.pop(), param.dtype, param.requires_grad, moves)
         together.setdefault(key, []).append(param)
     made: dict[nn.Parameter, tuple[ParamGroup, int]] = {}
@@ -70,12 +108,11 @@ def groups_of(
     for (block, *_), members in together.items():
         for part in _cut(members, group_bytes):
             if len(part) == 1:
-                made[part[0]] = group_of(names[part[0]][0], part[0], small=small), 0
+                made[part[0]] = _group(names[part[0]][0], part, small, sharding), 0
                 continue
             count[block] += 1
             name = f"{block}[{count[block]}]"
-            moves = part[0].numel() * part[0].dtype.itemsize >= small
-            group = ParamGroup(name, [param.shape for param in part], movable=moves)
+            group = _group(name, part, small, sharding)
             made |= {param: (group, member) for member, param in enumerate(part)}
     return made
 
@@ -101,12 +138,13 @@ def _blocks_of(model: nn.Module) -> set[str]:
     return blocks
 
 
-def _block(name: str, blocks: set[str]) -> str | None:
-    """Returns the innermost block that a parameter belongs to."""
-    path = name.rpartition(".")[0]
-    while path and path not in blocks:
+def _block(name: str, blocks: set[str], *, outermost: bool) -> str | None:
+    """Returns the innermost, or the outermost, block that a parameter belongs to."""
+    path, found = name.rpartition(".")[0], None
+    while path and (outermost or found is None):
+        found = path if path in blocks else found
         path = path.rpartition(".")[0]
-    return path or None
+    return found
 
 
 def _cut(members: list[nn.Parameter], group_bytes: int) -> list[list[nn.Parameter]]:

@@ -58,14 +58,15 @@ class Norms:
         if room is not None:
             self._executor.forget(room)
 
-    def of(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    def of(self, gradient: torch.Tensor, norm_type: float, *, part: bool = False) -> torch.Tensor:
         """Returns the norm of one gradient.
 
         Args:
             gradient: the whole of it.
             norm_type: the p of the p-norm.
+            part: it is a range of one, whose norm is put together from those of all ranks: in fp32.
         """
-        if not (self.wide and is_narrow(gradient.dtype)):
+        if not ((self.wide or part) and is_narrow(gradient.dtype)):
             return norm_of(gradient, norm_type)
         with self._lock:
             extent = None if self._room is None else self._room.extent

@@ -55,7 +55,9 @@ class ParamSlot:
         group: what it is moved with.
         member: its number there.
         group_part: its part of the block of the group's values.
-        value: the part that has its values: that, or a block of its own (`ptm_accel.model.assignments`).
+        value: the part that has its values: that, or a block of its own (`ptm_accel.model.assignments`). Of a sharded
+            parameter it is gathered while it is used.
+        own: what is updated and kept: the same part, or the range of a sharded parameter that this rank owns.
         executor: serves accesses.
         pool: where they are.
         generation: counts updates, so that a backward through an older forward is an error.
@@ -65,6 +67,7 @@ class ParamSlot:
     __slots__ = (
         "__weakref__",
         "_accesses",
+        "_own",
         "_placeholder",
         "_table",
         "_version",
@@ -91,12 +94,15 @@ class ParamSlot:
         value: Part,
         executor: Executor,
         table: Addresses,
+        own: Part | None = None,
     ) -> None:
         self.name = name
         self.param = param
         self.group = group
         self.member = member
-        self.value = self.group_part = value
+        self._own = own
+        self.value = value
+        self.group_part = own or value
         self.generation = 0
         # Weak: the pool, which outlives the model, holds this object.
         self._accesses: weakref.ref[Uses] | None = None
@@ -110,6 +116,21 @@ class ParamSlot:
         self._placeholder: torch.Tensor | None = None
         self.address = 0
         self._take_part()
+
+    @property
+    def own(self) -> Part:
+        """See above."""
+        return self.value if self._own is None else self._own
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank owns a range of the parameter, and others the rest."""
+        return self._own is not None
+
+    def owned(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the range of a whole tensor of the parameter's shape that this rank owns, 1-D."""
+        cut = self.group.pieces[self.member].cut
+        return whole.reshape(-1)[cut.start : cut.stop]
 
     # ---- what its parameter is -------------------------------------------------------------------------------------
 
@@ -135,9 +156,13 @@ class ParamSlot:
         Raises:
             BudgetError: no room for it.
         """
-        value, executor = self.value, self.executor
+        value, executor = self.own, self.executor
         # No name here may hold the data: what moves away at once must also be freed at once.
-        if value.alone:
+        if self.sharded:
+            into = value.of(executor.make(value.block)) if value.place is Place.BLANK else None
+            into = executor.fault(value, write=True) if into is None else into
+            into.copy_(self.owned(self.param.data))
+        elif value.alone:
             executor.adopt(value.block, self.param.data)
         elif value.block.place is Place.BLANK:
             value.of(executor.make(value.block)).copy_(self.param.data)
@@ -150,8 +175,9 @@ class ParamSlot:
         Raises:
             BudgetError: no room for them.
         """
-        value, executor = self.value, self.executor
+        value, executor = self.own, self.executor
         with executor.pin(read) as values:
+            values = self.owned(values) if self.sharded else values
             into = (
                 value.of(executor.make(value.block))
                 if value.place is Place.BLANK
@@ -252,7 +278,13 @@ class ParamSlot:
     @property
     def apart(self) -> bool:
         """Whether the values are not in the group's block."""
-        return self.value is not self.group_part
+        return not self.sharded and self.value is not self.group_part
+
+    def forget(self) -> None:
+        """Ends the life of its pages."""
+        self.executor.forget(self.value)
+        if self.sharded:
+            self.executor.forget(self.own)
 
     def move_to(self, part: Part) -> None:
         """The values are in another part from now on."""

@@ -145,7 +145,7 @@ class Arithmetic:
         if not unit.together:
             if unit.whole:
                 # The parameter may have been given data of another shape since its state was made.
-                shape = unit.state.slot.value.shape
+                shape = unit.state.slot.own.shape
                 tensors = {key: each if each.shape == shape else each.view(shape) for key, each in tensors.items()}
             yield unit.entries[0], tensors, desk
             return

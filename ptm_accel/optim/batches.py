@@ -185,11 +185,11 @@ class Batches:
             return None
         entry, start = self.work[self._index], self._start
         state = entry[1]
-        if not (cut or start or state.slot.value.block.parts == 1):
+        if not (cut or start or state.slot.own.block.parts == 1):
             unit = self._all_of_group()
             if unit is not None and self._has_room(unit):
                 return unit
-        numel, new = state.slot.value.numel, self._new if start else state.fresh
+        numel, new = state.slot.own.numel, self._new if start else state.fresh
         unit = Unit([entry], start, numel, last=True, new=new, stays=self._stays)
         size = state.wide.dtype.itemsize
         step = self._compute.window_elements(size)
@@ -209,9 +209,9 @@ class Batches:
             entries = group_at(self.work, self._index)
             unit = None
             if entries:
-                stop = entries[0][1].slot.value.block.numel
+                stop = entries[0][1].slot.own.block.numel
                 unit = Unit(entries, 0, stop, last=True, new=False, stays=self._stays)
-            elif self._index + self.work[self._index][1].slot.value.block.parts > len(self.work):
+            elif self._index + self.work[self._index][1].slot.own.block.parts > len(self.work):
                 # More may come.
                 return None
             self._group = self._index, unit

@@ -156,7 +156,7 @@ class ComputeUpdates:
                 self.windows.close(unit.windows.pop(key), wrote=False)
         if unit.occupied:
             unit.occupied = False
-            self.pool.vacate(unit.state.slot.value.block)
+            self.pool.vacate(unit.state.slot.own.block)
 
     def _release(self, unit: Unit) -> None:
         """Ends the charges for what only the arithmetic needs."""
@@ -195,7 +195,7 @@ class ComputeUpdates:
 
     def _harvest(self, unit: Unit, state: ParamState, after: dict[str, Any]) -> None:
         """Takes what the optimizer left in its state: new full-size tensors go on pages, the rest is kept as it is."""
-        shape = state.slot.value.shape if unit.together or unit.whole else torch.Size([unit.stop - unit.start])
+        shape = state.slot.own.shape if unit.together or unit.whole else torch.Size([unit.stop - unit.start])
         small: dict[str, Any] = {}
         for key in list(after):
             # Nothing may keep a tensor once the charge for it ends.
@@ -225,7 +225,7 @@ class ComputeUpdates:
             if unit.whole and part.alone and value.is_contiguous():
                 if unit.made:
                     unit.made.pop().release()
-                self.pool.adopt(part.block, value.view(slot.value.shape))
+                self.pool.adopt(part.block, value.view(slot.own.shape))
         if self._comes_whole(part.block, unit):
             self.pool.fault(part.block)
         window = unit.windows[f"state.{key}"] = self.windows.open(part, unit.start, unit.stop)
@@ -234,7 +234,7 @@ class ComputeUpdates:
     def _close(self, unit: Unit) -> None:
         for _, state, _ in unit.entries:
             if state.master is not None:
-                state.mastered = state.slot.value.numel if unit.together else max(state.mastered, unit.stop)
+                state.mastered = state.slot.own.numel if unit.together else max(state.mastered, unit.stop)
         unit.occupied = False
         for key in list(unit.windows):
             self.windows.close(unit.windows.pop(key), wrote=key != "grad")

@@ -120,7 +120,7 @@ class HostUpdates:
             return False
         tensors = list(parts_of(entry).values())
         if len(tensors) * self._backing.page_bytes > self._owner.most_bytes or self._is_looked_at(
-            entry[1].slot.value.block
+            entry[1].slot.own.block
         ):
             return False
         step = self._step(entry)
@@ -182,7 +182,7 @@ class HostUpdates:
         arithmetic = self._arithmetic
         if arithmetic is None:
             arithmetic = Arithmetic(twin_of(compute.inner), compute.optimizer_memory, cpu, _there, compute.threads)
-        elements = min(entry[1].slot.value.numel, arithmetic.grain or self._window_elements)
+        elements = min(entry[1].slot.own.numel, arithmetic.grain or self._window_elements)
         nbytes = update_extra_bytes(compute.optimizer_memory, elements, 4, widened=is_widened(entry))
         missing = nbytes - sum(held.nbytes for held in self._scratch)
         if missing > 0:
@@ -234,7 +234,7 @@ class HostUpdates:
             for (_, state, _), small in zip(unit.entries, after, strict=True):
                 state.small = small
                 if state.master is not None:
-                    state.mastered = state.slot.value.numel
+                    state.mastered = state.slot.own.numel
             uncount_pending(self.pending_updates, unit)
             unit.end()
         return [unit.blocks[""]] * unit.last
@@ -288,7 +288,7 @@ class HostUpdates:
         self.work = [entry for entry in self.work if id(entry) in kept]
         self._waiting = deque(each for each in self._waiting if id(each[0]) in kept)
         for entry in given:
-            uncount_pending(self.pending_updates, Unit([entry], 0, entry[1].slot.value.numel, last=True, new=False))
+            uncount_pending(self.pending_updates, Unit([entry], 0, entry[1].slot.own.numel, last=True, new=False))
         for entry in given:
             self._refused(entry)
 
@@ -297,11 +297,11 @@ class HostUpdates:
 
         One call of the optimizer then updates them; a gradient that has to be widened has room for one of them only.
         """
-        parts = self._waiting[0][0][1].slot.value.block.parts
+        parts = self._waiting[0][0][1].slot.own.block.parts
         entries = group_at([entry for entry, _ in islice(self._waiting, parts)], 0)
         if not entries or any(map(is_widened, entries)) or self._is_cut_short():
             return None
-        unit = Unit(entries, 0, entries[0][1].slot.value.block.numel, last=True, new=False)
+        unit = Unit(entries, 0, entries[0][1].slot.own.block.numel, last=True, new=False)
         whole = all(self._backing.reach(block.handle, 0) >= block.nbytes for block in unit.blocks.values())
         return unit if whole and 2 * _held_bytes(unit) <= self._owner.most_bytes else None
 
@@ -311,7 +311,7 @@ class HostUpdates:
 
     def _next(self, entry: Entry, start: int) -> Unit:
         """The window from `start` on: as far as each tensor that it involves lies in one piece of host memory."""
-        value, step = entry[1].slot.value, self._step(entry)
+        value, step = entry[1].slot.own, self._step(entry)
         first, end = value.start + start, value.start + value.numel
         parts = parts_of(entry).values()
         # Others are to be open beside it.

@@ -36,6 +36,11 @@ class Other:
         """The parameter, which is no more than its values."""
         return self.param
 
+    @property
+    def own(self) -> nn.Parameter:
+        """The same: no part of it is another rank's."""
+        return self.param
+
 
 class Others:
     """The parameters of an optimizer that are not the model's.

@@ -80,7 +80,7 @@ class States:
         state = self._met.get(id(slot))
         if state is None:
             state = self._met[id(slot)] = ParamState(slot)
-            if self.masters and is_narrow(slot.value.dtype):
+            if self.masters and is_narrow(slot.own.dtype):
                 state.master = slot.group.part(slot.member, ".master", Tag.MASTER, torch.float32, self.pool)
             # What the optimizer has already: made in its constructor, or by earlier steps.
             there = self._inner.state.pop(slot.param, {})
@@ -94,7 +94,7 @@ class States:
 
     def are_of(self, slots: SlotTable) -> bool:
         """Whether what the optimizer holds of the model is still there, and of the shapes that its state is of."""
-        shapes = ((part.shape, state.slot.value.shape) for state in self for part in state.paged.values())
+        shapes = ((part.shape, state.slot.own.shape) for state in self for part in state.paged.values())
         here = all(slots.of(state.slot.param) is not None for state in self)
         return here and all(kept == shape for kept, shape in shapes)
 
@@ -114,13 +114,13 @@ class States:
         """
         slot = state.slot
         if key == MASTER_KEY and state.master is not None:
-            if value.shape != slot.value.shape:
+            if value.shape != slot.own.shape:
                 raise CheckpointError(
                     f"the fp32 master of {slot.name} in the checkpoint has shape {tuple(value.shape)}, the parameter "
-                    f"has {tuple(slot.value.shape)}: this checkpoint is of another model."
+                    f"has {tuple(slot.own.shape)}: this checkpoint is of another model."
                 )
             self.executor.fault(state.master, write=True).copy_(value)
-            state.mastered = slot.value.numel
+            state.mastered = slot.own.numel
             return
         if not is_full(slot, value):
             state.small[key] = value
@@ -169,7 +169,7 @@ class States:
 
     def dtype_of(self, slot: ParamSlot | Other) -> torch.dtype | None:
         """Returns the dtype that torch gives loaded state: that of what is updated; None for the value's own."""
-        param = (slot.value if isinstance(slot, Other) else self.of(slot).wide).dtype
+        param = (slot.own if isinstance(slot, Other) else self.of(slot).wide).dtype
         return param if param.is_floating_point else None
 
     def give_back(self, device_of: Callable[[ParamSlot], torch.device]) -> None:
@@ -249,4 +249,4 @@ class States:
 
 def is_full(slot: ParamSlot | Other, value: object) -> bool:
     """Returns whether `value` has an element for each of the parameter's, and so belongs on pages."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.own.shape

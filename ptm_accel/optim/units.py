@@ -60,17 +60,17 @@ class ParamState:
     @property
     def overwritten(self) -> bool:
         """Whether an update writes all of the parameter and reads none of it: its master says all there is to say."""
-        return self.master is not None and not self.differs and self.mastered >= self.slot.value.numel
+        return self.master is not None and not self.differs and self.mastered >= self.slot.own.numel
 
     def tensors(self) -> list[Part]:
         """Returns the parameter and what is kept for it on pages."""
         masters = [self.master] if self.master is not None else []
-        return [self.slot.value, *masters, *self.paged.values()]
+        return [self.slot.own, *masters, *self.paged.values()]
 
     @property
     def block_name(self) -> str:
         """The name of the block of the parameter's values, by which plans know it."""
-        return self.slot.value.block.name
+        return self.slot.own.block.name
 
     def blocks(self) -> list[Block]:
         """Lists the blocks that its tensors are parts of."""
@@ -79,7 +79,7 @@ class ParamState:
     @property
     def wide(self) -> Part:
         """Tensor that the optimizer updates: the master if there is one, else the parameter."""
-        return self.master if self.master is not None else self.slot.value
+        return self.master if self.master is not None else self.slot.own
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class Unit:
     @property
     def overwrites(self) -> bool:
         """Whether its update writes the whole block of the values and reads none of it."""
-        whole = self.together or (self.whole and self.state.slot.value.alone)
+        whole = self.together or (self.whole and self.state.slot.own.alone)
         return whole and all(state.overwritten for _, state, _ in self.entries)
 
     @property
@@ -190,7 +190,7 @@ class Unit:
             return []
         if not self.together:
             return [min(self.stop - self.start, grain)]
-        return [min(state.slot.value.numel, grain) for _, state, _ in self.entries]
+        return [min(state.slot.own.numel, grain) for _, state, _ in self.entries]
 
     def desk_bytes(self, grain: int | None) -> int:
         """Returns the bytes of `desk_elements`."""
@@ -213,7 +213,7 @@ def parts_of(entry: Entry, *, new: bool = False) -> dict[str, Part]:
     """
     _, state, grad = entry
     assert grad.value is not None
-    named = {"": state.slot.value, "grad": grad.value}
+    named = {"": state.slot.own, "grad": grad.value}
     if state.master is not None:
         named["master"] = state.master
     if not new:
@@ -251,18 +251,18 @@ def by_block(work: Work) -> Work:
     """`work` with the parameters of a group next to each other."""
     blocks: dict[Block, Work] = {}
     for entry in work:
-        blocks.setdefault(entry[1].slot.value.block, []).append(entry)
+        blocks.setdefault(entry[1].slot.own.block, []).append(entry)
     return [entry for entries in blocks.values() for entry in entries]
 
 
 def group_at(work: Work, index: int) -> list[Entry]:
     """The entries from `index` on, if they are all parameters of a group and nothing of it is still to be made."""
     first = work[index]
-    block = first[1].slot.value.block
+    block = first[1].slot.own.block
     if block.parts == 1 or index + block.parts > len(work):
         return []
     entries = work[index : index + block.parts]
-    if any(state.slot.value.block is not block or state.fresh for _, state, _ in entries):
+    if any(state.slot.own.block is not block or state.fresh for _, state, _ in entries):
         return []
     blocks = [{key: part.block for key, part in parts_of(entry).items()} for entry in entries]
     return entries if all(each == blocks[0] for each in blocks) else []

@@ -117,7 +117,7 @@ class UpdateQueue:
                 else:
                     self._batches.add(left[0])
                 _, state, _ = left.popleft()
-                block = state.slot.value.block
+                block = state.slot.own.block
                 if block not in self._parameters:
                     self._parameters.add(block)
                     if isinstance(block.occupant, Members):

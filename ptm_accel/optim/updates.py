@@ -184,7 +184,7 @@ class Updates:
         """Makes known what updates beside passes use."""
         used: dict[str, dict[Block, None]] = {}
         written = Counter(state.block_name for state in states if state.overwritten)
-        parts = {state.block_name: state.slot.value.block.parts for state in states}
+        parts = {state.block_name: state.slot.own.block.parts for state in states}
         for state in states:
             used.setdefault(state.block_name, {}).update(dict.fromkeys(state.blocks()[1:]))
         self._run_ahead.follow_updates(
@@ -199,7 +199,7 @@ class Updates:
         """Makes known what updates during the next backward use; returns whether there are any that can begin there."""
         states = [state for state in self._states if self._can_wait(state)]
         if states:
-            self._follow(states, {state.block_name: state.slot.value.block.slot_bytes for state in states})
+            self._follow(states, {state.block_name: state.slot.own.block.slot_bytes for state in states})
         return bool(states)
 
     @contextmanager
@@ -223,7 +223,7 @@ class Updates:
 
     def take(self, grad: GradSlot) -> None:
         """A gradient has arrived: the updates of its group begin if all of them have, each for the first time."""
-        block = grad.slot.value.block
+        block = grad.slot.own.block
         if self._groups is None or block.name not in self._run_ahead.final_gradients:
             return
         grads = self._arrived.setdefault(block, [])
