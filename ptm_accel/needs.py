@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from ptm_accel.config import ResolvedConfig
+from ptm_accel.distributed.shards import Shards
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.setup import Memory
@@ -33,6 +34,7 @@ class Needs:
         slots: its parameters.
         memory: the tiers.
         config: the options as resolved for this machine.
+        shards: the ranks that it is sharded over, if it is.
 
     Attributes:
         model: see above; another module where that has come to wrap or replace it.
@@ -44,7 +46,13 @@ class Needs:
     _states: Floor
 
     def __init__(
-        self, model: nn.Module, slots: SlotTable, memory: Memory, executor: Executor, config: ResolvedConfig
+        self,
+        model: nn.Module,
+        slots: SlotTable,
+        memory: Memory,
+        executor: Executor,
+        config: ResolvedConfig,
+        shards: Shards | None = None,
     ) -> None:
         self.model = model
         self.evaluates = False
@@ -53,6 +61,7 @@ class Needs:
         self._pool = memory.pool
         self._executor = executor
         self._config = config
+        self._shards = shards
         self._together_bytes = 0
 
     def estimate(
@@ -68,13 +77,15 @@ class Needs:
         # What updates and transfers hold for a moment is no part of what the tiers hold themselves.
         self._executor.finish_updates()
         self._pool.admission.released.settle()
+        slots = self._slots if slots is None else slots
         return least_budget(
             self.model if model is None else model,
-            self._slots if slots is None else slots,
+            slots,
             optimizer_memory,
             masters=self._config.master_weights is not None,
             window_bytes=self._config.page_bytes,
             held_bytes=self._pool.budget.used_by_tag().get(Tag.STAGING, 0),
+            wholes=0 if self._shards is None else self._shards.most_wholes(slots),
         )
 
     def suit(self, grouped: SlotTable, alone: SlotTable) -> bool:
@@ -151,7 +162,7 @@ class Needs:
         """Returns what counts of a floor: a model that is only evaluated has no gradients."""
         if not self.evaluates:
             return floor
-        values = floor.fixed_bytes + sum(slot.value.slot_bytes for slot in self._slots)
+        values = floor.fixed_bytes + sum(slot.own.slot_bytes for slot in self._slots)
         return replace(
             floor,
             states_bytes=min(floor.states_bytes, values),

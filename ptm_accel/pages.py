@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.distributed.shards import Shards, are_several
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import device_rates, disk_rates
 from ptm_accel.memory.activation_reserve import ActivationReserve
@@ -57,6 +58,7 @@ class Pages:
         state_dicts: the hooks that fill state dictionaries.
         metrics: what was used and moved.
         needs: what it needs of the tiers.
+        shards: the ranks that it is sharded over; None where it is not.
         group_bytes: the most that the values of a group of several parameters take.
     """
 
@@ -79,7 +81,8 @@ class Pages:
         self.residency.accesses.snapshots_of = self.state_dicts.modules
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out
-        self.needs = Needs(model, self.slots, memory, self.executor, config)
+        self.shards = Shards(self.executor) if asked.shard == "full" and are_several() else None
+        self.needs = Needs(model, self.slots, memory, self.executor, config, self.shards)
         self.group_bytes = 0
         self._asked = asked
         self._buffers: Reservation | None = None
@@ -109,22 +112,42 @@ class Pages:
         Raises:
             BudgetError: less than the least budget the model can train under with any optimizer.
         """
+        shards, capacity = self.shards, self.pool.share_bytes
+        if shards is not None:
+            # Ranks may have different budgets, and need the same groups.
+            shards.check(self.model, self.config.page_bytes)
+            capacity = shards.ranks.least(capacity)
         alone = chosen = self._slots(values, 0)
-        for group_bytes in group_sizes(self.pool.share_bytes) if self.grouped else ():
+        for group_bytes in group_sizes(capacity) if self.grouped else ():
             together = self._slots(values, group_bytes)
-            if self.needs.suit(together, alone):
+            suits = self.needs.suit(together, alone)
+            if shards is not None:
+                suits = bool(shards.ranks.least(int(suits)))
+            if suits:
                 chosen, self.group_bytes = together, group_bytes
                 break
             self._forget(together, values)
         if chosen is not alone:
             self._forget(alone, values)
         self.slots.become(chosen)
-        self.needs.expect_optimizer()
+        if shards is None:
+            self.needs.expect_optimizer()
+        else:
+            shards.wholes.most = shards.most_wholes(self.slots)
+            shards.ranks.all_or_none(self.needs.expect_optimizer)
 
     def _slots(self, values: Mapping[nn.Parameter, Paged], group_bytes: int) -> SlotTable:
         slots, small = SlotTable(), small_bytes(self.config.page_bytes)
         take_parameters(
-            self.model, self.executor, slots, self.table, small=small, paged=values, group_bytes=group_bytes
+            self.model,
+            self.executor,
+            slots,
+            self.table,
+            small=small,
+            paged=values,
+            group_bytes=group_bytes,
+            sharding=None if self.shards is None else self.shards.sharding,
+            backing=None if self.shards is None else self.shards.ranks,
         )
         return slots
 
@@ -133,7 +156,7 @@ class Pages:
             if slot.param in values and slot.value is values[slot.param][1]:
                 slot.give_up_part()
             else:
-                self.executor.forget(slot.value)
+                slot.forget()
 
     def bring_in(self, slots: list[ParamSlot], values: Mapping[nn.Parameter, Paged]) -> None:
         """Puts the values of `slots` on pages, but for those of `values`, which are there, and hooks on the modules."""
@@ -153,6 +176,8 @@ class Pages:
                 slot.take_over(read[1])
             elif read is None and slot.param not in blank:
                 self._origins[slot] = slot.param.device
+                if self.shards is not None:
+                    self.shards.ranks.share(slot.param.data)
                 slot.adopt()
                 left += slot.value.nbytes
             slot.come_onto_pages(self.residency.accesses, pool.compute.device)
@@ -163,9 +188,13 @@ class Pages:
                 self.executor.fault(slot.value)
         self.residency.install(self.model)
         self.state_dicts.install(self.model)
+        if self.shards is not None:
+            self.shards.mark(self.model)
 
     def remove_hooks(self) -> None:
         """Takes the hooks off the modules."""
+        if self.shards is not None:
+            self.shards.mark(self.model, ends=True)
         self.state_dicts.remove()
         self.residency.remove()
 
@@ -222,7 +251,7 @@ class Pages:
             # Most transfers pass the disk as well; the planner corrects the rate by the use that it sees.
             metrics.disk_rates = side_by_side(disk_rates(paths))
             run_ahead.rates = in_a_row([rates, metrics.disk_rates])
-        trained = [slot.value for slot in self.slots if slot.param.requires_grad]
+        trained = [slot.own for slot in self.slots if slot.param.requires_grad]
         params_a_byte = sum(value.numel for value in trained) / max(sum(value.nbytes for value in trained), 1)
         run_ahead.rated_update_s = params_a_byte / rates.update_params_s
         if disk is None:
@@ -263,7 +292,7 @@ class Pages:
     def take_off(self, slot: ParamSlot, device: torch.device | None = None) -> None:
         """Gives a parameter ordinary memory, with its values; by default where it computes."""
         slot.take_off(self.executor.copied(slot.value, self.pool.compute.device if device is None else device))
-        self.executor.forget(slot.value)
+        slot.forget()
         if isinstance(compute := self.pool.compute, HostArena):
             # Nothing more comes onto pages: kept for that, they would lie beside the copies.
             self.pool.admission.released.collect()
@@ -281,7 +310,7 @@ def refuse_too_large(model: nn.Module, config: PTMConfig, resolved: ResolvedConf
         pages.size_up({})
     finally:
         for slot in pages.slots:
-            memory.pool.forget(slot.value)
+            slot.forget()
 
 
 def _use_of_link(device: DeviceTier, disk: DiskTier | None) -> LinkUse:

@@ -50,6 +50,7 @@ class Training:
         more_follow: tells whether more gradients are added to those of the next backward before the step; None where
             nobody knows.
         replicas: keeps it and those of other processes alike, where there are some.
+        shards: the ranks that it is sharded over; None where it is not.
         norms: gathers every pipeline stage's norm; takes this stage's.
         updates_in_backward: tells whether `optimizer.step()` will come right after the next backward, on its gradients
             as they are; set by whoever owns the loop (`backward`).
@@ -59,6 +60,7 @@ class Training:
         self.gradients: Gradients | None = None
         self.optimizer: PagedOptimizer | None = None
         self.replicas: Replicas | None = None
+        self.shards = pages.shards
         self.norms: Callable[[torch.Tensor], list[torch.Tensor]] | None = None
         self.updates_in_backward: Callable[[], bool] = lambda: False
         self.more_follow: Callable[[], bool] | None = None
@@ -68,6 +70,7 @@ class Training:
         self._slots = pages.slots
         self._needs = pages.needs
         self._masters = pages.config.master_weights is not None
+        self._buffers: Replicas | None = None
         self._forbidden = 0
         # The gradients that were synchronised last, and how many had arrived.
         self._seen: tuple[Gradients | None, int] = (None, 0)
@@ -98,6 +101,8 @@ class Training:
             trainable = [s for s in self._slots if s.param.requires_grad]
         self.gradients = Gradients(trainable, self._pages.executor, wide=self._masters)
         self.gradients.on_host.expected = weakly(self._more_follow, False)
+        if self.shards is not None:
+            self.shards.reduce(self.gradients)
         self.gradients.hold_arrival()
         self.gradients.looking = weakly(self.look_at_gradients, None)
         self.hold_norms()
@@ -112,8 +117,9 @@ class Training:
         if self.gradients is not None:
             self.gradients.remove()
             self.gradients = None
-        if self.replicas is not None:
-            self.replicas.remove()
+        for replicas in (self.replicas, self._buffers):
+            if replicas is not None:
+                replicas.remove()
 
     def sums(self) -> list[Part]:
         """Lists the present gradients, as a step would use them."""
@@ -275,7 +281,8 @@ class Training:
         return self.optimizer
 
     def _step_ended(self) -> None:
-        if self.replicas is None and self.optimizer is not None and self.gradients is not None:
+        one = self.replicas is None and self.shards is None
+        if one and self.optimizer is not None and self.gradients is not None:
             self.plain.step_ended(self.optimizer, self.gradients)
 
     def _meet_optimizer_memory(self, optimizer_memory: OptimizerMemory) -> None:
@@ -321,14 +328,14 @@ class Training:
         return self._step_follows() and self.optimizer is not None and self.optimizer.expects_backward()
 
     def _more_follow(self) -> bool:
-        return self.replicas is None and bool(self._told_of_more())
+        return self.replicas is None and self.shards is None and bool(self._told_of_more())
 
     def _told_of_more(self) -> bool | None:
         return None if self.more_follow is None else self.more_follow()
 
     def _step_follows(self) -> bool:
         """Returns whether the update comes right after the next backward, and there is room for both at once."""
-        one = self.optimizer is not None and self.replicas is None
+        one = self.optimizer is not None and self.replicas is None and self.shards is None
         return one and self._may_overlap() and self.updates_in_backward()
 
     # ---- a step -----------------------------------------------------------------------------------------------
@@ -394,7 +401,8 @@ class Training:
         self.synchronise()
         if self.optimizer is not None:
             self.optimizer.gradients.apply_scale()
-        norms, dtypes, others = [], [], []
+        norms, dtypes, others = list[torch.Tensor](), list[torch.dtype | None](), list[torch.Tensor]()
+        slots: list[ParamSlot | None] = []
         for param in given:
             slot = self._slots.of(param)
             if slot is not None:
@@ -407,7 +415,10 @@ class Training:
             else:
                 continue
             norms += found
+            slots += [slot] * len(found)
             dtypes += [dtype if dtype.is_complex else None] * len(found)
+        if self.shards is not None:
+            norms = self.shards.norms(norms, slots, float(norm_type), wide=self._masters)
         norm = self._over_stages(total_norm(norms, float(norm_type), dtypes), norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -445,6 +456,12 @@ class Training:
             UnsupportedError: the processes have different models.
         """
         self.plain.end()
+        if self.shards is not None:
+            # Values are shared as they come onto pages, and gradients as they arrive.
+            if self._buffers is None:
+                self._buffers = Replicas(self._pages.executor, self._pages.model, group)
+                self._buffers.share_values((), self._pages.model.buffers())
+            return
         if self.replicas is None:
             self.replicas = Replicas(self._pages.executor, self._pages.model, group)
             self.replicas.share_values(self._slots, self._pages.model.buffers())
@@ -460,6 +477,8 @@ class Training:
         if self.plain.active:
             return
         self._meet_newcomers()
+        if self.shards is not None:
+            self.shards.before_step()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:

@@ -65,6 +65,10 @@ class PagedGradScaler(torch.amp.GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, inv_scale)
 
         optimizer.gradients.change(unscale)
+        engine = engine_holding(param for group in optimizer.param_groups for param in group["params"])
+        if engine is not None and engine.training.shards is not None:
+            # Each rank has seen its own ranges, and all of them make the step or skip it.
+            engine.training.shards.ranks.most(found_inf)
         return {found_inf.device: found_inf}
 
     def _maybe_opt_step(

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -108,6 +108,7 @@ class Calls:
         tasks: the graph tasks that belong to it, each with the number of autograd's thread that works on it, or 0.
         owner: whose it is; None if there is none.
         thread: of the code that asks; `thread.me` is its owner.
+        backwards: what is called as an outermost backward begins, by its owner; weak.
         lock: guards all of it. No call begins while it is held: a short access may hold it in the place of a call,
             where it finds no owner but its own (`meet`).
     """
@@ -119,6 +120,8 @@ class Calls:
         self._kind = Call.ACCESS
         self._model: object = None
         self._depth = 0
+        self.backwards: weakref.WeakKeyDictionary[object, weakref.WeakMethod[Callable[[], None]]]
+        self.backwards = weakref.WeakKeyDictionary()
         self._registered: set[int] = set()
         self._waiting: deque[_Caller] = deque()
         self.lock = threading.RLock()
@@ -196,9 +199,13 @@ class Calls:
             if self.owner is not me and not self._acts_in_backward(me, own):
                 self._wait(me, Call.BACKWARD, model, waits=own)
                 self._take(me if own else _Caller(None), Call.BACKWARD, model, 0)
+            outermost = not self.tasks
             self.tasks[task] = 0 if own else me.number
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(_BackwardEnd(self, task))
+        for known in list(self.backwards.values()) if outermost else ():
+            if (begun := known()) is not None:
+                begun()
 
     def _acts(self, me: _Caller) -> bool:
         """Returns whether this thread acts for the owner: in a backward of its, or since it was registered."""

@@ -221,6 +221,8 @@ class Forwards:
             trained = bytes(slot.param.requires_grad for slot in self._slots)
         kind = self.run_ahead.step.next(module.training, grad, trained)
         self.run_ahead.begin(kind, elements=sum(map(math.prod, shapes)))
+        if self._executor.gathers is not None:
+            self._executor.gathers.begin(kind)
 
     def _end_torn_down(self, module: nn.Module) -> None:
         """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.

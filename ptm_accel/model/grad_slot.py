@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -119,7 +119,7 @@ class GradSlot:
     def paged(self, dtype: torch.dtype | None = None) -> Part:
         """Pages for a gradient, by default of the parameter's type."""
         slot = self.slot
-        return slot.group.part(slot.member, GRAD_SUFFIX, Tag.GRAD, dtype or slot.value.dtype, self._pool)
+        return slot.group.part(slot.member, GRAD_SUFFIX, Tag.GRAD, dtype or slot.own.dtype, self._pool)
 
     def _copied(self, source: torch.Tensor, dtype: torch.dtype) -> Part:
         copy = self.paged(dtype)
@@ -145,7 +145,7 @@ class GradSlot:
     def leaving(self, block: torch.Tensor) -> None:
         """The pool is about to evict the block of the sum: takes its norm."""
         if self._norm is None and self.value is not None:
-            self._norm = self._norms.of(self.value.of(block), self._norm_type)
+            self._norm = self._norms.of(self.value.of(block), self._norm_type, part=self.slot.sharded)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """Returns the norm of the whole sum, as torch's clipping computes it for one tensor.
@@ -161,7 +161,7 @@ class GradSlot:
                 )
             self._norm_type = norm_type
             with self._executor.pin(self.value) as total:
-                self._norm = self._norms.of(total, norm_type)
+                self._norm = self._norms.of(total, norm_type, part=self.slot.sharded)
         return self._norm
 
     def changed(self) -> None:
@@ -240,10 +240,28 @@ class GradSlot:
         with self._pool.calls.during(Call.ACCESS, self._pool), self._executor.pin(self.value, write=True) as total:
             shown = total.detach() if total.dtype == narrow else total.to(narrow)
             version = shown._version
-            yield shown
+            with self._whole(shown) if self.slot.sharded else nullcontext(shown) as whole:
+                yield whole
             if total.dtype != narrow and shown._version != version:
                 _take_over(total, shown)
             self.changed()
+
+    @contextmanager
+    def _whole(self, own: torch.Tensor) -> Iterator[torch.Tensor]:
+        """All of a gradient of which this rank owns `own`; what is changed in place is changed on all ranks alike."""
+        slot, gathers = self.slot, self._executor.gathers
+        cut = slot.group.pieces[slot.member].cut
+        assert gathers is not None
+        with self._pool.admission.charged(cut.padded * own.dtype.itemsize, Tag.STAGING, slot.name) as keep:
+            flat = own.new_empty(cut.padded)
+            keep(flat)
+            flat[cut.start : cut.stop].copy_(own)
+            gathers.gather(f"looks at the gradient of {slot.name}", flat, cut)
+            whole = flat[: cut.numel].view(slot.value.shape)
+            version = whole._version
+            yield whole
+            if whole._version != version:
+                own.copy_(flat[cut.start : cut.stop])
 
     def replace(self, gradient: torch.Tensor) -> None:
         """Takes other values (`p.grad.data = gradient`)."""

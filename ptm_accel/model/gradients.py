@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,6 +31,14 @@ _OF_A_GRADIENT = 2
 """Use count of the storage of a gradient without other users: the gradient and the storage object that is asked."""
 
 
+class Sharing(Protocol):
+    """Gradients of several ranks, which are summed before they are kept."""
+
+    def take(self, grad: GradSlot, gradient: torch.Tensor) -> None:
+        """A gradient has arrived in a backward."""
+        ...
+
+
 class Gradients:
     """Gradients of a model, and the hooks that take them.
 
@@ -47,6 +56,7 @@ class Gradients:
         arriving: called before a gradient is added to a sum, or is the first of one.
         taken: called with each sum that a gradient was added to.
         looking: called before user code reads or sets a gradient.
+        sharing: takes those that arrive, where parameters are sharded over ranks; None where they are not.
     """
 
     def __init__(self, slots: list[ParamSlot], executor: Executor, wide: bool) -> None:
@@ -67,6 +77,7 @@ class Gradients:
         self.arriving: Callable[[], object] | None = None
         self.taken: Callable[[GradSlot], None] | None = None
         self.looking: Callable[[], None] = lambda: None
+        self.sharing: Sharing | None = None
 
     def hold_arrival(self) -> None:
         """Reserves memory for the next gradient, so that its arrival cannot exceed the budget."""
@@ -229,7 +240,7 @@ class Gradients:
         if self.arriving is not None:
             self.arriving()
         grad.forget()
-        grad.add(copied)
+        grad.add(slot.owned(copied) if slot.sharded else copied)
 
     def covers(self, slots: list[ParamSlot]) -> bool:
         """Returns whether `slots` are exactly the parameters whose gradients are taken."""
@@ -378,6 +389,9 @@ class Gradients:
         self.arrivals += 1
         gradient = arrived.data
         del arrived
+        if self.sharing is not None and task != -1:
+            self.sharing.take(grad, gradient)
+            return
         # A gradient whose memory a hook of the user's keeps too is copied.
         held = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OF_A_GRADIENT
         if (
@@ -389,7 +403,7 @@ class Gradients:
             self.release_arrival()
         with torch.no_grad():
             if not (self.on_host.open and self.on_host.take(grad, gradient)):
-                grad.add(gradient, held=held)
+                grad.add(grad.slot.owned(gradient) if grad.slot.sharded else gradient, held=held)
         del gradient
         self.hold_arrival()
         if self.taken is not None:

@@ -6,7 +6,7 @@ then the plan of the pass is followed, then the pool brings the block in. Update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.memory.block import Block, Part, Pin
+from ptm_accel.memory.cut import Cut
 from ptm_accel.memory.dispatch import keeps_results
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.timeline import Span, during
@@ -43,6 +44,28 @@ class Plan(Protocol):
 
     def created(self, block: Block) -> None:
         """The block gets its first bytes from a caller."""
+        ...
+
+
+class Gathers(Protocol):
+    """Blocks that are put together from the ranges of several ranks before they are used."""
+
+    def begin(self, kind: Hashable) -> None:
+        """A pass begins."""
+        ...
+
+    def before_use(self, block: Block) -> None:
+        """The block is about to be used: it is there, or arriving, afterwards. Called with the pool's lock held."""
+        ...
+
+    def gather(self, what: str, whole: torch.Tensor, cut: Cut) -> None:
+        """Puts one tensor together that is not a block, such as a gradient, once all ranks have come here.
+
+        Args:
+            what: this rank does, for messages.
+            whole: `cut.padded` elements, of which those that this rank owns are there.
+            cut: what it owns.
+        """
         ...
 
 
@@ -80,12 +103,14 @@ class Executor:
         pool: see above.
         pending_updates: made before what they change is used; None if there are none.
         plan: that of the pass under way; None outside of one.
+        gathers: brings in blocks of which each rank owns a range (`Block.backing`); None where there are none.
     """
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.pending_updates: PendingUpdates | None = None
         self.plan: Plan | None = None
+        self.gathers: Gathers | None = None
         self._aside = False
         pool.holder = self
 
@@ -115,11 +140,15 @@ class Executor:
             return self.pool.pin(tensor, write=write, begun=self._before(block, write))
 
     def _before(self, block: Block, write: bool) -> Callable[[Block], object] | None:
-        """Makes the pending update of a block that is to be used, and tells the plan.
+        """Makes the pending update of a block that is to be used, and tells the plan, or gathers it.
 
         Returns:
             what is called once a load that is waited for has begun.
         """
+        if block.backing is not None:
+            assert self.gathers is not None, block
+            self.gathers.before_use(block)
+            return None
         if self.pending_updates is not None:
             self.pending_updates.before_use(block)
         # Its end may come with this access.
@@ -178,6 +207,8 @@ class Executor:
         """As `Pool.snapshot`, after all pending updates: snapshots, taken of many, leave them little room."""
         with self.pool.lock:
             self.finish_updates()
+            if isinstance(tensor, Part) and tensor.block.backing is not None:
+                return self.copied(tensor, torch.device("cpu"))
             return self.pool.snapshot(tensor)
 
     def copied(self, part: Part, device: torch.device) -> torch.Tensor:
@@ -188,6 +219,9 @@ class Executor:
         """
         with self.pool.lock:
             self.finish_updates()
+            if part.block.backing is not None:
+                with self.pin(part) as values:
+                    return values.detach().to(device, copy=True)
             # A block that is being loaded has a buffer without values.
             if part.place.resident:
                 extent = part.block.extent

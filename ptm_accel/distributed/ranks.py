@@ -1,0 +1,285 @@
+"""The ranks that blocks are sharded over: torch's collectives on them, and what ranks have to agree on.
+
+A whole block is gathered in place: what a rank owns of each parameter is copied to its place in the block, and one
+`all_gather_into_tensor` for each parameter brings the rest. So the ranks are a backing store, which loads and never
+stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptm_accel.errors import PTMError, UnsupportedError
+from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.copies import order_behind
+from ptm_accel.memory.cut import Cut
+from ptm_accel.memory.transfer import Transfer
+from ptm_accel.model.groups import Share
+
+CONTROL_TIMEOUT_S = 300.0
+"""Longest time that a rank waits for the others to come to where they have to agree."""
+
+# torch 2.13 has other names for them; 2.11 has only these.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(slots=True)
+class ShardStats:
+    """Counts since the model was put on pages.
+
+    Attributes:
+        gathers: whole blocks gathered.
+        gathered_bytes: their bytes, padding included.
+        reductions: blocks of gradients that were reduced.
+        reduced_bytes: their bytes, padding included.
+        agreed: how often ranks had to agree on what comes next.
+        sequence: a hash of what was gathered and reduced, in order.
+    """
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    reductions: int = 0
+    reduced_bytes: int = 0
+    agreed: int = 0
+    sequence: int = 0
+
+    def note(self, name: str) -> None:
+        """Adds a collective to the sequence."""
+        self.sequence = zlib.crc32(name.encode(), self.sequence)
+
+
+class Collectives:
+    """Several collectives that have been started, as one transfer."""
+
+    __slots__ = ("_error", "_works")
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = list(works)
+        self._error: RuntimeError | None = None
+
+    def done(self) -> bool:
+        """See `Transfer`."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        self.order()
+
+    def order(self) -> None:
+        """See `Transfer`. A rank that has ended is an error here."""
+        if self._error is not None:
+            raise self._error
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+            raise
+
+
+class Ranks:
+    """The ranks, as the backing store of whole blocks (`ptm_accel.memory.transfer.BackingStore`).
+
+    Gathers and reductions have process groups of their own, so that those of user code and ours keep an order each.
+
+    Attributes:
+        rank, count: which rank this is, of how many.
+        stats: what has been done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.stats = ShardStats()
+        self.device = device
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._gathers = dist.new_group(backend=backend)
+        self._reductions = dist.new_group(backend=backend)
+        self._plain = dist.new_group(backend="gloo")
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S))
+
+    # ---- the backing store of whole blocks -------------------------------------------------------------------------
+
+    def load(self, handle: Share, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
+        """Starts gathering a whole block; what this rank owns of it is in the compute tier, and pinned."""
+        own = handle.own
+        assert offset == 0 and own.extent is not None and own.place.resident, own
+        order_behind(behind)
+        mine, whole = own.extent.tensor.detach().view(-1), into.view(own.dtype)
+        works = []
+        with torch.no_grad():
+            for piece in handle.pieces:
+                cut = piece.cut
+                at = piece.start + cut.start
+                whole[at : at + cut.length].copy_(mine[piece.own_start : piece.own_start + cut.length])
+                range_ = whole[piece.start + cut.rank * cut.span :][: cut.span]
+                target = whole[piece.start : piece.start + cut.padded]
+                works.append(_all_gather(target, range_, group=self._gathers, async_op=True))
+                self.stats.gathered_bytes += target.nbytes
+        self.stats.gathers += 1
+        self.stats.note(own.name)
+        return Collectives(works)
+
+    def store(self, handle: Share, offset: int, source: torch.Tensor) -> Transfer:
+        """Whole blocks are never stored."""
+        raise AssertionError(f"a whole block of {handle.own.name} was to be stored")
+
+    def new(self, nbytes: int, tag: Tag, name: str) -> Any:
+        """The handle of a whole block is made with it."""
+        raise AssertionError(name)
+
+    def free(self, handle: Share) -> None:
+        """Nothing is kept here."""
+
+    def snapshot(self, handle: Share) -> torch.Tensor:
+        """Whole blocks are copied once they are gathered (`Executor.copied`)."""
+        raise AssertionError(handle.own.name)
+
+    def copy(self, handle: Share, into: Share) -> None:
+        """Nobody is given a snapshot that would have to be set apart."""
+        raise AssertionError(handle.own.name)
+
+    def close(self) -> None:
+        """The process groups end with the process: others may be at work with them still."""
+
+    def check_integrity(self) -> None:
+        """Nothing is kept here."""
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def reduce(self, name: str, whole: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> Collectives:
+        """Starts summing gradients over all ranks; each rank's ranges then hold the sums, in place.
+
+        Args:
+            name: of the block.
+            whole: the gradients of all members, 1-D.
+            pieces: the first element and the span of a range, of each member.
+        """
+        works = []
+        for start, span in pieces:
+            source = whole[start : start + self.count * span]
+            target = source[self.rank * span : (self.rank + 1) * span]
+            works.append(_reduce_scatter(target, source, group=self._reductions, async_op=True))
+            self.stats.reduced_bytes += source.nbytes
+        self.stats.reductions += 1
+        self.stats.note(f"reduce {name}")
+        return Collectives(works)
+
+    def gather(self, name: str, whole: torch.Tensor, cut: Cut) -> None:
+        """Gathers one tensor in place, and waits for it.
+
+        Args:
+            name: of it.
+            whole: `cut.padded` elements, of which those that this rank owns are there.
+            cut: what it owns.
+        """
+        own = whole[cut.rank * cut.span : (cut.rank + 1) * cut.span]
+        self.stats.note(name)
+        _all_gather(whole, own, group=self._gathers)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Sums in place over all ranks."""
+        dist.all_reduce(values, group=self._reductions)
+
+    def most(self, values: torch.Tensor) -> None:
+        """Takes the greatest over all ranks in place, on the device."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._reductions)
+
+    def share(self, values: torch.Tensor) -> None:
+        """Gives all ranks the first one's values, in place."""
+        given = values if values.device.type == self.device.type else values.to(self.device)
+        dist.broadcast(given, group=self._reductions, group_src=0)
+        if given is not values:
+            values.copy_(given)
+
+    # ---- agreement -------------------------------------------------------------------------------------------------
+
+    def agree(self, what: str) -> None:
+        """Waits until all ranks have come here for the same reason.
+
+        Args:
+            what: this rank does, for messages.
+
+        Raises:
+            UnsupportedError: another rank does something else, or has not come within `CONTROL_TIMEOUT_S`.
+        """
+        self.stats.agreed += 1
+        code = int.from_bytes(hashlib.md5(what.encode(), usedforsecurity=False).digest()[:6], "big")
+        both = torch.tensor([code, -code])
+        advice = (
+            "Every rank has to do the same, in the same order, with parameters that are sharded over ranks: do it on "
+            "all of them, and use the result on one (`with ptm_accel.gathered(model): ...`)."
+        )
+        try:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._control)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"rank {self.rank} {what}, and not all of the {self.count} ranks have come to do so within "
+                f"{CONTROL_TIMEOUT_S:g} s. {advice} ({error})"
+            ) from error
+        if both[0] != -both[1]:
+            raise UnsupportedError(f"rank {self.rank} {what}, and another rank does something else. {advice}")
+
+    def flags(self, values: Sequence[int]) -> list[int]:
+        """Returns the greatest of each of some small numbers over all ranks.
+
+        Raises:
+            UnsupportedError: ranks have not gathered and reduced the same blocks in the same order.
+        """
+        sequence = self.stats.sequence
+        most = torch.tensor([*values, sequence, -sequence])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._plain)
+        *found, high, low = most.tolist()
+        if high != -low:
+            raise UnsupportedError(
+                f"the {self.count} ranks have not used the same parameters in the same order, as rank {self.rank} sees "
+                "at the end of a backward; what they have computed may be wrong. Every rank has to run the same code: "
+                "look for what one rank does alone, and resume from the last checkpoint."
+            )
+        return [int(value) for value in found]
+
+    def least(self, number: int) -> int:
+        """Returns the least of one number over all ranks."""
+        given = torch.tensor(-number)
+        dist.all_reduce(given, dist.ReduceOp.MAX, group=self._plain)
+        return -int(given)
+
+    def told(self, value: Any) -> Any:
+        """Returns the first rank's value, a plain object."""
+        given = [value]
+        dist.broadcast_object_list(given, group=self._plain, group_src=0)
+        return given[0]
+
+    def all_of(self, value: Any) -> list[Any]:
+        """Returns the value of every rank, a plain object."""
+        given: list[Any] = [None] * self.count
+        dist.all_gather_object(given, value, group=self._plain)
+        return given
+
+    def all_or_none(self, check: Callable[[], None]) -> None:
+        """Carries out what may refuse; where it does on one rank, all raise.
+
+        Raises:
+            PTMError: of this rank, or of the first that has one, of the same class.
+        """
+        refused: PTMError | None = None
+        try:
+            check()
+        except PTMError as error:
+            refused = error
+        others = self.all_of(None if refused is None else (type(refused), str(refused)))
+        if refused is not None:
+            raise refused
+        for rank, other in enumerate(others):
+            if other is not None:
+                kind, text = other
+                raise kind(f"rank {rank}: {text}")

@@ -1,0 +1,152 @@
+"""A model whose blocks are sharded over ranks (ZeRO): every rank owns a range of each parameter and of its state."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ptm_accel.distributed.ranks import Ranks, ShardStats
+from ptm_accel.distributed.reducing import Reductions
+from ptm_accel.distributed.wholes import Wholes
+from ptm_accel.errors import UnsupportedError
+from ptm_accel.model.gradients import Gradients
+from ptm_accel.model.grouping import Sharding
+from ptm_accel.model.norms import is_narrow
+from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
+
+_KEEPS_TOGETHER = "_is_fsdp_managed_module"
+"""Attribute by which transformers knows modules whose forwards have to be called on all ranks or on none."""
+
+
+def are_several() -> bool:
+    """Returns whether this process is one of several of `torch.distributed`."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Shards:
+    """What is sharded of one model, and the ranks that it is sharded over.
+
+    Args:
+        executor: serves accesses.
+
+    Attributes:
+        ranks: see above.
+        wholes: gathers blocks before they are used.
+        sharding: which rank this is.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.ranks = Ranks(executor.pool.compute.device)
+        self.wholes = Wholes(executor, self.ranks)
+        self.sharding = Sharding(self.ranks.rank, self.ranks.count)
+        self._executor = executor
+        self._reductions: Reductions | None = None
+        executor.gathers = self.wholes
+
+    @property
+    def stats(self) -> ShardStats:
+        """Counts of what has been gathered and reduced."""
+        return self.ranks.stats
+
+    def check(self, model: nn.Module, page_bytes: int) -> None:
+        """Refuses ranks that have different models.
+
+        Raises:
+            UnsupportedError: names the first difference.
+        """
+        own: list[tuple[object, ...]] = [
+            (name, tuple(param.shape), str(param.dtype), param.requires_grad)
+            for name, param in model.named_parameters(remove_duplicate=False)
+        ]
+        own += [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in model.named_buffers()]
+        own.append(("page_size", page_bytes))
+        every = self.ranks.all_of(own)
+        for rank, other in enumerate(every):
+            for mine, theirs in zip(every[0], other, strict=False):
+                if mine != theirs:
+                    raise UnsupportedError(
+                        f"rank 0 has {mine} where rank {rank} has {theirs}: with shard: full all ranks need the same "
+                        "model and page_size. Build the same one in each process."
+                    )
+            if len(other) != len(every[0]):
+                raise UnsupportedError(
+                    f"rank 0 has {len(every[0])} parameters and buffers, rank {rank} has {len(other)}: with shard: "
+                    "full all ranks need the same model. Build the same one in each process."
+                )
+
+    def most_wholes(self, slots: Iterable[ParamSlot]) -> int:
+        """Returns how many whole blocks stay that nobody has pinned: those of a layer, and the next one."""
+        groups = dict.fromkeys(slot.group for slot in slots if slot.sharded)
+        layers = Counter(group.name.rpartition("[")[0] for group in groups if len(group.shapes) > 1)
+        return 1 + max(layers.values(), default=1)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives all ranks the first one's buffers."""
+        for buffer in model.buffers():
+            self.ranks.share(buffer)
+
+    def mark(self, model: nn.Module, *, ends: bool = False) -> None:
+        """Has transformers keep ranks together: they generate until the longest text ends, and skip no layers.
+
+        Args:
+            model: the model.
+            ends: it is not sharded any more.
+        """
+        for module in model.modules():
+            if ends:
+                vars(module).pop(_KEEPS_TOGETHER, None)
+            else:
+                vars(module)[_KEEPS_TOGETHER] = True
+
+    def reduce(self, gradients: Gradients) -> None:
+        """Has gradients reduced from now on."""
+        self._reductions = gradients.sharing = Reductions(self._executor, self.ranks, gradients.slots())
+        self._executor.pool.calls.backwards[self] = weakref.WeakMethod(self._reductions.begin)
+
+    def before_step(self) -> None:
+        """What ranks own is about to change: nobody may use whole blocks as they are now.
+
+        Raises:
+            UnsupportedError: somebody uses one.
+        """
+        self.wholes.drop_all()
+        if self.wholes.pinned:
+            raise UnsupportedError(
+                f"a step was made while {self.wholes.pinned[0].name} is in use, as by ptm_accel.gathered(). End that "
+                "first."
+            )
+
+    def norms(
+        self, norms: Sequence[torch.Tensor], slots: Sequence[ParamSlot | None], norm_type: float, *, wide: bool
+    ) -> list[torch.Tensor]:
+        """Returns the norms of whole gradients.
+
+        Args:
+            norms: of what this rank owns of each; those of parameters that are not sharded stay.
+            slots: the parameter of each.
+            norm_type: the p of the p-norm.
+            wide: whether norms of narrow gradients are fp32.
+        """
+        at = [number for number, slot in enumerate(slots) if slot is not None and slot.sharded]
+        if not at:
+            return list(norms)
+        own = torch.stack([norms[number].double() for number in at])
+        if norm_type == float("inf"):
+            self.ranks.most(own)
+        else:
+            own = own.pow(norm_type)
+            self.ranks.sum(own)
+            own = own.pow(1.0 / norm_type)
+        found = list(norms)
+        for number, norm in zip(at, own, strict=True):
+            slot = slots[number]
+            assert slot is not None
+            dtype = torch.float32 if wide and is_narrow(slot.value.dtype) else slot.value.dtype
+            found[number] = norm.to(dtype)
+        return found

@@ -1,0 +1,161 @@
+"""Whole blocks: gathered before they are used, in one order on all ranks, and dropped in that order too.
+
+A collective that one rank begins alone is a deadlock. So what is gathered, and when, is a function of the accesses
+alone, which are the same on all ranks: nothing here asks what there is room for, or what has arrived. The first pass of
+a kind is gathered on demand, and ranks agree at each access. From the second on its order is known: then a block is
+gathered one access before its own, and nobody has to agree.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+
+from ptm_accel.distributed.ranks import Ranks
+from ptm_accel.memory.block import Block, Place
+from ptm_accel.memory.cut import Cut
+from ptm_accel.model.groups import Share
+from ptm_accel.runtime.executor import Executor
+
+_AHEAD = 1
+"""Accesses before its own at which a block is gathered."""
+
+_JOIN_WITHIN = 64
+"""Accesses ahead that are searched where the next access is not the expected one."""
+
+
+class Order:
+    """The accesses of passes, by kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[Block]] = {}
+        self._key: Hashable = None
+        self._expected: list[Block] = []
+        self._at = 0
+        self._seen: list[Block] = []
+        self._departed = False
+
+    def begin(self, kind: Hashable) -> None:
+        """A pass begins; what was seen since the last one began is that one's order."""
+        if self._key is not None and (self._departed or self._key not in self._known):
+            self._known[self._key] = self._seen
+        self._key, self._seen, self._at, self._departed = kind, [], 0, False
+        self._expected = self._known.get(kind, [])
+
+    def accessed(self, block: Block) -> bool:
+        """Notes an access; returns whether it was expected."""
+        self._seen.append(block)
+        if self._at < len(self._expected) and self._expected[self._at] is block:
+            self._at += 1
+            return True
+        self._departed = True
+        ahead = self._expected[self._at : self._at + _JOIN_WITHIN]
+        if block in ahead:
+            self._at += ahead.index(block) + 1
+        return False
+
+    def ahead(self) -> list[Block]:
+        """Returns the blocks that are expected next."""
+        return self._expected[self._at : self._at + _AHEAD]
+
+    def forget(self) -> None:
+        """Forgets all passes: the model has other parameters now."""
+        self.__init__()  # type: ignore[misc]
+
+
+class Wholes:
+    """Gathers and drops whole blocks (`ptm_accel.runtime.executor.Gathers`).
+
+    Args:
+        executor: serves accesses.
+        ranks: who owns the ranges.
+
+    Attributes:
+        most: how many blocks that no forward has pinned stay at most.
+        order: the accesses that are known.
+    """
+
+    def __init__(self, executor: Executor, ranks: Ranks) -> None:
+        self.most = 2
+        self.order = Order()
+        self._executor = executor
+        self._pool = executor.pool
+        self._ranks = ranks
+        # Those that are there or arriving, the one that was used last at the end.
+        self._here: OrderedDict[Block, None] = OrderedDict()
+        self._last: Block | None = None
+
+    def begin(self, kind: Hashable) -> None:
+        """See `Gathers`."""
+        self.order.begin(kind)
+        self._last = None
+
+    def before_use(self, block: Block) -> None:
+        """See `Gathers`."""
+        if block is self._last and block.place is not Place.AWAY:
+            # Another parameter of the same group, with nothing in between.
+            return
+        self._last = block
+        expected = self.order.accessed(block)
+        if not expected:
+            self._ranks.agree(f"uses {block.name.removesuffix(' (whole)')}")
+        if block.place is Place.AWAY:
+            self._gather(block)
+        else:
+            self._here.move_to_end(block)
+        for following in self.order.ahead() if expected else ():
+            if following.place is Place.AWAY:
+                self._gather(following, beside=block)
+
+    def gather(self, what: str, whole: torch.Tensor, cut: Cut) -> None:
+        """See `Gathers`."""
+        self._ranks.agree(what)
+        self._ranks.gather(what, whole, cut)
+
+    def _gather(self, block: Block, beside: Block | None = None) -> None:
+        """Starts gathering a block, in the place of those that were used longest ago.
+
+        Args:
+            block: which one.
+            beside: stays in any case.
+        """
+        idle = [other for other in self._here if not other.pins and other is not beside]
+        stay = max(self.most - 1 - (beside is not None), 0)
+        for other in idle[: max(len(idle) - stay, 0)]:
+            self._drop(other)
+        share: Share = block.handle
+        # A pending update of it runs first.
+        with self._executor.pin(share.own):
+            self._pool.start(block)
+        self._here[block] = None
+
+    def _drop(self, block: Block) -> None:
+        del self._here[block]
+        block.note_changes()
+        if block.place is Place.DIRTY:
+            self._write_back(block)
+        self._pool.leave(block)
+
+    def _write_back(self, block: Block) -> None:
+        """Keeps what this rank owns of a block that was changed: all ranks have made the same changes."""
+        share: Share = block.handle
+        assert block.extent is not None
+        whole = block.extent.tensor.detach().view(-1)
+        with self._executor.pin(share.own, write=True) as own:
+            for piece in share.pieces:
+                cut, at = piece.cut, piece.start + piece.cut.start
+                own.view(-1)[piece.own_start : piece.own_start + cut.length].copy_(whole[at : at + cut.length])
+        block.become(Place.CLEAN)
+
+    def drop_all(self) -> None:
+        """Drops all blocks that nobody has pinned: what ranks own of them is about to change, or to be read."""
+        for block in [block for block in self._here if not block.pins]:
+            self._drop(block)
+        self._last = None
+
+    @property
+    def pinned(self) -> list[Block]:
+        """Blocks that are in use."""
+        return [block for block in self._here if block.pins]
