@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
-from ptm_accel.distributed.shards import Shards, are_several
+from ptm_accel.distributed.shards import Shards, sharding_of
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import device_rates, disk_rates
 from ptm_accel.memory.activation_reserve import ActivationReserve
@@ -81,7 +81,8 @@ class Pages:
         self.residency.accesses.snapshots_of = self.state_dicts.modules
         self.metrics = Metrics(memory, self.run_ahead.tally)
         self.run_ahead.evaluation = self.metrics.leave_out
-        self.shards = Shards(self.executor) if asked.shard == "full" and are_several() else None
+        sharding = sharding_of(asked)
+        self.shards = None if sharding is None else Shards(self.executor, sharding)
         self.needs = Needs(model, self.slots, memory, self.executor, config, self.shards)
         self.group_bytes = 0
         self._asked = asked
@@ -153,7 +154,7 @@ class Pages:
 
     def _forget(self, slots: SlotTable, values: Mapping[nn.Parameter, Paged]) -> None:
         for slot in slots:
-            if slot.param in values and slot.value is values[slot.param][1]:
+            if slot.param in values and slot.own is values[slot.param][1]:
                 slot.give_up_part()
             else:
                 slot.forget()
@@ -172,7 +173,7 @@ class Pages:
         left = 0
         for slot in slots:
             read = values.get(slot.param)
-            if read is not None and read[1] is not slot.value:
+            if read is not None and read[1] is not slot.own:
                 slot.take_over(read[1])
             elif read is None and slot.param not in blank:
                 self._origins[slot] = slot.param.device

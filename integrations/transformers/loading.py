@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, initialization
 from transformers.utils import ADAPTER_CONFIG_NAME  # type: ignore[attr-defined]
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
+from ptm_accel.distributed.shards import same_on_all, sharding_of
 from ptm_accel.engine import Engine
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.memory.block import Place, placeholder
@@ -160,6 +161,7 @@ class _Reader:
         self._config = config
         self._opened = opened
         self._host_bytes = host_bytes
+        self._sharding = sharding_of(config)
         self._begun = False
         self._values: dict[nn.Parameter, Paged] = {}
         self._engine: Engine | None = None
@@ -211,10 +213,15 @@ class _Reader:
                 stand_in = nn.Parameter(data, requires_grad=value.is_floating_point())
                 original(model, full_name, stand_in, info, quantizer)
                 if module._parameters.get(name) is stand_in:
-                    group = group_of(full_name, value, small=small)
+                    group = group_of(full_name, value, small=small, sharding=self._sharding)
                     pages = group.part(0, "", Tag.PARAM, value.dtype, pool)
                     self._values[stand_in] = group, pages
-                    pool.fault(pages, write=True).copy_(value.detach())
+                    values = value.detach()
+                    if group.pieces:
+                        # Only what this rank owns.
+                        cut = group.pieces[0].cut
+                        values = values.reshape(-1)[cut.start : cut.stop]
+                    pool.fault(pages, write=True).copy_(values)
 
         return take
 
@@ -250,7 +257,8 @@ class _Reader:
         assert self._opened is not None
         pool = self._opened[1].pool
         with pool.pin(first) as here, pool.pin(second) as there:
-            return torch.equal(here, there)
+            equal = torch.equal(here, there)
+        return equal if self._sharding is None else same_on_all(equal)
 
     def attach(self, model: nn.Module) -> None:
         """Joins the model and its pages; one that is on pages already is followed."""
@@ -306,7 +314,7 @@ def from_config(
                 model = build(config, **kwargs)
         engine = Engine.take_over(model, options, resolved, memory, {})
         model.initialize_weights()
-        left = [slot.name for slot in engine.slots if slot.value.place is Place.BLANK]
+        left = [slot.name for slot in engine.slots if slot.own.place is Place.BLANK]
         if left:
             raise UnsupportedError(
                 f"{len(left)} parameters of {type(model).__name__} are not set by its _init_weights (first: {left[0]}),"

@@ -8,6 +8,7 @@ stores.
 from __future__ import annotations
 
 import hashlib
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,28 @@ class Collectives:
             raise
 
 
+def _groups(device_type: str) -> tuple[dist.ProcessGroup, ...]:
+    """Returns our process groups: for gathers, for reductions, for plain numbers, and for what has to be agreed on.
+
+    All models of a process share them, as long as `torch.distributed` stays initialised.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    known = _made.get(world)
+    if known is None:
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        known = _made[world] = (
+            dist.new_group(backend=backend),
+            dist.new_group(backend=backend),
+            dist.new_group(backend="gloo"),
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S)),
+        )
+    return known
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = weakref.WeakKeyDictionary()
+
+
 class Ranks:
     """The ranks, as the backing store of whole blocks (`ptm_accel.memory.transfer.BackingStore`).
 
@@ -101,11 +124,7 @@ class Ranks:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.stats = ShardStats()
         self.device = device
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._gathers = dist.new_group(backend=backend)
-        self._reductions = dist.new_group(backend=backend)
-        self._plain = dist.new_group(backend="gloo")
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S))
+        self._gathers, self._reductions, self._plain, self._control = _groups(device.type)
 
     # ---- the backing store of whole blocks -------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ptm_accel.config import FULL, PTMConfig
 from ptm_accel.distributed.ranks import Ranks, ShardStats
 from ptm_accel.distributed.reducing import Reductions
 from ptm_accel.distributed.wholes import Wholes
@@ -24,9 +26,31 @@ _KEEPS_TOGETHER = "_is_fsdp_managed_module"
 """Attribute by which transformers knows modules whose forwards have to be called on all ranks or on none."""
 
 
-def are_several() -> bool:
-    """Returns whether this process is one of several of `torch.distributed`."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def sharding_of(config: PTMConfig) -> Sharding | None:
+    """Returns the ranks that a model is sharded over by the options; None where it is not.
+
+    Raises:
+        UnsupportedError: there are several processes that do not know of one another yet.
+    """
+    if config.shard != FULL:
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UnsupportedError(
+                f"shard: full, and this is one of {os.environ['WORLD_SIZE']} processes that are not connected yet. "
+                "Make TrainingArguments or an Accelerator before the model is read or put on pages, or call "
+                "torch.distributed.init_process_group()."
+            )
+        return None
+    count = dist.get_world_size()
+    return Sharding(dist.get_rank(), count) if count > 1 else None
+
+
+def same_on_all(flag: bool) -> bool:
+    """Returns whether a flag is true on all ranks; before there are `Ranks`."""
+    every: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(every, flag)
+    return all(every)
 
 
 class Shards:
@@ -34,17 +58,18 @@ class Shards:
 
     Args:
         executor: serves accesses.
+        sharding: which rank this is.
 
     Attributes:
-        ranks: see above.
+        ranks: who the others are.
         wholes: gathers blocks before they are used.
-        sharding: which rank this is.
+        sharding: see above.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, sharding: Sharding) -> None:
         self.ranks = Ranks(executor.pool.compute.device)
         self.wholes = Wholes(executor, self.ranks)
-        self.sharding = Sharding(self.ranks.rank, self.ranks.count)
+        self.sharding = sharding
         self._executor = executor
         self._reductions: Reductions | None = None
         executor.gathers = self.wholes

@@ -139,7 +139,11 @@ def take_parameters(
     sizes = {"small": small, "group_bytes": group_bytes}
     for param, (group, member) in groups_of(model, list(new), **sizes, sharding=sharding).items():
         if group.pieces:
-            own = group.part(member, "", Tag.PARAM, param.dtype, executor.pool)
+            if param in paged and len(group.shapes) == 1:
+                group, own = paged[param]
+                group.rename(new[param])
+            else:
+                own = group.part(member, "", Tag.PARAM, param.dtype, executor.pool)
             assert backing is not None
             value = group.whole_part(member, param.shape, own.block, executor.pool, backing)
             made[param] = ParamSlot(new[param], param, group, member, value, executor, table, own)

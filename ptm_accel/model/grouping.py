@@ -63,9 +63,9 @@ def _group(name: str, params: Sequence[torch.Tensor], small: int, sharding: Shar
     return ParamGroup(name, [param.shape for param in params], movable=moves, cuts=cuts)
 
 
-def group_of(name: str, like: torch.Tensor, *, small: int) -> ParamGroup:
+def group_of(name: str, like: torch.Tensor, *, small: int, sharding: Sharding | None = None) -> ParamGroup:
     """Returns a group of one parameter like `like`; one of less than `small` bytes never leaves the compute tier."""
-    return _group(name, [like], small, None)
+    return _group(name, [like], small, sharding)
 
 
 def groups_of(

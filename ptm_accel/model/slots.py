@@ -58,6 +58,7 @@ class ParamSlot:
         value: the part that has its values: that, or a block of its own (`ptm_accel.model.assignments`). Of a sharded
             parameter it is gathered while it is used.
         own: what is updated and kept: the same part, or the range of a sharded parameter that this rank owns.
+        sharded: whether other ranks own the rest.
         executor: serves accesses.
         pool: where they are.
         generation: counts updates, so that a backward through an older forward is an error.
@@ -67,7 +68,6 @@ class ParamSlot:
     __slots__ = (
         "__weakref__",
         "_accesses",
-        "_own",
         "_placeholder",
         "_table",
         "_version",
@@ -79,8 +79,10 @@ class ParamSlot:
         "group_part",
         "member",
         "name",
+        "own",
         "param",
         "pool",
+        "sharded",
         "shown",
         "value",
     )
@@ -100,8 +102,9 @@ class ParamSlot:
         self.param = param
         self.group = group
         self.member = member
-        self._own = own
         self.value = value
+        self.own = own or value
+        self.sharded = own is not None
         self.group_part = own or value
         self.generation = 0
         # Weak: the pool, which outlives the model, holds this object.
@@ -116,16 +119,6 @@ class ParamSlot:
         self._placeholder: torch.Tensor | None = None
         self.address = 0
         self._take_part()
-
-    @property
-    def own(self) -> Part:
-        """See above."""
-        return self.value if self._own is None else self._own
-
-    @property
-    def sharded(self) -> bool:
-        """Whether this rank owns a range of the parameter, and others the rest."""
-        return self._own is not None
 
     def owned(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the range of a whole tensor of the parameter's shape that this rank owns, 1-D."""
@@ -177,7 +170,8 @@ class ParamSlot:
         """
         value, executor = self.own, self.executor
         with executor.pin(read) as values:
-            values = self.owned(values) if self.sharded else values
+            # What was read for this rank is no more than its range.
+            values = self.owned(values) if self.sharded and read.shape != value.shape else values
             into = (
                 value.of(executor.make(value.block))
                 if value.place is Place.BLANK
@@ -271,6 +265,8 @@ class ParamSlot:
     def give_up_part(self) -> None:
         """The part of the block is this parameter's no more; the caller forgets the part that has the values."""
         self._members().remove(self)
+        if self.sharded:
+            self.executor.forget(self.value)
         if self.apart:
             self.executor.forget(self.group_part)
             self.group_part = self.value
@@ -290,7 +286,7 @@ class ParamSlot:
         """The values are in another part from now on."""
         self.was_written()
         self._members().remove(self)
-        self.value = part
+        self.value = self.own = part
         self._take_part()
         if not part.place.resident:
             self.leaving(self.pool.compute.device)
@@ -298,7 +294,7 @@ class ParamSlot:
     def become_member(self, group: ParamGroup, dtype: torch.dtype) -> None:
         """Takes a part of the block of another group, as its first member."""
         self.group, self.member = group, 0
-        self.value = self.group_part = group.part(0, "", Tag.PARAM, dtype, self.pool)
+        self.value = self.own = self.group_part = group.part(0, "", Tag.PARAM, dtype, self.pool)
         self._take_part()
 
     def _members(self) -> Members:
