@@ -48,7 +48,6 @@ DISK_SHARE = "90%"
 """Default `disk.limit`, as a share of the free space."""
 
 BLOCKING = "blocking"
-FULL = "full"
 UPDATE_MODES = ("exact", BLOCKING)
 MASTER_WEIGHTS = ("fp32", "none")
 YAML_SECTION = "ptm_config"
@@ -93,7 +92,6 @@ class PTMConfig:
     token_slices: str | int | None = None
     pipeline: PipelineConfig | dict[str, Any] | int | str | None = None
     checkpoint_hashes: bool | str = True
-    shard: str = "auto"
 
     def __post_init__(self) -> None:
         """Checks each option, and the options against one another."""

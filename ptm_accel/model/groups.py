@@ -127,7 +127,7 @@ class ParamGroup:
             pool: where the block is made.
             backing: gathers it.
         """
-        if self._whole is None or not self._whole[1]:
+        if self._whole is None or not self._whole[1] or member in self._whole[1]:
             block = pool.create(
                 f"{self.name} (whole)", Tag.PARAM, torch.Size([self.whole_numel]), own.dtype, movable=False
             )
