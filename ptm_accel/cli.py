@@ -297,7 +297,7 @@ def slices(
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
-_ASKED = ("host_memory", "device_memory", "disk", "update", "master_weights")
+_ASKED = ("host_memory", "device_memory", "disk", "update", "master_weights", "shard")
 
 
 @app.command()

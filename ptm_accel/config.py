@@ -50,6 +50,8 @@ DISK_SHARE = "90%"
 BLOCKING = "blocking"
 UPDATE_MODES = ("exact", BLOCKING)
 MASTER_WEIGHTS = ("fp32", "none")
+FULL = "full"
+SHARD_MODES = (AUTO, FULL, "none")
 YAML_SECTION = "ptm_config"
 
 
@@ -77,6 +79,8 @@ class PTMConfig:
             values, or how many. Default: each process has the whole model.
         checkpoint_hashes: a checkpoint is saved with CRCs of its files, and compared with them before it is resumed
             from. False does neither.
+        shard: of several processes, `"full"`: each keeps a part of the parameters, gradients and optimizer state of
+            every layer. `"none"`: each keeps all of them. `"auto"`: `"full"` only where a budget is too small for all.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -92,6 +96,7 @@ class PTMConfig:
     token_slices: str | int | None = None
     pipeline: PipelineConfig | dict[str, Any] | int | str | None = None
     checkpoint_hashes: bool | str = True
+    shard: str = AUTO
 
     def __post_init__(self) -> None:
         """Checks each option, and the options against one another."""
@@ -113,11 +118,16 @@ class PTMConfig:
         object.__setattr__(self, "checkpoint_hashes", switch_of("checkpoint_hashes", self.checkpoint_hashes))
         if self.pipeline is not None:
             object.__setattr__(self, "pipeline", PipelineConfig.load(self.pipeline))
-            for name in ("pseudo_to_real", "token_slices"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"pipeline: the stages of a pipeline cannot do what {name} asks for; leave one out."
-                    )
+            self._refuse_beside("pipeline: the stages of a pipeline", "pseudo_to_real", "token_slices")
+        check_choice("shard", self.shard, SHARD_MODES)
+        if self.shard == FULL:
+            self._refuse_beside("shard: layers cut over processes (full)", "pipeline", "pseudo_to_real", "token_slices")
+
+    def _refuse_beside(self, what: str, *others: str) -> None:
+        """Refuses options that cannot be set beside another, which `what` names first."""
+        for name in others:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{what} cannot do what {name} asks for; leave one out.")
 
     @classmethod
     def load(cls, value: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
@@ -206,6 +216,7 @@ class ResolvedConfig:
         disk_verify: whether what is read there is compared with the CRC of what was written.
         update: how updates are done.
         master_weights: `"fp32"` or None.
+        shard: what several processes keep of each layer.
         origins: for each option, where its value came from: `"given"`, `"default"`, `"derived from ..."`, or why it
             does not apply.
     """
@@ -218,6 +229,7 @@ class ResolvedConfig:
     disk_verify: bool
     update: str
     master_weights: str | None
+    shard: str
     origins: dict[str, str]
 
     def lines(self) -> list[str]:
@@ -231,6 +243,7 @@ class ResolvedConfig:
             "update": self.update,
             "page_size": _show(self.page_bytes),
             "master_weights": self.master_weights or "none",
+            "shard": self.shard,
         }
         return [f"{option}: {value} ({self.origins[option]})" for option, value in values.items()]
 
@@ -272,6 +285,7 @@ def resolve(
         disk_verify=config.disk is not None and bool(DiskConfig.load(config.disk).verify),
         update=config.update,
         master_weights=config.master_weights,
+        shard=config.shard,
         origins={
             "device_memory": device_origin,
             "host_memory": host_origin,
@@ -279,6 +293,7 @@ def resolve(
             "update": "default" if config.update == default.update else "given",
             "page_size": "default" if page_bytes == parse_bytes(default.page_size) else "given",
             "master_weights": "default" if config.master_weights is None else "given",
+            "shard": "default" if config.shard == default.shard else "given",
         },
     )
 

@@ -41,6 +41,7 @@ TEXT_OPTIONS = {
     "pipeline_stages": "stages that the model is cut into, each in a process of its own",
     "checkpoint_hashes": "true saves and compares CRCs of checkpoints; false does not",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
+    "shard": "auto, full or none: whether each of several processes keeps a part of every layer, or all of it",
 }
 """Each option that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
 

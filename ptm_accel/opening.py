@@ -98,7 +98,9 @@ def open_memory(
                 f"another was given {asked}. Give all of them the same, or take those that are not used any more off "
                 "their pages: engine_of(model).detach()."
             )
-        resolved = replace(opened.resolved, update=config.update, master_weights=config.master_weights)
+        resolved = replace(
+            opened.resolved, update=config.update, master_weights=config.master_weights, shard=config.shard
+        )
         return resolved, opened.users[0].join()
     total = free = None
     if device.type == "cuda":
@@ -136,4 +138,4 @@ def _living(device: torch.device) -> _Opened | None:
 def _of_memory(config: PTMConfig) -> PTMConfig:
     """Returns the configuration with the defaults for all that is not about memory."""
     apart = replace(config, pseudo_to_real=None, token_slices=None, pipeline=None, checkpoint_hashes=True)
-    return replace(apart, update=PTMConfig().update, master_weights=None)
+    return replace(apart, update=PTMConfig().update, master_weights=None, shard=PTMConfig().shard)

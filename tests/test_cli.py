@@ -66,7 +66,7 @@ def test_a_package_that_is_not_there() -> None:
 
 def test_the_questionnaire_writes_the_section(tmp_path: Path) -> None:
     file = tmp_path / "sub" / "config.yaml"
-    answers = ["lots", "8GB", "", f" ,\n{tmp_path}", "blocking", "fp32"]
+    answers = ["lots", "8GB", "", f" ,\n{tmp_path}", "blocking", "fp32", "full"]
     found = RUNNER.invoke(cli.app, ["config", "--config_file", str(file)], input="\n".join(answers) + "\n")
     assert found.exit_code == 0, found.output
     assert "host_memory: " in found.output, "an answer that cannot be used is asked for again"
@@ -77,6 +77,7 @@ def test_the_questionnaire_writes_the_section(tmp_path: Path) -> None:
         "disk": [str(tmp_path)],
         "update": "blocking",
         "master_weights": "fp32",
+        "shard": "full",
     }
     assert PTMConfig.load(file) == PTMConfig.load(written["ptm_config"])
     assert written["distributed_type"] == "NO"

@@ -22,7 +22,7 @@ from ptm_accel.units import GIB, KIB, MIB
 
 OPTIONS = (
     "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices, pipeline, "
-    "checkpoint_hashes"
+    "checkpoint_hashes, shard"
 )
 
 
@@ -47,6 +47,7 @@ class TestOptions:
             "token_slices": None,
             "pipeline": None,
             "checkpoint_hashes": True,
+            "shard": "auto",
         }
         assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit", "verify"]
 
@@ -73,6 +74,11 @@ class TestOptions:
     @pytest.mark.parametrize(("given", "kept"), [(None, None), ("none", None), ("fp32", "fp32")])
     def test_master_weights(self, given: str | None, kept: str | None) -> None:
         assert PTMConfig(master_weights=given).master_weights == kept
+
+    @pytest.mark.parametrize("shard", ["auto", "none"])
+    @pytest.mark.parametrize("beside", [{"pipeline": 2}, {"pseudo_to_real": "auto"}, {"token_slices": 4}])
+    def test_layers_that_stay_whole_go_with_everything(self, shard: str, beside: dict[str, Any]) -> None:
+        assert PTMConfig(shard=shard, **beside).shard == shard
 
     @pytest.mark.parametrize("page_size", [4096, "4096", "64KiB", "4MiB", "1GiB"])
     def test_page_sizes_that_are_taken(self, page_size: str | int) -> None:
@@ -110,6 +116,20 @@ class TestOptions:
         ({"page_size": 0}, "page_size: 0 is 0 B, which is not a power of two"),
         ({"update": "fast"}, "update: got 'fast', which it cannot be; write update: exact or update: blocking."),
         ({"master_weights": "bf16"}, "master_weights: got 'bf16', which it cannot be; write master_weights: fp32 or"),
+        ({"shard": "node"}, "shard: got 'node', which it cannot be; write shard: auto or shard: full or shard: none."),
+        ({"shard": None}, "shard: got None, which it cannot be; write shard: auto or"),
+        (
+            {"shard": "full", "pipeline": 2},
+            "shard: layers cut over processes (full) cannot do what pipeline asks for; leave one out.",
+        ),
+        (
+            {"shard": "full", "pseudo_to_real": "auto"},
+            "shard: layers cut over processes (full) cannot do what pseudo_to_real asks for; leave one out.",
+        ),
+        (
+            {"shard": "full", "token_slices": 4},
+            "shard: layers cut over processes (full) cannot do what token_slices asks for; leave one out.",
+        ),
         ({"token_slices": 0}, "token_slices: got 0; write auto, or how many slices each sequence is cut into."),
         ({"token_slices": "many"}, "token_slices: got 'many'; write auto"),
         ({"token_slices": True}, "token_slices: got True; write auto"),
@@ -263,6 +283,7 @@ class TestLoad:
             ),
             ("disk", {"paths": "/tmp", "limit": "9" * 5000}),
             ("update", "x" * 5000),
+            ("shard", "x" * 5000),
             ("host_memory", "1e400GB"),
         ],
     )
@@ -312,6 +333,7 @@ class TestResolve:
             disk_verify=False,
             update="exact",
             master_weights=None,
+            shard="auto",
             origins={
                 "device_memory": "no device",
                 "host_memory": "derived from 80% of 5.00 GiB available; the cgroup v1 limit is 8.00 GiB",
@@ -319,6 +341,7 @@ class TestResolve:
                 "update": "default",
                 "page_size": "default",
                 "master_weights": "default",
+                "shard": "default",
             },
         )
 
@@ -344,6 +367,7 @@ class TestResolve:
             disk=DiskConfig(paths=(str(tmp_path),), limit="1MiB", verify=True),
             page_size="64KiB",
             master_weights="fp32",
+            shard="none",
         )
         resolved = resolve(config, device_total_bytes=10 * GIB)
         assert (resolved.device_bytes, resolved.host_bytes) == (2 * GIB, GIB)
@@ -351,6 +375,7 @@ class TestResolve:
         assert resolved.disk_verify
         assert f"disk: 1.00 MiB on {tmp_path}, verified (given)" in resolved.lines()
         assert (resolved.page_bytes, resolved.master_weights) == (64 * KIB, "fp32")
+        assert resolved.shard == "none"
         assert {option: origin for option, origin in resolved.origins.items() if origin != "given"} == {
             "update": "default"
         }
@@ -412,6 +437,7 @@ class TestResolve:
             "update: exact (default)",
             "page_size: 4.00 MiB (default)",
             "master_weights: none (default)",
+            "shard: auto (default)",
         ]
 
     def test_lines_without_a_disk(self) -> None:

@@ -97,6 +97,7 @@ def test_every_default_is_the_documented_one() -> None:
     defaults = {line.split("`")[1]: line.rsplit("|", 2)[1].strip() for line in text.splitlines() if line[:3] == "| `"}
     assert defaults["page_size"] == f"`{PTMConfig().page_size}`"
     assert defaults["update"] == f"`{PTMConfig().update}`"
+    assert defaults["shard"] == f"`{PTMConfig().shard}`"
     assert defaults["host_memory"].startswith(options.HOST_SHARE)
     assert defaults["device_memory"].startswith(options.DEVICE_SHARE)
     assert f"limit {options.DISK_SHARE}" in defaults["disk"]

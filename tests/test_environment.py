@@ -31,6 +31,7 @@ DISKS = st.one_of(
         pseudo_to_real=st.sampled_from([None, "auto", 7, 0.25, {"delink": 3, "moments": "reset"}]),
         token_slices=st.sampled_from([None, "auto", 4]),
         checkpoint_hashes=st.booleans(),
+        shard=st.sampled_from(["auto", "none"]),
     )
 )
 def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> None:
@@ -44,6 +45,7 @@ def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> Non
     assert (read.update, read.master_weights) == (config.update, config.master_weights)
     assert (read.pseudo_to_real, read.token_slices) == (config.pseudo_to_real, config.token_slices)
     assert read.checkpoint_hashes is config.checkpoint_hashes
+    assert read.shard == config.shard
     if config.disk is None:
         assert read.disk is None
     else:
@@ -51,6 +53,14 @@ def test_what_a_launcher_tells_is_what_a_process_reads(config: PTMConfig) -> Non
         assert there.paths == disk.paths
         assert there.limit == (None if disk.limit is None else str(disk.limit))
         assert there.verify is disk.verify
+
+
+def test_a_model_in_parts_is_told() -> None:
+    told = to_environment(PTMConfig(shard="full"))
+    assert told["PTM_SHARD"] == "full"
+    assert from_environment(told) == PTMConfig(shard="full")
+    with pytest.raises(ConfigError, match=r"\(full\) cannot do what pipeline asks for; leave one out"):
+        overridden(PTMConfig(shard="full"), {"pipeline_stages": "2"})
 
 
 def test_stages_are_told() -> None:

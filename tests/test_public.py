@@ -73,6 +73,7 @@ def test_the_options() -> None:
         "token_slices",
         "pipeline",
         "checkpoint_hashes",
+        "shard",
     ]
     assert [field.name for field in dataclasses.fields(config.PTMConfig)] == names
     assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit", "verify"]

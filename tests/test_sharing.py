@@ -280,10 +280,11 @@ def test_other_figures_are_refused_with_both(tmp_path: Path, attached: Callable[
     with pytest.raises(ConfigError, match=text):
         attached(net(1), options(5 * floor, tmp_path, disk=None))
     # What says nothing of memory, or nothing at all, is no other figure.
-    for asked in (options(4 * floor, tmp_path, update="blocking", master_weights="fp32"), PTMConfig()):
+    for asked in (options(4 * floor, tmp_path, update="blocking", master_weights="fp32", shard="none"), PTMConfig()):
         other = attached(net(1), asked)
         assert other.memory.users is first.memory.users
-        assert (other.config.update, other.config.page_bytes) == (asked.update, 4096)
+        assert (other.config.update, other.config.shard) == (asked.update, asked.shard)
+        assert other.config.page_bytes == 4096
         other.close()
     first.close()
     attached(net(1), options(5 * floor, tmp_path))

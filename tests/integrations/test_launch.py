@@ -195,6 +195,8 @@ def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_pat
         (["--ptm_host_memory", "4GB"], "--ptm_host_memory does nothing without --use_ptm; add --use_ptm."),
         (["--use_ptm", "--ptm_host_memory", "lots"], "host_memory: "),
         (["--use_ptm", "--ptm_update", "lock_free"], "update: got 'lock_free', which it cannot be; write"),
+        (["--use_ptm", "--ptm_shard", "half"], "shard: got 'half', which it cannot be; write"),
+        (["--use_ptm", "--ptm_shard", "full", "--ptm_token_slices", "4"], "(full) cannot do what token_slices"),
         (["--use_ptm", "--ptm_disk_limit", "4GB"], "is a limit without a disk; set disk as well."),
         (["--use_ptm", "--ptm_config_file", "none.yaml"], "none.yaml: no such file"),
         (["--use_ptm", "--ptm_config_file", "bad.yaml"], "bad.yaml: not valid YAML"),
@@ -250,9 +252,10 @@ def test_a_flag_behind_the_script_is_refused(host: ModuleType, capsys: pytest.Ca
 def test_what_was_asked_is_told_to_the_processes(host: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text("host_memory: 8GB\nupdate: blocking\n")
     flags = ["--use_ptm", "--ptm_config_file", "options.yaml", "--ptm-host-memory", "4GB", "--num_processes", "1"]
+    flags += ["--ptm_shard", "none"]
     host._validate_launch_command(host.launch_command_parser().parse_args([*flags, "script.py"]))
     told = {name: value for name, value in os.environ.items() if name in TOLD}
-    options = {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB"}
+    options = {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB", "PTM_SHARD": "none"}
     assert told == {**options, "PTM_CHECKPOINT_HASHES": "True"}
     assert os.environ["ACCELERATE_USE_PTM"] == "true"
 
