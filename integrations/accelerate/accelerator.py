@@ -27,6 +27,7 @@ from ptm_accel.pipeline.layer_slices import slice_layers
 
 from ..peft import refuse_adapters
 from .before import Before
+from .shards import tell_of_one
 from .states import PagedStates
 
 _PLUGINS = {
@@ -139,6 +140,7 @@ class PTMAccelerator(PagedStates):
         # Those that it has put on pages, and what their models were like.
         self._placed: weakref.WeakKeyDictionary[Engine, Before] = weakref.WeakKeyDictionary()
         self._evaluated: list[weakref.ref[nn.Module]] = []
+        self._told_of_one = False
         given = inspect.signature(Accelerator.__init__).bind_partial(self, *args, **kwargs).arguments
         _refuse_plugins(given)
         super().__init__(*args, **kwargs)
@@ -177,6 +179,9 @@ class PTMAccelerator(PagedStates):
         if self.is_main_process:
             # Not as the accelerator is made: scripts set up their logging after that.
             speak()
+        if not self._told_of_one:
+            self._told_of_one = True
+            tell_of_one(self.ptm_config, self.num_processes)
         is_new = engine_of(bare) is None and engine_holding(bare.parameters()) is None
         before = Before(bare)
         slices = self.ptm_config.token_slices

@@ -27,6 +27,8 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from .shards import refuse_saving
+
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -48,7 +50,9 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             ConfigError: no directory is given, and none is named automatically.
             DiskError: the disk is full or failed.
             LostStepError: an update has failed since a state was loaded last.
+            UnsupportedError: layers are cut over processes.
         """
+        refuse_saving(self.ptm_config, self.num_processes, ["save_state()"])
         for optimizer in self._optimizers:
             _paged(optimizer).updates.refuse_lost()
         naming = self.project_configuration.automatic_checkpoint_naming
@@ -142,7 +146,9 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         Raises:
             CheckpointError: the directory has no optimizer state, or that of another model or optimizer, or is damaged.
                 Nothing has been changed then.
+            UnsupportedError: layers are cut over processes.
         """
+        refuse_saving(self.ptm_config, self.num_processes, ["load_state()"])
         source = self._latest() if input_dir is None else Path(os.path.expanduser(os.fspath(input_dir)))
         if source is not None and source.is_dir():
             folder = source

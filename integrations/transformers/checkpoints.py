@@ -33,6 +33,7 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from ..accelerate.shards import refuse_saving
 from ..accelerate.states import one_for_all
 from .loading import load_weights
 from .loop import comes_with
@@ -277,7 +278,13 @@ class StockOnPages(_StockHost):
                 state.save_to_json(str(written / TRAINER_STATE_NAME))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in the Trainer; all processes of a pipeline write their stages."""
+        """As in the Trainer; all processes of a pipeline write their stages.
+
+        Raises:
+            UnsupportedError: layers are cut over processes.
+        """
+        assert self.ptm_config is not None
+        refuse_saving(self.ptm_config, self.accelerator.num_processes, ["save_model()"])
         if self._ranks is None:
             with nullcontext() if self._engine is None else self._engine.saving():
                 super().save_model(output_dir, _internal_call)

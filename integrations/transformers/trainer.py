@@ -22,6 +22,7 @@ from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator
 from ..accelerate.pipelines import PipelineAccelerator
+from ..accelerate.shards import refuse_saving
 from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
@@ -30,6 +31,7 @@ from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
 from .pipelines import refuse_with_pipeline
 from .pseudo_to_real import PseudoToReal, recipe_of, refuse_others
+from .shards import refuse_saving_shards
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
             self.add_callback(PTMCallback)
         if self._ranks is not None:
             refuse_with_pipeline(self)
+        refuse_saving_shards(self.ptm_config, self.args, self.accelerator.num_processes)
         if self.ptm_config.pseudo_to_real is not None:
             refuse_others(self.args, self.model if self.model_init is None else None)
             asked = PseudoToRealConfig.load(self.ptm_config.pseudo_to_real)
@@ -151,7 +154,11 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another model or optimizer.
             BudgetError, DiskError: memory or disk does not suffice.
+            UnsupportedError: it would resume with layers that are cut over processes.
         """
+        if resume_from_checkpoint:
+            assert self.ptm_config is not None
+            refuse_saving(self.ptm_config, self.accelerator.num_processes, ["resume_from_checkpoint"])
         self._clear_leftovers(kwargs.get("trial", args[0] if args else None))
         if resume_from_checkpoint:
             resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)

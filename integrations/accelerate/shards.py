@@ -1,0 +1,41 @@
+"""Layers that are cut over processes (`shard: full`): whether they are, and what cannot be done with them yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ptm_accel.config import FULL, PTMConfig
+from ptm_accel.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+
+def are_cut(config: PTMConfig, processes: int) -> bool:
+    """Returns whether layers are cut over processes."""
+    return config.shard == FULL and processes > 1
+
+
+def refuse_saving(config: PTMConfig, processes: int, asked: Iterable[str]) -> None:
+    """Refuses to save layers that are cut over processes, and to resume with them.
+
+    Args:
+        config: the options.
+        processes: how many train together.
+        asked: what would save or resume; nothing is refused without.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    names = ", ".join(asked)
+    if names and are_cut(config, processes):
+        raise UnsupportedError(
+            f"layers that are cut over {processes} processes (shard: full) cannot be saved yet, nor resumed with; "
+            f"leave out {names}, or set shard to none."
+        )
+
+
+def tell_of_one(config: PTMConfig, processes: int) -> None:
+    """Says that there is nothing to cut over, if so."""
+    if config.shard == FULL and processes == 1:
+        logger.warning("shard: full has no effect with one process.")

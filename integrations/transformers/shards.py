@@ -1,0 +1,32 @@
+"""The Trainer's part where layers are cut over processes (`shard: full`): how it would save and resume."""
+
+from __future__ import annotations
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from ptm_accel.config import PTMConfig
+
+from ..accelerate.shards import refuse_saving
+
+
+def refuse_saving_shards(config: PTMConfig, args: TrainingArguments, processes: int) -> None:
+    """Refuses to save layers that are cut over processes, and to resume with them, before anything is trained.
+
+    Args:
+        config: the options.
+        args: what the Trainer is to do.
+        processes: how many train together.
+
+    Raises:
+        UnsupportedError: names the arguments.
+    """
+    strategy = SaveStrategy(args.save_strategy)
+    asked = {
+        f"save_strategy={strategy.value!r} (set it to 'no')": strategy != SaveStrategy.NO,
+        "load_best_model_at_end": args.load_best_model_at_end,
+        "enable_jit_checkpoint": args.enable_jit_checkpoint,
+        "resume_from_checkpoint": bool(args.resume_from_checkpoint),
+        "push_to_hub": args.push_to_hub,
+    }
+    refuse_saving(config, processes, [name for name, is_set in asked.items() if is_set])

@@ -1,0 +1,120 @@
+"""`shard: full`: what it refuses in several processes by name, and that it changes nothing in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from ptm_accel.integrations.accelerate import PTMAccelerator
+from ptm_accel.integrations.accelerate.shards import tell_of_one
+from ptm_accel.integrations.transformers import Trainer
+from ptm_accel.integrations.transformers.shards import refuse_saving_shards
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.errors import UnsupportedError
+
+FULL = PTMConfig(shard="full")
+SAID = "shard: full has no effect with one process."
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerators take themselves for one of two processes."""
+    monkeypatch.setattr(PTMAccelerator, "num_processes", property(lambda self: 2))
+
+
+ASKED: list[tuple[dict[str, Any], str]] = [
+    ({"save_strategy": "steps"}, r"save_strategy='steps' \(set it to 'no'\)"),
+    ({"save_strategy": "epoch"}, r"save_strategy='epoch' \(set it to 'no'\)"),
+    ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
+    ({"resume_from_checkpoint": "checkpoint-2"}, "resume_from_checkpoint"),
+    ({"push_to_hub": True}, "push_to_hub"),
+    (
+        {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True},
+        r"save_strategy='epoch' \(set it to 'no'\), load_best_model_at_end",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "names"), ASKED)
+def test_arguments_that_save_or_resume(changes: dict[str, Any], names: str, tiny: ModuleType, tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path, **changes)
+    message = (
+        r"^layers that are cut over 3 processes \(shard: full\) cannot be saved yet, nor resumed with; leave out "
+        rf"{names}, or set shard to none\.$"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        refuse_saving_shards(FULL, args, 3)
+    refuse_saving_shards(FULL, args, 1)
+    for shard in ("auto", "none"):
+        refuse_saving_shards(PTMConfig(shard=shard), args, 3)
+
+
+def test_arguments_that_do_neither(tiny: ModuleType, tmp_path: Path) -> None:
+    refuse_saving_shards(FULL, tiny.arguments(tmp_path), 3)
+
+
+@pytest.mark.usefixtures("two")
+def test_a_trainer_is_refused_before_it_trains(tiny: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="leave out save_strategy='steps'"):
+        Trainer(tiny.model(), tiny.arguments(tmp_path, save_strategy="steps"), ptm_config={"shard": "full"})
+    Trainer(tiny.model(), tiny.arguments(tmp_path, save_strategy="steps"), ptm_config={"shard": "none"})
+
+
+@pytest.mark.usefixtures("two")
+def test_a_trainer_that_is_told_later(tiny: ModuleType, tmp_path: Path) -> None:
+    trainer = Trainer(tiny.model(), tiny.arguments(tmp_path), train_dataset=tiny.data(), ptm_config={"shard": "full"})
+    for asked in ("checkpoint-2", True):
+        with pytest.raises(UnsupportedError, match="leave out resume_from_checkpoint, or set shard to none"):
+            trainer.train(resume_from_checkpoint=asked)
+    assert trainer.state.global_step == 0
+    with pytest.raises(UnsupportedError, match=r"leave out save_model\(\), or set shard to none"):
+        trainer.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("two")
+def test_states_of_an_accelerator(tmp_path: Path) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config=FULL)
+    for name in ("save_state", "load_state"):
+        with pytest.raises(UnsupportedError, match=rf"leave out {name}\(\), or set shard to none"):
+            getattr(accelerator, name)(str(tmp_path / "state"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_trains_as_ever_and_says_so_once(
+    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for shard in ("none", "full"):
+        args = tiny.arguments(tmp_path / shard, save_strategy="steps", save_steps=5)
+        options = {**tiny.budget("tight", tmp_path), "shard": shard}
+        trainer = Trainer(tiny.model(), args, train_dataset=tiny.data(), ptm_config=options)
+        trainer.train()
+        trainer.train(resume_from_checkpoint=True)
+        trainer.save_model()
+        found.append((tiny.history(trainer), tiny.weights(trainer.model)))
+        assert caplog.messages.count(SAID) == (shard == "full")
+    assert found[0][0] == found[1][0]
+    assert tiny.same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(("shard", "times"), [("full", 1), ("auto", 0), ("none", 0)])
+def test_a_loop_in_one_process_is_told_once(
+    shard: str, times: int, tiny: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = PTMAccelerator(cpu=True, ptm_config={"host_memory": "64MiB", "shard": shard})
+    for seed in range(2):
+        model = tiny.model(seed)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert caplog.messages.count(SAID) == times
+
+
+def test_several_processes_are_not_told_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    tell_of_one(FULL, 2)
+    assert not caplog.messages
+    tell_of_one(FULL, 1)
+    assert caplog.messages == [SAID]
