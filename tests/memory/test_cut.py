@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptm_accel.distributed.cut import Cut, can_be_cut
+from ptm_accel.memory.cut import Cut, can_be_cut
 
 # Around multiples of 64, where something may be off by one, as well as anywhere.
 NUMELS = st.one_of(
