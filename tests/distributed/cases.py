@@ -1,0 +1,219 @@
+"""What is trained in several processes: tiny models whose parameters have odd sizes, other data in each process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from tests.plain_loop import decay_groups
+from tests.zoo import use_checkpointing
+
+VOCABULARY, HIDDEN, INNER, LENGTH, BATCH = 257, 96, 211, 12, 2
+PAGE = "64KiB"
+SMALL_BYTES = 1 << 10
+"""With such pages, smaller parameters never leave the compute tier."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LONG = 20
+"""Steps where numbers are compared by a bound: rounding has the time to grow."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        model: which one of `MODELS`.
+        dtype: of its parameters: `fp32` or `bf16`.
+        checkpointing: `off`, `non-reentrant` or `reentrant`.
+        accumulation: micro-batches per step.
+        clip: `max_norm`; None for no call to clipping.
+        optimizer: which one of `OPTIMIZERS`.
+        foreach: the optimizer's own option.
+        masters: fp32 masters of bf16 parameters.
+        shard: `full`, or `none` for replicas.
+    """
+
+    model: str = "llama"
+    dtype: str = "fp32"
+    checkpointing: str = "off"
+    accumulation: int = 1
+    clip: float | None = None
+    optimizer: str = "adamw"
+    foreach: bool | None = None
+    masters: bool = False
+    shard: str = "full"
+
+    def __str__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join([self.model, *(f"{name}={value}" for name, value in given if name != "model")])
+
+    @property
+    def exact(self) -> bool:
+        """Whether numbers are the oracle's to the bit: an fp32 norm of ranges rounds otherwise than one of a whole."""
+        return self.clip is None or self.shard == "none" or (self.dtype == "bf16" and not self.masters)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer."""
+        return 4 if self.exact else LONG
+
+    @property
+    def host_memory(self) -> str:
+        """The budget of each process: one and a half times what whole models need at the least."""
+        wide, narrow = _KIB[self.model]
+        return f"{narrow if self.dtype == 'bf16' and not self.masters else wide}KiB"
+
+    def build(self) -> nn.Module:
+        """The model in train mode, the same in every process."""
+        torch.manual_seed(0)
+        model = MODELS[self.model]().to(DTYPES[self.dtype]).train()
+        use_checkpointing(model, self.checkpointing)
+        return model
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """A new optimizer of all that is trained."""
+        return OPTIMIZERS[self.optimizer](model, foreach=self.foreach)
+
+    def batch(self, number: int, rank: int) -> dict[str, Any]:
+        """The inputs of a process's micro-batch."""
+        generator = torch.Generator().manual_seed(1000 * number + rank)
+        if self.model == "branches":
+            x = torch.randn(BATCH, HIDDEN, generator=generator).to(DTYPES[self.dtype])
+            return {"x": x, "extra": rank == 0 and number % 2 == 1}
+        ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
+        labels = torch.randint(3, VOCABULARY, (BATCH, 7), generator=generator) if self.model == "t5" else ids.clone()
+        return {"input_ids": ids, "labels": labels}
+
+
+def _adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(decay_groups(model), lr=1e-2, **options)
+
+
+def _adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+def _sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2, momentum=0.9, **options)
+
+
+def _adagrad(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adam": _adam,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+}
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+
+
+def _llama(**changes: Any) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_DECODER, **changes}))
+
+
+def _mixtral() -> nn.Module:
+    # The kernel for experts takes multiples of 16 bytes.
+    changes = {"intermediate_size": 56, "num_local_experts": 5, "output_router_logits": True}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**_DECODER, **changes}))
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=HIDDEN,
+        n_layer=3,
+        n_head=4,
+        n_positions=64,
+        n_inner=INNER,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        d_kv=24,
+        d_ff=INNER,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _lora() -> nn.Module:
+    targets = ["q_proj", "v_proj", "down_proj"]
+    lora = LoraConfig(task_type="CAUSAL_LM", r=7, lora_alpha=16, lora_dropout=0.1, target_modules=targets)
+    return get_peft_model(_llama(), lora)
+
+
+class Branches(nn.Module):
+    """Layers, one of which some ranks use in some micro-batches, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(10))
+        self.sometimes = nn.Linear(HIDDEN, HIDDEN)
+        self.never = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor, extra: bool) -> SequenceClassifierOutput:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return SequenceClassifierOutput(loss=(self.sometimes(x) if extra else x).square().mean())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": _llama,
+    "llama-tied": lambda: _llama(tie_word_embeddings=True),
+    "llama-wide": lambda: _llama(hidden_size=256, intermediate_size=700, num_hidden_layers=2),
+    "t5": _t5,
+    "mixtral": _mixtral,
+    "gpt2": _gpt2,
+    "lora": _lora,
+    "branches": Branches,
+}
+
+_KIB = {
+    "llama": (1280, 896),
+    "llama-tied": (1280, 896),
+    "llama-wide": (8192, 4096),
+    "t5": (1408, 1024),
+    "mixtral": (1792, 1216),
+    "gpt2": (1536, 1088),
+    "lora": (512, 320),
+    "branches": (640, 448),
+}
+"""Budgets in KiB for each model, in fp32 or with masters, and in bf16."""
