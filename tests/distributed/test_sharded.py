@@ -1,0 +1,95 @@
+"""Sharded blocks: each process has its range of every parameter, and the numbers are those of whole models.
+
+With two processes and a gradient from one micro-batch the oracle is DDP, else the twin (`tests/distributed/twin.py`).
+Cases that are trained by as many processes are trained one after another by the same ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cases import Case
+from tests.prepared import run_ranks
+
+CHILD = Path(__file__).with_name("sharded_child.py")
+
+REPLICAS = [
+    Case(shard="none"),
+    Case("llama-tied", accumulation=3, clip=0.5, checkpointing="reentrant", shard="none"),
+    Case("mixtral", optimizer="adam", foreach=False, checkpointing="non-reentrant", shard="none"),
+    Case("lora", checkpointing="reentrant", shard="none"),
+    Case("t5", optimizer="sgd", clip=0.5, shard="none"),
+    Case("gpt2", optimizer="adagrad", dtype="bf16", clip=0.5, shard="none"),
+    Case("llama", dtype="bf16", masters=True, clip=0.5, shard="none"),
+    Case("branches", optimizer="sgd", foreach=False, shard="none"),
+]
+"""These show that the harness compares what it says."""
+
+TWO = [
+    Case(),
+    Case("llama-tied", accumulation=3, checkpointing="reentrant"),
+    Case("mixtral", dtype="bf16", clip=0.5, checkpointing="non-reentrant"),
+    Case("lora", optimizer="adam", checkpointing="reentrant"),
+    Case("t5", clip=0.5),
+    Case("gpt2", dtype="bf16", masters=True, accumulation=3),
+    Case("branches", optimizer="sgd", foreach=False),
+    Case("llama-wide", optimizer="adagrad"),
+]
+THREE = [
+    Case("llama-tied", accumulation=3, checkpointing="non-reentrant"),
+    Case("branches", dtype="bf16", clip=0.5, optimizer="adam"),
+]
+
+MODELS = ("llama", "llama-tied", "t5", "mixtral", "gpt2", "lora", "branches")
+FORMS = [
+    Case(),
+    Case(dtype="bf16", clip=0.5),
+    Case(dtype="bf16", masters=True, accumulation=3),
+    Case(checkpointing="reentrant", accumulation=3, optimizer="sgd"),
+    Case(checkpointing="non-reentrant", optimizer="adagrad", foreach=False),
+    Case(checkpointing="reentrant", dtype="bf16", optimizer="adam", clip=0.5, accumulation=3),
+    Case(checkpointing="non-reentrant", clip=0.5, foreach=False),
+]
+"""Each value of each column, for each model and number of processes."""
+
+
+def of_model(model: str) -> list[Case]:
+    """The forms that the model can have."""
+    forms = [replace(form, model=model) for form in FORMS]
+    return [form for form in forms if model != "branches" or form.checkpointing == "off"]
+
+
+def check(cases: Sequence[Case], ranks: int, folder: Path) -> None:
+    """Trains each case in so many processes."""
+    asked = json.dumps([asdict(case) for case in cases])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for run in run_ranks(CHILD, folder, asked, count=ranks, cwd=folder, env=environment):
+        assert run.code == 0, f"{run.out}{run.err[-4000:]}"
+        expected = [f"{case}: {case.steps * case.accumulation} losses agree" for case in cases]
+        assert run.out.splitlines() == expected
+
+
+@pytest.mark.process
+def test_replicas_train_as_ddp_does(tmp_path: Path) -> None:
+    check(REPLICAS, 2, tmp_path)
+
+
+def test_two_ranks_train_as_whole_models_do(tmp_path: Path) -> None:
+    check(TWO, 2, tmp_path)
+
+
+def test_three_ranks_train_as_the_twin_does(tmp_path: Path) -> None:
+    check(THREE, 3, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("model", "ranks"), list(itertools.product(MODELS, (2, 3, 4))))
+def test_ranks_train_as_whole_models_do_everywhere(model: str, ranks: int, tmp_path: Path) -> None:
+    check(of_model(model), ranks, tmp_path)
