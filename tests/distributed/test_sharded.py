@@ -38,6 +38,7 @@ TWO = [
     Case("mixtral", dtype="bf16", clip=0.5, checkpointing="non-reentrant"),
     Case("lora", optimizer="adam", checkpointing="reentrant"),
     Case("t5", clip=0.5),
+    Case("llama", clip=0.5, optimizer="sgd", whole_norms=True),
     Case("gpt2", dtype="bf16", masters=True, accumulation=3),
     Case("branches", optimizer="sgd", foreach=False),
     Case("llama-wide", optimizer="adagrad"),
@@ -51,11 +52,12 @@ MODELS = ("llama", "llama-tied", "t5", "mixtral", "gpt2", "lora", "branches")
 FORMS = [
     Case(),
     Case(dtype="bf16", clip=0.5),
-    Case(dtype="bf16", masters=True, accumulation=3),
+    Case(dtype="bf16", masters=True, accumulation=3, clip=0.5),
     Case(checkpointing="reentrant", accumulation=3, optimizer="sgd"),
     Case(checkpointing="non-reentrant", optimizer="adagrad", foreach=False),
     Case(checkpointing="reentrant", dtype="bf16", optimizer="adam", clip=0.5, accumulation=3),
     Case(checkpointing="non-reentrant", clip=0.5, foreach=False),
+    Case(clip=0.5, optimizer="sgd", whole_norms=True),
 ]
 """Each value of each column, for each model and number of processes."""
 

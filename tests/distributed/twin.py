@@ -31,7 +31,7 @@ def is_cut(param: torch.Tensor, ranks: int, small_bytes: int) -> bool:
         ranks: how many there are.
         small_bytes: parameters below this never leave the compute tier.
     """
-    numel = param.numel()
+    numel: int = param.numel()
     return numel * param.dtype.itemsize >= small_bytes and (ranks - 1) * span(numel, ranks) < numel
 
 
@@ -104,3 +104,20 @@ def _average(grad: torch.Tensor, ranks: int) -> None:
     padded[: grad.numel()] = grad.reshape(-1)
     dist.all_reduce(padded.mul_(1.0 / ranks))
     grad.copy_(padded[: grad.numel()].view(grad.shape))
+
+
+def norm_by_ranges(param: nn.Parameter, grad: torch.Tensor, small_bytes: int, *, wide: bool) -> torch.Tensor:
+    """The norm of a gradient, as ranks take it that have ranges: each of its own in fp32, their squares added in fp64.
+
+    Args:
+        param: whose gradient it is.
+        grad: the whole of it.
+        small_bytes: parameters below this are replicated, and have the norm of the whole.
+        wide: the result has fp32, as for fp32 masters; else the gradient's dtype.
+    """
+    ranks, dtype = dist.get_world_size(), torch.float32 if wide else grad.dtype
+    if not is_cut(param, ranks, small_bytes):
+        return torch.linalg.vector_norm(grad, 2.0, dtype=dtype)
+    ranges = grad.reshape(-1).split(span(grad.numel(), ranks))
+    norms = [torch.linalg.vector_norm(each, 2.0, dtype=torch.float32).double() for each in ranges]
+    return torch.stack(norms).square().sum().sqrt().to(dtype)
