@@ -106,6 +106,14 @@ class Needs:
             return False
         return most.total_bytes <= max(room, self.estimate(ANY_OPTIMIZER, None, alone).total_bytes)
 
+    def hold(self, grouped: SlotTable) -> bool:
+        """Whether a model in groups can be trained at all: gathered one by one, parameters cross the network oftener.
+
+        Args:
+            grouped: the parameters in groups.
+        """
+        return self.estimate(ANY_ADAMW, None, grouped).total_bytes <= self._pool.share_bytes
+
     def expect_optimizer(self, model: nn.Module | None = None, slots: SlotTable | None = None) -> None:
         """Estimates before there is an optimizer: for AdamW, or where that is too much, for the least that any needs.
 

@@ -121,9 +121,10 @@ class Pages:
         alone = chosen = self._slots(values, 0)
         for group_bytes in group_sizes(capacity) if self.grouped else ():
             together = self._slots(values, group_bytes)
-            suits = self.needs.suit(together, alone)
-            if shards is not None:
-                suits = bool(shards.ranks.least(int(suits)))
+            if shards is None:
+                suits = self.needs.suit(together, alone)
+            else:
+                suits = bool(shards.ranks.least(int(self.needs.hold(together))))
             if suits:
                 chosen, self.group_bytes = together, group_bytes
                 break

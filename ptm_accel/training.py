@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ptm_accel.config import BLOCKING
 from ptm_accel.distributed.replicas import Replicas
+from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.block import Part
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.calls import Call
@@ -22,7 +23,7 @@ from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
-from ptm_accel.optim.support import is_elementwise, measured_state, optimizer_memory_of
+from ptm_accel.optim.support import ELEMENTWISE, is_elementwise, measured_state, optimizer_memory_of
 from ptm_accel.pages import Pages
 from ptm_accel.plain_mode import PlainMode, weakly
 from ptm_accel.schedule.updates import GradientSums
@@ -244,7 +245,12 @@ class Training:
         if self.optimizer is not None and optimizer in (self.optimizer, self.optimizer.inner):
             return self.optimizer
         self.plain.end()
-        is_elementwise(optimizer)
+        if not is_elementwise(optimizer) and self.shards is not None:
+            raise UnsupportedError(
+                f"the optimizer {type(optimizer).__name__} updates whole tensors, and with shard: full each rank has a "
+                f"range of each. Use one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set shard "
+                "to none."
+            )
         state_tensors = measured_state(optimizer, masters=self._masters, device=self._pool.compute.device)
         self.meet_trainable()
         floor = self._needs.estimate(optimizer_memory_of(optimizer, state_tensors=state_tensors))

@@ -85,9 +85,11 @@ class Reductions:
         executor: serves accesses.
         ranks: who they are shared with.
         grads: those of all trained parameters, in the model's order; the same on all ranks.
+        patience: how many whole groups wait for one before them in the first backward.
     """
 
-    def __init__(self, executor: Executor, ranks: Ranks, grads: Iterable[GradSlot]) -> None:
+    def __init__(self, executor: Executor, ranks: Ranks, grads: Iterable[GradSlot], patience: int) -> None:
+        self._patience = patience
         self._executor = executor
         self._pool = executor.pool
         self._ranks = ranks
@@ -158,8 +160,9 @@ class Reductions:
         """Reduces the groups that come before `latest`, and that one, if its turn has come."""
         until = self._order.index(latest, self._next) + 1
         waiting = self._order[self._next : until]
-        # Before an order is known, one of which nothing has come yet may still come.
-        if all(trained.whole or self._learned or trained.arriving is not None for trained in waiting):
+        come = [trained.whole for trained in waiting]
+        # Before an order is known, the others may still come; some of the model may not be used at all.
+        if self._learned or all(come) or sum(come) > self._patience:
             for trained in waiting:
                 self._reduce(trained)
 

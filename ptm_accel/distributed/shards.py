@@ -131,7 +131,9 @@ class Shards:
 
     def reduce(self, gradients: Gradients) -> None:
         """Has gradients reduced from now on."""
-        self._reductions = gradients.sharing = Reductions(self._executor, self.ranks, gradients.slots())
+        self._reductions = gradients.sharing = Reductions(
+            self._executor, self.ranks, gradients.slots(), self.wholes.most
+        )
         self._executor.pool.calls.backwards[self] = weakref.WeakMethod(self._reductions.begin)
 
     def before_step(self) -> None:

@@ -145,9 +145,9 @@ def _wide(value: Part, masters: bool) -> int:
 
 
 def _gathered(slots: SlotTable, wholes: int) -> int:
-    """Bytes of whole blocks of sharded groups, beside those in use, and of their gradients: one comes, one is reduced.
+    """Bytes of whole blocks of sharded groups, beside those in use, and of their gradients.
 
-    Gradients of small parameters are kept until the end of a backward, and are then put together.
+    As many gradients as groups of a layer come side by side, and one more is being reduced. Gradients of small parameters are kept until the end of a backward, and are then put together.
     """
     if not wholes:
         return 0
@@ -155,7 +155,7 @@ def _gathered(slots: SlotTable, wholes: int) -> int:
     trained = [slot.value.block.slot_bytes for slot in sharded if slot.param.requires_grad]
     small = sum(slot.value.slot_bytes for slot in slots if not slot.sharded and slot.param.requires_grad)
     largest = max((slot.value.block.slot_bytes for slot in sharded), default=0)
-    return wholes * largest + 2 * max(trained, default=0) + 2 * small
+    return wholes * (largest + max(trained, default=0)) + 2 * small
 
 
 # ---- forwards --------------------------------------------------------------------------------------------------------

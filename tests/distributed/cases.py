@@ -41,6 +41,7 @@ class Case:
         whole_norms: compared with norms of whole fp32 gradients, from which those of ranges are off by rounding; so
             numbers are compared by bounds, over more steps.
         shard: `full`, or `none` for replicas.
+        roomy: the budget is four times as large, and layers are gathered in groups.
     """
 
     model: str = "llama"
@@ -53,6 +54,7 @@ class Case:
     masters: bool = False
     whole_norms: bool = False
     shard: str = "full"
+    roomy: bool = False
 
     def __str__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
@@ -72,7 +74,8 @@ class Case:
     def host_memory(self) -> str:
         """The budget of each process: one and a half times what whole models need at the least."""
         wide, narrow = _KIB[self.model]
-        return f"{narrow if self.dtype == 'bf16' and not self.masters else wide}KiB"
+        least = narrow if self.dtype == "bf16" and not self.masters else wide
+        return f"{least * (4 if self.roomy else 1)}KiB"
 
     def build(self) -> nn.Module:
         """The model in train mode, the same in every process."""
@@ -217,6 +220,6 @@ _KIB = {
     "mixtral": (1792, 1216),
     "gpt2": (1536, 1088),
     "lora": (512, 320),
-    "branches": (768, 512),
+    "branches": (896, 640),
 }
 """Budgets in KiB for each model, in fp32 or with masters, and in bf16."""

@@ -44,7 +44,7 @@ def train_paged(case: Case, folder: Path) -> Record:
     rank, record, model = dist.get_rank(), Record(), case.build()
     engine = attach(case, model, folder)
     optimizer = engine.bind_optimizer(case.make_optimizer(model))
-    costs = Costs(engine) if case.shard == "full" else None
+    costs = Costs(engine, recomputes=case.checkpointing != "off") if case.shard == "full" else None
     torch.manual_seed(7 + rank)
     for step in range(case.steps):
         for micro in range(case.accumulation):

@@ -35,7 +35,8 @@ REPLICAS = [
 TWO = [
     Case(),
     Case("llama-tied", accumulation=3, checkpointing="reentrant"),
-    Case("mixtral", dtype="bf16", clip=0.5, checkpointing="non-reentrant"),
+    Case("llama", checkpointing="reentrant", roomy=True),
+    Case("mixtral", dtype="bf16", clip=0.5, checkpointing="non-reentrant", roomy=True),
     Case("lora", optimizer="adam", checkpointing="reentrant"),
     Case("t5", clip=0.5),
     Case("llama", clip=0.5, optimizer="sgd", whole_norms=True),
