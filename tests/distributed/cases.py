@@ -40,6 +40,7 @@ class Case:
         masters: fp32 masters of bf16 parameters.
         whole_norms: compared with norms of whole fp32 gradients, from which those of ranges are off by rounding; so
             numbers are compared by bounds, over more steps.
+        uneven: the second process has twice the budget, so that its plan is another.
         shard: `full`, or `none` for replicas.
         roomy: the budget is four times as large, and layers are gathered in groups.
     """
@@ -53,6 +54,7 @@ class Case:
     foreach: bool | None = None
     masters: bool = False
     whole_norms: bool = False
+    uneven: bool = False
     shard: str = "full"
     roomy: bool = False
 
@@ -70,12 +72,11 @@ class Case:
         """Steps of the optimizer."""
         return LONG if self.whole_norms else 4
 
-    @property
-    def host_memory(self) -> str:
-        """The budget of each process: one and a half times what whole models need at the least."""
+    def host_memory(self, rank: int) -> str:
+        """The budget of a process: one and a half times what whole models need at the least."""
         wide, narrow = _KIB[self.model]
-        least = narrow if self.dtype == "bf16" and not self.masters else wide
-        return f"{least * (4 if self.roomy else 1)}KiB"
+        kib = narrow if self.dtype == "bf16" and not self.masters else wide
+        return f"{kib * (4 if self.roomy else 1) * (2 if self.uneven and rank == 1 else 1)}KiB"
 
     def build(self) -> nn.Module:
         """The model in train mode, the same in every process."""
@@ -219,7 +220,7 @@ _KIB = {
     "t5": (1408, 1024),
     "mixtral": (1792, 1216),
     "gpt2": (1536, 1088),
-    "lora": (512, 320),
+    "lora": (960, 640),
     "branches": (896, 640),
 }
 """Budgets in KiB for each model, in fp32 or with masters, and in bf16."""

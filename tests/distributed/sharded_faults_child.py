@@ -28,7 +28,8 @@ TIMEOUT_S = 5
 _SLACK_S = 15
 """What a busy machine takes beside it."""
 
-ALIKE = "every rank has to do the same"
+ALIKE = "(?i)every rank has to do the same"
+UNLIKE = "different models|all ranks need the same"
 KILLED = "killed_at"
 """The file with the time at which a process kills itself."""
 
@@ -90,25 +91,25 @@ def refused(case: Case, folder: Path, match: str, error: type[PTMError] = PTMErr
 def models_differ(case: Case, folder: Path) -> None:
     """In their parameters."""
     model = "llama" if dist.get_rank() == 0 else "llama-wide"
-    refused(replace(case, model=model), folder, "processes have different models")
+    refused(replace(case, model=model), folder, UNLIKE)
 
 
 def dtypes_differ(case: Case, folder: Path) -> None:
     """In the dtype of all parameters."""
     dtype = "fp32" if dist.get_rank() == 0 else "bf16"
-    refused(replace(case, dtype=dtype), folder, "different")
+    refused(replace(case, dtype=dtype), folder, UNLIKE)
 
 
 def options_differ(case: Case, folder: Path) -> None:
     """In what is cut: with larger pages, larger parameters are small."""
-    refused(case, folder, "different", page_size="64KiB" if dist.get_rank() == 0 else "128KiB")
+    refused(case, folder, UNLIKE, page_size="64KiB" if dist.get_rank() == 0 else "128KiB")
 
 
 def budget_refused(case: Case, folder: Path) -> None:
     """The second process has too little for any model, and says so; the other does not wait for it."""
     rank = dist.get_rank()
     error, match = (PTMError, "") if rank == 0 else (BudgetError, "Set host_memory to at least")
-    refused(case, folder, match, error, host_memory=case.host_memory if rank == 0 else "256KiB")
+    refused(case, folder, match, error, host_memory=case.host_memory(rank) if rank == 0 else "256KiB")
 
 
 def _die(folder: Path) -> None:
@@ -152,7 +153,7 @@ def main(folder: Path, fault: str, shard: str) -> None:
     case = Case(shard=shard)
     with pytest.MonkeyPatch.context() as patched:
         if shard == "full":
-            patched.setattr("ptm_accel.distributed.sharding.CONTROL_TIMEOUT_S", TIMEOUT_S)
+            patched.setattr("ptm_accel.distributed.ranks.CONTROL_TIMEOUT_S", TIMEOUT_S)
         if fault.startswith("killed-"):
             killed(case, folder, fault.removeprefix("killed-"))
         else:
