@@ -188,18 +188,24 @@ def _lora() -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Layers, one of which some ranks use in some micro-batches, and one that nobody uses."""
+    """Layers, parameters that have gradients on some ranks in some micro-batches, and a layer that nobody uses.
+
+    All ranks use the values of what is large, in the same order, as they have to where it is sharded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(10))
-        self.sometimes = nn.Linear(HIDDEN, HIDDEN)
+        self.table = nn.Embedding(33, HIDDEN)
+        self.shift = nn.Parameter(torch.zeros(HIDDEN))
         self.never = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: torch.Tensor, extra: bool) -> SequenceClassifierOutput:
+        row = self.table(torch.arange(len(x)))
         for layer in self.layers:
             x = torch.relu(layer(x))
-        return SequenceClassifierOutput(loss=(self.sometimes(x) if extra else x).sub(1.0).square().mean())
+        x = x + (row + self.shift if extra else row.detach())
+        return SequenceClassifierOutput(loss=x.sub(1.0).square().mean())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
