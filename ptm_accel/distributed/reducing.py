@@ -126,6 +126,9 @@ class Reductions:
         if self._running is not None:
             self._pool.forget(self._running[1].block)
         self._begin_backward()
+        if not self._grads:
+            return
+        # Also where none comes to this rank: others may have some.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end)
 
@@ -209,8 +212,6 @@ class Reductions:
 
     @torch.no_grad()
     def _end(self) -> None:
-        if not self._here:
-            return
         for trained in self._order[self._next :]:
             self._reduce(trained)
         self._finish()

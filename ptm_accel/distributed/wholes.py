@@ -27,11 +27,16 @@ _JOIN_WITHIN = 64
 
 
 class Order:
-    """The accesses of passes, by kind."""
+    """The accesses of passes, by kind and by their number within a step.
+
+    A pass of a number that is not known is expected to be as the latest one of its kind.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, list[Block]] = {}
-        self._key: Hashable = None
+        self._known: dict[tuple[Hashable, int], list[Block]] = {}
+        self._latest: dict[Hashable, list[Block]] = {}
+        self._key: tuple[Hashable, int] | None = None
+        self._number = 0
         self._expected: list[Block] = []
         self._at = 0
         self._seen: list[Block] = []
@@ -39,10 +44,15 @@ class Order:
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins; what was seen since the last one began is that one's order."""
-        if self._key is not None and (self._departed or self._key not in self._known):
-            self._known[self._key] = self._seen
-        self._key, self._seen, self._at, self._departed = kind, [], 0, False
-        self._expected = self._known.get(kind, [])
+        if self._key is not None and self._departed:
+            self._known[self._key] = self._latest[self._key[0]] = self._seen
+        self._key, self._seen, self._at, self._departed = (kind, self._number), [], 0, False
+        self._number += 1
+        self._expected = self._known.get(self._key) or self._latest.get(kind, [])
+
+    def end_step(self) -> None:
+        """The next pass is the first of a step."""
+        self._number = 0
 
     def accessed(self, block: Block) -> bool:
         """Notes an access; returns whether it was expected."""
@@ -150,10 +160,11 @@ class Wholes:
         block.become(Place.CLEAN)
 
     def drop_all(self) -> None:
-        """Drops all blocks that nobody has pinned: what ranks own of them is about to change, or to be read."""
+        """Ends a step: drops all blocks that nobody has pinned, since what ranks own of them is about to change."""
         for block in [block for block in self._here if not block.pins]:
             self._drop(block)
         self._last = None
+        self.order.end_step()
 
     @property
     def pinned(self) -> list[Block]:

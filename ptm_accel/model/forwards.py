@@ -222,7 +222,8 @@ class Forwards:
         kind = self.run_ahead.step.next(module.training, grad, trained)
         self.run_ahead.begin(kind, elements=sum(map(math.prod, shapes)))
         if self._executor.gathers is not None:
-            self._executor.gathers.begin(kind)
+            # Not the kind: what is known of a step depends on whether this rank has plans.
+            self._executor.gathers.begin((module.training, grad, trained))
 
     def _end_torn_down(self, module: nn.Module) -> None:
         """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.

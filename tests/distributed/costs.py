@@ -65,7 +65,7 @@ class Costs:
         tied = sum(padded_bytes(slot, ranks) for slot in cut if names[id(slot)] > 1)
         trained += sum(s.value.nbytes for s in self._engine.slots if s not in cut and s.param.requires_grad)
         # Parameters that are gathered one by one do not stay between their recomputation and their backward.
-        grouped = any(slot.value.block.parts > 1 for slot in cut)
+        grouped = 2 * len({slot.value.block for slot in cut}) <= len(cut)
         uses = 2.0 if grouped or not self._recomputes else 3.0
         for number, (before, after) in enumerate(zip(self._ends, self._ends[1:], strict=False), start=1):
             gathered, reduced = after.gathered - before.gathered, after.reduced - before.reduced
