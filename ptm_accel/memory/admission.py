@@ -76,11 +76,16 @@ class Admission:
         """Bytes that the tier was given: its capacity, and what other memory takes of it at present."""
         return self.budget.capacity_bytes if self.activation_reserve is None else self.activation_reserve.total_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that are free, or will be when running transfers have ended: the same however long those take."""
+        return self.budget.free_bytes + self.released.ending_bytes
+
     def available_bytes(self) -> int:
         """Returns what could be charged if everything idle were evicted and every running transfer had ended."""
         with self._lock:
             self.released.collect()
-            return self.budget.free_bytes + self.released.ending_bytes + self.eviction.nbytes
+            return self.room_bytes + self.eviction.nbytes
 
     def pinned_bytes(self) -> int:
         """Charged bytes of pinned tensors, which cannot leave now."""
@@ -164,6 +169,8 @@ class Admission:
             DeviceBudgetError: the card has no such buffer.
         """
         size = round_up(max(nbytes, 1))
+        if not ordered and (into := self._take_over(size, tag, name)) is not None:
+            return into
         reservation = self.reserve(size, tag, name, allocates=True)
         try:
             buffer = self._allocate(size, moves)
@@ -174,6 +181,13 @@ class Admission:
         except BaseException:
             reservation.release()
             raise
+
+    def _take_over(self, nbytes: int, tag: Tag, name: str) -> tuple[Reservation, Buffer] | None:
+        """See `ReleasedMemory.take_over`; None as well where there is room that nothing uses."""
+        with self._lock:
+            if nbytes > self.budget.free_bytes:
+                self.released.collect()
+            return self.released.take_over(self.budget, nbytes, tag, name) if nbytes > self.budget.free_bytes else None
 
     def _allocate(self, nbytes: int, moves: bool) -> Buffer:
         """Returns a buffer; the free memory of a card may be in pieces that are too small."""
@@ -264,7 +278,8 @@ class Admission:
         load, tensor.arrival = tensor.arrival, None
         assert load is not None
         self.eviction.take(tensor)
-        self.take_back(tensor, load)
+        # Nobody has seen the extent.
+        self.take_back(tensor, load, alone=True)
         tensor.become(Place.AWAY)
 
     def victim(self) -> Block | None:
@@ -283,20 +298,18 @@ class Admission:
         return self._tenants.give_way()
 
     def make_way(self, nbytes: int) -> bool:
-        """Starts evicting idle tensors, as far as the backing store has room; returns whether `nbytes` are free
-        already.
-        """
+        """Starts evicting idle tensors, as far as the backing store has room; returns whether `nbytes` come free."""
         with self._lock:
             if nbytes > self.budget.free_bytes:
                 self.released.collect()
-            while nbytes > self.budget.free_bytes + self.released.ending_bytes and (victim := self.victim()):
+            while nbytes > self.room_bytes and (victim := self.victim()):
                 try:
                     self.evict(victim)
                 except BudgetError:
                     # The backing store is full; a fault raises.
                     break
                 self.released.collect()
-            return nbytes <= self.budget.free_bytes
+            return nbytes <= self.room_bytes
 
     def _evict_range(self, nbytes: int) -> bool:
         """Evicts what lies in a contiguous range of a slab; False if no range is long enough.

@@ -74,6 +74,11 @@ def parts_of(transfer: Transfer) -> tuple[Transfer, ...]:
     return transfer.parts if isinstance(transfer, _Joined) else (transfer,)
 
 
+def moves_of(transfer: Transfer) -> tuple[Transfer, ...]:
+    """Returns what `parts_of` does, each without what it keeps."""
+    return tuple(part.transfer if isinstance(part, Keeping) else part for part in parts_of(transfer))
+
+
 def joined(parts: Sequence[Transfer]) -> Transfer:
     """Returns the parts as one transfer, which ends with the last of them."""
     return parts[0] if len(parts) == 1 else _Joined(parts)
@@ -114,17 +119,21 @@ class _Joined:
 
 
 class Keeping:
-    """A transfer that keeps its source alive."""
+    """A transfer that keeps its source alive.
 
-    __slots__ = ("_source", "_transfer")
+    Attributes:
+        transfer: it, without the source.
+    """
+
+    __slots__ = ("_source", "transfer")
 
     def __init__(self, transfer: Transfer, source: torch.Tensor) -> None:
-        self._transfer = transfer
+        self.transfer = transfer
         self._source: torch.Tensor | None = source
 
     def done(self) -> bool:
         """Returns whether it has ended, well or not."""
-        ended = self._transfer.done()
+        ended = self.transfer.done()
         if ended:
             self._source = None
         return ended
@@ -132,13 +141,13 @@ class Keeping:
     def wait(self) -> None:
         """Blocks until it has ended; raises its error."""
         try:
-            self._transfer.wait()
+            self.transfer.wait()
         finally:
             self._source = None
 
     def order(self) -> None:
         """See `Transfer.order`."""
-        self._transfer.order()
+        self.transfer.order()
 
 
 class Chained:

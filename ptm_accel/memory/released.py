@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptm_accel.errors import DiskError
 from ptm_accel.memory.arena import HostArena
 from ptm_accel.memory.budget import Budget, Reservation, Tag
-from ptm_accel.memory.copies import parts_of, settle
+from ptm_accel.memory.copies import moves_of, settle
 from ptm_accel.memory.disk import DiskTier
 from ptm_accel.memory.slabs import Run
 from ptm_accel.memory.traffic import Traffic
@@ -49,23 +49,27 @@ class _Released:
             self.transfer = self.kept = None
         return self.transfer is None and self.storage.expired()
 
+    def comes_free(self) -> bool:
+        """Whether the memory can be taken back once its transfer has ended, whatever anybody does."""
+        return self.storage.expired() or (self.alone and self.transfer is not None)
+
     def is_reusable(self, is_own: IsOwn) -> bool:
         """Whether the memory can be used again behind the copies of the device (`is_own`) that use it."""
         if self.buffer is None or not isinstance(self.buffer.region, Run) or not self.storage.expired():
             return False
         assert self.transfer is not None
-        if not all(map(is_own, parts := parts_of(self.transfer))):
+        if not all(map(is_own, parts := moves_of(self.transfer))):
             return False
         self.buffer.behind = parts
         return True
 
     def is_left_to(self, moves: IsOwn) -> bool:
         """Whether nobody but running transfers of a backing store (`moves`) use the memory."""
-        return self.alone and self.transfer is not None and all(map(moves, parts_of(self.transfer)))
+        return self.alone and self.transfer is not None and all(map(moves, moves_of(self.transfer)))
 
     def is_viewed(self, is_own: IsOwn) -> bool:
         """Whether somebody else than a transfer holds the memory."""
-        ended = self.transfer is None or all(map(is_own, parts_of(self.transfer)))
+        ended = self.transfer is None or all(map(is_own, moves_of(self.transfer)))
         return ended and self.kept is None and not self.storage.expired()
 
 
@@ -103,8 +107,8 @@ class ReleasedMemory:
 
     @property
     def ending_bytes(self) -> int:
-        """Charged bytes that come free as running transfers end."""
-        return sum(each.reservation.nbytes for each in self._released if each.transfer is not None)
+        """Charged bytes that come free as running transfers end; what somebody views may stay longer."""
+        return sum(each.reservation.nbytes for each in self._released if each.comes_free())
 
     def add(
         self,
@@ -129,7 +133,7 @@ class ReleasedMemory:
             buffer.octets = None
         with self._lock:
             kept = octets if buffer is None and transfer is not None else None
-            self._released.append(_Released(storage, buffer, reservation, transfer, kept, alone and buffer is not None))
+            self._released.append(_Released(storage, buffer, reservation, transfer, kept, alone))
 
     def watch(self, storage: StorageWeakRef, reservation: Reservation) -> None:
         """Gives up a charge when a storage of torch's dies."""
@@ -171,6 +175,7 @@ class ReleasedMemory:
                 if short > 0:
                     givers.append(each)
                     short -= each.reservation.nbytes
+                    each.kept = None
             if short > 0:
                 return None
             reservation = budget.shift([each.reservation for each in givers], nbytes, tag, name)
@@ -179,7 +184,7 @@ class ReleasedMemory:
             except BaseException:
                 reservation.release()
                 raise
-            buffer.behind = tuple(p for each in givers if each.transfer is not None for p in parts_of(each.transfer))
+            buffer.behind = tuple(p for each in givers if each.transfer is not None for p in moves_of(each.transfer))
             return reservation, buffer
 
     def _buffer_of(self, givers: list[_Released], same: _Released | None, nbytes: int) -> Buffer:

@@ -172,7 +172,7 @@ class Windows:
                     transfer = pool.traffic.start_store(tensor, offset, octets)
                     tensor.become(Place.AWAY)
             finally:
-                pool.admission.released.add(octets, buffer, reservation, transfer)
+                pool.admission.released.add(octets, buffer, reservation, transfer, alone=True)
 
     def _write_through(self, window: Window, octets: torch.Tensor) -> None:
         tensor = window.source

@@ -37,7 +37,7 @@ class Batches:
         scale: what gradients are multiplied by first, if anything.
         hyper: the hyperparameters of each group, as they were at the step.
         stays: parameters are read right after their update, so that they are brought in whole if they can be; then
-            nothing is waited for to open a window, unless it must be open now.
+            only stores of what has left are waited for to open a window, unless it must be open now.
         sent_for: tells of a parameter, by name, that what its update needs will be sent for in time: until that has
             been done there is no use in opening windows of it.
 
@@ -218,10 +218,9 @@ class Batches:
         return unit
 
     def _has_room(self, unit: Unit) -> bool:
-        """Returns whether what has to be moved for a unit finds room that is free."""
+        """Returns whether what has to be moved for a unit finds room without an eviction."""
         # What comes free in a moment is worth waiting for: a parameter that is read next would be moved twice in parts.
-        free = self._pool.budget.free_bytes + (self._pool.admission.released.ending_bytes if self._stays else 0)
-        return self._compute.cost_bytes(unit, moving_only=True) <= free
+        return self._compute.cost_bytes(unit, moving_only=True) <= self._pool.admission.room_bytes
 
     def _advance(self, unit: Unit) -> None:
         self._new = unit.new
@@ -229,10 +228,6 @@ class Batches:
         self._index, self._start = (self._index + len(unit.entries), 0) if last else (self._index, unit.stop)
 
     # ---- updating --------------------------------------------------------------------------------------------
-
-    def arrived(self) -> bool:
-        """Returns whether there is a first batch, and nothing would have to be waited for to update it."""
-        return bool(self._batches) and all(unit.arrived() for unit in self._batches[0])
 
     def wait(self) -> None:
         """Waits for what the first batch reads."""

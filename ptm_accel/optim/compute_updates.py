@@ -100,7 +100,7 @@ class ComputeUpdates:
         if block.place.resident or self.pool.backing is None or not block.movable:
             return True
         kept = block.tag in (Tag.STATE, Tag.MASTER) or (unit.stays and block.tag is Tag.PARAM)
-        return kept and (block.slot_bytes + self._margin_bytes <= self.pool.budget.free_bytes)
+        return kept and (block.slot_bytes + self._margin_bytes <= self.pool.admission.room_bytes)
 
     @property
     def _margin_bytes(self) -> int:

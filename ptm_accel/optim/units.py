@@ -123,10 +123,6 @@ class Unit:
         self.blocks = {key: part.block for key, part in parts_of(self.entries[0], new=self.new).items()}
         self.together = len(self.entries) > 1
 
-    def arrived(self) -> bool:
-        """Returns whether nothing would have to be waited for to update it."""
-        return all(transfer.done() for transfer in self.awaited())
-
     def awaited(self) -> list[Transfer]:
         """Returns the transfers that its update would wait for."""
         transfers = [window.awaited for window in self.windows.values()]

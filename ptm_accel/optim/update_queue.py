@@ -217,24 +217,23 @@ class UpdateQueue:
     # ---- carrying on -------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Updates what has arrived and opens what there is room for; never waits."""
-        self._pump(self._batches)
-        if self._host is not None:
-            self._pump(self._host)
+        """Opens what there is room for; never waits."""
+        if self._batches.pending_updates and not self._working and self._batches.could_open:
+            with self._at_work():
+                self._batches.open(insist=False)
+        self.look()
 
     def look(self) -> None:
         """Takes note of updates on the CPU that have ended: what they changed can be loaded now."""
-        if self._host is not None:
-            self._pump(self._host)
-
-    def _pump(self, lane: Batches | HostUpdates) -> None:
-        if lane.pending_updates and not self._working and (lane.arrived() or lane.could_open):
-            with self._at_work():
-                while lane.arrived():
-                    self._update(lane)
-                    lane.open(insist=False)
-                if lane.could_open:
-                    lane.open(insist=False)
+        lane = self._host
+        if lane is None or not lane.pending_updates or self._working or not (lane.arrived() or lane.could_open):
+            return
+        with self._at_work():
+            while lane.arrived():
+                self._update(lane)
+                lane.open(insist=False)
+            if lane.could_open:
+                lane.open(insist=False)
 
     def catch_up(self, most_bytes: int) -> None:
         """Waits until gradients of no more than `most_bytes` are left to be used up.

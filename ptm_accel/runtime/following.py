@@ -44,10 +44,6 @@ class Beside(Protocol):
         """Bytes it has pinned of tensors whose updates have accesses of their own in a plan."""
         ...
 
-    def pump(self) -> None:
-        """Runs updates that need no waiting."""
-        ...
-
     def look(self) -> None:
         """Polls updates that run on other threads; never waits."""
         ...
@@ -70,7 +66,7 @@ class Following:
 
     Attributes:
         departures: number of accesses that differed from the trace.
-        beside: pending updates, which are advanced at each access.
+        beside: pending updates.
         step: is told of backwards.
     """
 
@@ -125,8 +121,6 @@ class Following:
             if self.beside is not None:
                 self.beside.look()
             self._see(tensor, Use.WRITE if write else Use.READ)
-            if self.beside is not None and tensor.place is not Place.AWAY:
-                self.beside.pump()
 
     def awaited(self, tensor: Block) -> None:
         """See `Plan`: its load has begun, so prefetches may follow."""
@@ -226,7 +220,7 @@ class Following:
     def _clear(self, nbytes: int, due: int) -> None:
         """Starts evictions of what the plan does not count on, and wants later than `due`, until `nbytes` come free."""
         pool, surplus = self._pool, self._surplus
-        while surplus and nbytes > pool.budget.free_bytes + pool.admission.released.ending_bytes:
+        while surplus and nbytes > pool.admission.room_bytes:
             tensor = surplus[0]
             if self.next_use(tensor) <= due:
                 # So are those behind it.
