@@ -147,7 +147,8 @@ def _wide(value: Part, masters: bool) -> int:
 def _gathered(slots: SlotTable, wholes: int) -> int:
     """Bytes of whole blocks of sharded groups, beside those in use, and of their gradients.
 
-    As many gradients as groups of a layer come side by side, and one more is being reduced. Gradients of small parameters are kept until the end of a backward, and are then put together.
+    As many gradients as groups of a layer come side by side, and one more is being reduced. Gradients of small
+    parameters are kept until the end of a backward, and are then put together.
     """
     if not wholes:
         return 0
