@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -17,18 +19,21 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
-from ptm_accel.config import AUTO, PTMConfig
+from ptm_accel.config import AUTO, FULL, PTMConfig
+from ptm_accel.distributed.shards import same_on_all
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed, speak
-from ptm_accel.errors import UnsupportedError
+from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.memory.setup import Memory
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.pipeline.layer_slices import slice_layers
 
 from ..peft import refuse_adapters
 from .before import Before
-from .shards import tell_of_one
+from .shards import may_be_cut, tell_of_one
 from .states import PagedStates
+
+logger = logging.getLogger(__name__)
 
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -119,6 +124,8 @@ class PTMAccelerator(PagedStates):
 
     scaler: torch.amp.GradScaler | None
     pipelines = False
+    shards = True
+    """Whether `shard: auto` may cut layers over processes: nothing is asked for that cannot be done with them."""
     alike: torch.distributed.ProcessGroup | None = None
     """The processes that have the same parameters as this one; None for all."""
 
@@ -188,7 +195,7 @@ class PTMAccelerator(PagedStates):
         try:
             if slices is not None and not evaluates:
                 slice_layers(bare, None if slices == AUTO else int(slices))
-            engine = Engine.attach(bare, self.ptm_config, memory=self._memory, device=self.device, evaluates=evaluates)
+            engine = self._put_on_pages(bare, evaluates)
             if is_new:
                 self._placed[engine] = before
             if self.device.type != "cpu":
@@ -206,6 +213,51 @@ class PTMAccelerator(PagedStates):
         if hasattr(bare, "save_pretrained"):
             import_module("..transformers.saving", __package__).install()
         return engine
+
+    def _put_on_pages(self, model: nn.Module, evaluates: bool) -> Engine:
+        """Puts a model on pages; where not every process has room for all of it, each has a part (`shard: auto`)."""
+        options: dict[str, Any] = {"memory": self._memory, "device": self.device, "evaluates": evaluates}
+        if engine_of(model) is not None or not self._may_cut:
+            return Engine.attach(model, self.ptm_config, **options)
+        engine, refused = None, None
+        try:
+            engine = Engine.attach(model, self.ptm_config, **options)
+        except BudgetError as error:
+            refused = error
+        if same_on_all(refused is None) and engine is not None:
+            return engine
+        if engine is not None:
+            engine.detach(check=False)
+        self._decide_to_cut(refused)
+        return Engine.attach(model, self.ptm_config, **options)
+
+    @property
+    def _may_cut(self) -> bool:
+        return self.shards and may_be_cut(self.ptm_config, self.num_processes)
+
+    def _decide_to_cut(self, refused: BudgetError | None) -> None:
+        logger.warning(
+            "not every one of %d processes has room for the whole model, so each has a part of it (shard: full).%s",
+            self.num_processes,
+            "" if refused is None else f" Refused was: {refused}",
+        )
+        self.ptm_config = replace(self.ptm_config, shard=FULL)
+
+    def _bind(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
+        """Binds an optimizer; where its state does not fit in every process, each has a part of the model."""
+        engine = self._engine_of_optimizer(optimizer)
+        if engine not in self._placed or not self._may_cut:
+            return engine.bind_optimizer(optimizer)
+        paged, refused = None, None
+        try:
+            paged = engine.bind_optimizer(optimizer)
+        except BudgetError as error:
+            refused = error
+        if same_on_all(refused is None) and paged is not None:
+            return paged
+        self._take_back(engine.model, self._placed[engine])
+        self._decide_to_cut(refused)
+        return self.attach(engine.model).bind_optimizer(optimizer)
 
     def take_back(self, keep: Container[Engine] = ()) -> bool:
         """After a refusal: models that were put on pages here are as they were before, unless one has been trained.
@@ -302,7 +354,7 @@ class PTMAccelerator(PagedStates):
                 one has taken its place since.
         """
         if not isinstance(optimizer, AcceleratedOptimizer):
-            paged = self._engine_of_optimizer(optimizer).bind_optimizer(optimizer)
+            paged = self._bind(optimizer)
             optimizer = PagedAcceleratedOptimizer(paged, device_placement=False, scaler=self.scaler)
         else:
             self._check_bound(optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from ptm_accel.config import FULL, PTMConfig
+from ptm_accel.config import AUTO, FULL, PTMConfig
 from ptm_accel.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -14,6 +14,12 @@ logger = logging.getLogger(__name__)
 def are_cut(config: PTMConfig, processes: int) -> bool:
     """Returns whether layers are cut over processes."""
     return config.shard == FULL and processes > 1
+
+
+def may_be_cut(config: PTMConfig, processes: int) -> bool:
+    """Returns whether layers are cut over processes that have no room for all of them."""
+    other = (config.pipeline, config.pseudo_to_real, config.token_slices)
+    return config.shard == AUTO and processes > 1 and other == (None, None, None)
 
 
 def refuse_saving(config: PTMConfig, processes: int, asked: Iterable[str]) -> None:

@@ -284,7 +284,7 @@ class StockOnPages(_StockHost):
             UnsupportedError: layers are cut over processes.
         """
         assert self.ptm_config is not None
-        refuse_saving(self.ptm_config, self.accelerator.num_processes, ["save_model()"])
+        refuse_saving(self.accelerator.ptm_config, self.accelerator.num_processes, ["save_model()"])
         if self._ranks is None:
             with nullcontext() if self._engine is None else self._engine.saving():
                 super().save_model(output_dir, _internal_call)

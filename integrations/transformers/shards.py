@@ -10,6 +10,19 @@ from ptm_accel.config import PTMConfig
 from ..accelerate.shards import refuse_saving
 
 
+def saving_asked(args: TrainingArguments) -> list[str]:
+    """Returns the arguments by which the Trainer saves or resumes, for messages."""
+    strategy = SaveStrategy(args.save_strategy)
+    asked = {
+        f"save_strategy={strategy.value!r} (set it to 'no')": strategy != SaveStrategy.NO,
+        "load_best_model_at_end": args.load_best_model_at_end,
+        "enable_jit_checkpoint": args.enable_jit_checkpoint,
+        "resume_from_checkpoint": bool(args.resume_from_checkpoint),
+        "push_to_hub": args.push_to_hub,
+    }
+    return [name for name, is_set in asked.items() if is_set]
+
+
 def refuse_saving_shards(config: PTMConfig, args: TrainingArguments, processes: int) -> None:
     """Refuses to save layers that are cut over processes, and to resume with them, before anything is trained.
 
@@ -21,12 +34,4 @@ def refuse_saving_shards(config: PTMConfig, args: TrainingArguments, processes: 
     Raises:
         UnsupportedError: names the arguments.
     """
-    strategy = SaveStrategy(args.save_strategy)
-    asked = {
-        f"save_strategy={strategy.value!r} (set it to 'no')": strategy != SaveStrategy.NO,
-        "load_best_model_at_end": args.load_best_model_at_end,
-        "enable_jit_checkpoint": args.enable_jit_checkpoint,
-        "resume_from_checkpoint": bool(args.resume_from_checkpoint),
-        "push_to_hub": args.push_to_hub,
-    }
-    refuse_saving(config, processes, [name for name, is_set in asked.items() if is_set])
+    refuse_saving(config, processes, saving_asked(args))

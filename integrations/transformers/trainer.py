@@ -31,7 +31,7 @@ from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
 from .pipelines import refuse_with_pipeline
 from .pseudo_to_real import PseudoToReal, recipe_of, refuse_others
-from .shards import refuse_saving_shards
+from .shards import refuse_saving_shards, saving_asked
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         kind = PTMAccelerator if self.ptm_config.pipeline is None else PipelineAccelerator
         with _accelerator_is(functools.partial(kind, ptm_config=self.ptm_config)):
             super().create_accelerator_and_postprocess()
+        # What would be refused later is no reason to cut layers where they do not fit.
+        self.accelerator.shards = not saving_asked(self.args)
         if self.args.n_gpu > 1:
             logger.warning(
                 "%d GPUs are visible; ptm_accel trains on one of them, and per_device_train_batch_size is for that "
@@ -157,8 +159,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
             UnsupportedError: it would resume with layers that are cut over processes.
         """
         if resume_from_checkpoint:
-            assert self.ptm_config is not None
-            refuse_saving(self.ptm_config, self.accelerator.num_processes, ["resume_from_checkpoint"])
+            refuse_saving(self.accelerator.ptm_config, self.accelerator.num_processes, ["resume_from_checkpoint"])
         self._clear_leftovers(kwargs.get("trial", args[0] if args else None))
         if resume_from_checkpoint:
             resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)

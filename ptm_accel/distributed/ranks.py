@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ptm_accel.errors import PTMError, UnsupportedError
 from ptm_accel.memory.budget import Tag
@@ -110,6 +111,16 @@ def _groups(device_type: str) -> tuple[dist.ProcessGroup, ...]:
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = weakref.WeakKeyDictionary()
 
 
+def _started(
+    collective: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+) -> Collectives:
+    """Starts a collective from the second tensor of each pair to the first: one launch for all of them on a GPU."""
+    with _coalescing_manager(group=group, async_ops=True) as manager:
+        for target, source in pairs:
+            collective(target, source, group=group)
+    return Collectives(manager.works)
+
+
 class Ranks:
     """The ranks, as the backing store of whole blocks (`ptm_accel.memory.transfer.BackingStore`).
 
@@ -134,19 +145,17 @@ class Ranks:
         assert offset == 0 and own.extent is not None and own.place.resident, own
         order_behind(behind)
         mine, whole = own.extent.tensor.detach().view(-1), into.view(own.dtype)
-        works = []
+        pairs = []
         with torch.no_grad():
             for piece in handle.pieces:
                 cut = piece.cut
-                at = piece.start + cut.start
-                whole[at : at + cut.length].copy_(mine[piece.own_start : piece.own_start + cut.length])
-                range_ = whole[piece.start + cut.rank * cut.span :][: cut.span]
                 target = whole[piece.start : piece.start + cut.padded]
-                works.append(_all_gather(target, range_, group=self._gathers, async_op=True))
-                self.stats.gathered_bytes += target.nbytes
+                target[cut.start : cut.stop].copy_(mine[piece.own_start : piece.own_start + cut.length])
+                pairs.append((target, target[cut.rank * cut.span : (cut.rank + 1) * cut.span]))
         self.stats.gathers += 1
+        self.stats.gathered_bytes += sum(target.nbytes for target, _ in pairs)
         self.stats.note(own.name)
-        return Collectives(works)
+        return _started(_all_gather, pairs, self._gathers)
 
     def store(self, handle: Share, offset: int, source: torch.Tensor) -> Transfer:
         """Whole blocks are never stored."""
@@ -183,15 +192,15 @@ class Ranks:
             whole: the gradients of all members, 1-D.
             pieces: the first element and the span of a range, of each member.
         """
-        works = []
-        for start, span in pieces:
-            source = whole[start : start + self.count * span]
-            target = source[self.rank * span : (self.rank + 1) * span]
-            works.append(_reduce_scatter(target, source, group=self._reductions, async_op=True))
-            self.stats.reduced_bytes += source.nbytes
+        sources = [whole[start : start + self.count * span] for start, span in pieces]
+        pairs = [
+            (source[self.rank * span : (self.rank + 1) * span], source)
+            for source, (_, span) in zip(sources, pieces, strict=True)
+        ]
         self.stats.reductions += 1
+        self.stats.reduced_bytes += sum(source.nbytes for source in sources)
         self.stats.note(f"reduce {name}")
-        return Collectives(works)
+        return _started(_reduce_scatter, pairs, self._reductions)
 
     def gather(self, name: str, whole: torch.Tensor, cut: Cut) -> None:
         """Gathers one tensor in place, and waits for it.
