@@ -131,6 +131,9 @@ class Wholes:
             block: which one.
             beside: stays in any case.
         """
+        # Those of a model that was taken off its pages meanwhile are nowhere.
+        for gone in [other for other in self._here if other.extent is None]:
+            del self._here[gone]
         idle = [other for other in self._here if not other.pins and other is not beside]
         stay = max(self.most - 1 - (beside is not None), 0)
         for other in idle[: max(len(idle) - stay, 0)]:

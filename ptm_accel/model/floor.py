@@ -114,7 +114,8 @@ def least_budget(
     landing = max((s.value.nbytes for s in trainable), default=0)
     buffers = sum(b.nbytes for b in model.buffers()) + held_bytes
     small = sum(_states(s, optimizer_memory, masters) for s in slots if not s.group.movable)
-    fixed = buffers + small + landing + _gathered(slots, wholes)
+    gathered = _gathered(slots, wholes)
+    fixed = buffers + small + landing + gathered
 
     forward = _forward(model, slots)
     updates = [_update(t, optimizer_memory, masters, window_bytes) for t in trainable]
@@ -124,7 +125,7 @@ def least_budget(
     worst = max(moments, key=lambda m: m.nbytes)
     away = sum(_states(s, optimizer_memory, masters) for s in slots)
     states = buffers + away
-    whole = states + landing + max(forward.nbytes, worst_update.nbytes)
+    whole = states + landing + gathered + max(forward.nbytes, worst_update.nbytes)
     return Floor(fixed + worst.nbytes, fixed, worst.nbytes, states, away, whole, worst.reason)
 
 
@@ -147,15 +148,16 @@ def _wide(value: Part, masters: bool) -> int:
 def _gathered(slots: SlotTable, wholes: int) -> int:
     """Bytes of whole blocks of sharded groups, beside those in use, and of their gradients.
 
-    As many gradients as groups of a layer come side by side, and one more is being reduced. Gradients of small
-    parameters are kept until the end of a backward, and are then put together.
+    What this rank owns of a block is there while it is put together. As many gradients as groups of a layer come side
+    by side, and one more is being reduced. Those of small parameters are kept until the end of a backward, and are then
+    put together.
     """
     if not wholes:
         return 0
     sharded = [slot for slot in slots if slot.sharded]
     trained = [slot.value.block.slot_bytes for slot in sharded if slot.param.requires_grad]
     small = sum(slot.value.slot_bytes for slot in slots if not slot.sharded and slot.param.requires_grad)
-    largest = max((slot.value.block.slot_bytes for slot in sharded), default=0)
+    largest = max((slot.value.block.slot_bytes + slot.own.block.slot_bytes for slot in sharded), default=0)
     return wholes * (largest + max(trained, default=0)) + 2 * small
 
 
