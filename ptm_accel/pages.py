@@ -318,4 +318,6 @@ def refuse_too_large(model: nn.Module, config: PTMConfig, resolved: ResolvedConf
 def _use_of_link(device: DeviceTier, disk: DiskTier | None) -> LinkUse:
     """Bytes to and from a device, and the busy time of the slower of link and disk."""
     moved = device.moved()
-    return LinkUse(moved.in_bytes, moved.out_bytes, max(moved.busy_s, 0.0 if disk is None else disk.busy_s))
+    if disk is not None and disk.busy_s > moved.busy_s:
+        return LinkUse(moved.in_bytes, moved.out_bytes, disk.busy_s)
+    return LinkUse(moved.in_bytes, moved.out_bytes, moved.busy_s, moved.both_s)

@@ -34,11 +34,17 @@ class CopyDirection(enum.Enum):
 
 
 class Moved(NamedTuple):
-    """Bytes that ended copies have moved to a device and from it, and the seconds with one of them under way."""
+    """Bytes that ended copies have moved to a device and from it.
+
+    Attributes:
+        busy_s: seconds with a copy of either direction under way.
+        both_s: of these, seconds with copies of both.
+    """
 
     in_bytes: int
     out_bytes: int
     busy_s: float
+    both_s: float
 
 
 class LinkMeter:
@@ -46,16 +52,17 @@ class LinkMeter:
 
     def __init__(self) -> None:
         self._bytes: Counter[CopyDirection] = Counter()
-        self._busy_s = 0.0
-        self._busy_until_s = -math.inf
-        self._spans: list[tuple[float, float]] = []
+        # With a copy of each direction under way, and of either (None): seconds, and the end of the last one.
+        self._busy_s: dict[CopyDirection | None, float] = dict.fromkeys((None, *CopyDirection), 0.0)
+        self._until_s = dict.fromkeys(self._busy_s, -math.inf)
+        self._spans: list[tuple[float, float, CopyDirection]] = []
         self._lock = threading.RLock()
 
     def add(self, direction: CopyDirection, nbytes: int, began_s: float, ended_s: float) -> None:
         """Counts a copy that has ended; all times are on one scale."""
         with self._lock:
             self._bytes[direction] += nbytes
-            self._spans.append((began_s, ended_s))
+            self._spans.append((began_s, ended_s, direction))
             if len(self._spans) >= _FOLD_AFTER:
                 self._fold()
 
@@ -63,15 +70,18 @@ class LinkMeter:
         """Returns the totals now."""
         with self._lock:
             self._fold()
-            return Moved(self._bytes[CopyDirection.IN], self._bytes[CopyDirection.OUT], self._busy_s)
+            coming, going = (self._busy_s[direction] for direction in CopyDirection)
+            either = self._busy_s[None]
+            return Moved(self._bytes[CopyDirection.IN], self._bytes[CopyDirection.OUT], either, coming + going - either)
 
     def _fold(self) -> None:
         # Copies of the two directions overlap, and what they share counts once. They are in order within a direction
         # only. One that began before the last of these and is counted later loses what lies before that one's end: of a
         # thousand, one at the most.
-        for began_s, ended_s in sorted(self._spans):
-            self._busy_s += max(0.0, ended_s - max(began_s, self._busy_until_s))
-            self._busy_until_s = max(self._busy_until_s, ended_s)
+        for began_s, ended_s, direction in sorted(self._spans, key=lambda span: span[:2]):
+            for either in (direction, None):
+                self._busy_s[either] += max(0.0, ended_s - max(began_s, self._until_s[either]))
+                self._until_s[either] = max(self._until_s[either], ended_s)
         self._spans.clear()
 
 

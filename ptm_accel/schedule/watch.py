@@ -87,15 +87,20 @@ class LinkUse:
         read_bytes: bytes that came in.
         written_bytes: bytes that went out.
         busy_s: seconds in which something moved.
+        both_s: of these, seconds in which bytes moved in both directions; None where that is not known.
     """
 
     read_bytes: int
     written_bytes: int
     busy_s: float
+    both_s: float | None = None
 
 
 def rates_as_seen(rates: LinkRates, before: LinkUse, after: LinkUse) -> LinkRates:
     """`rates`, all scaled alike, so that what was moved takes as long as the link was busy with it.
+
+    Both directions of a link need not have been busy at the same time. Where that is not known, they are taken to have
+    been as far as they could be.
 
     Args:
         rates: as they were measured.
@@ -106,5 +111,10 @@ def rates_as_seen(rates: LinkRates, before: LinkUse, after: LinkUse) -> LinkRate
     moved = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
     if busy_s <= 0 or not any(moved):
         return rates
-    factor = min(max(rates.seconds(*moved) / busy_s, 1 / _MOST), _MOST)
+    expected_s = rates.seconds(*moved)
+    if before.both_s is not None and after.both_s is not None:
+        # While both directions move, a second does the work of 2 / (1 + shared) seconds of one after the other.
+        busy_s += (after.both_s - before.both_s) * (1 - rates.shared) / (1 + rates.shared)
+        expected_s = moved[0] / rates.read_bytes_s + moved[1] / rates.write_bytes_s
+    factor = min(max(expected_s / busy_s, 1 / _MOST), _MOST)
     return LinkRates(rates.read_bytes_s * factor, rates.write_bytes_s * factor, rates.both_bytes_s * factor)

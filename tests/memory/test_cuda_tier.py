@@ -185,15 +185,15 @@ def test_copies_are_counted_once_their_events_have_happened(monkeypatch: pytest.
         began, ended = FakeEvent(began_s), FakeEvent()
         ends[ended] = ended_s
         tier._in_flight[direction].append(_Running(began, ended, torch.empty(nbytes, dtype=torch.uint8)))  # type: ignore[arg-type]
-    assert tier.moved() == (0, 0, 0.0)
+    assert tier.moved() == (0, 0, 0.0, 0.0)
     *first, last = ends
     for event in first:
         event.at_s = ends[event]
-    assert tier.moved() == (300, 200, 5.0)
+    assert tier.moved() == (300, 200, 5.0, 1.0)
     left = [copy.ended for copies in tier._in_flight.values() for copy in copies]
     assert left == [last], "the others keep no tensor"
     last.at_s = ends[last]
-    assert tier.moved() == (400, 200, 6.0)
+    assert tier.moved() == (400, 200, 6.0, 1.0)
 
 
 # ---- with a GPU ------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_what_has_been_moved_is_counted_as_it_ends(tier: CudaTier) -> None:
     buffer_of(buffer).fill_(1)
     torch.cuda._sleep(SLEEP_CYCLES)
     held = tier.copy_out(into, buffer_of(buffer))
-    assert tier.moved() == (0, 0, 0.0), "it waits for compute"
+    assert tier.moved() == (0, 0, 0.0, 0.0), "it waits for compute"
     held.wait()
     begin = time.perf_counter()
     tier.copy_in(buffer_of(buffer), source).wait()

@@ -175,7 +175,7 @@ def test_latency_and_bandwidth_take_their_time() -> None:
 def test_what_has_been_moved_is_counted_as_it_ends(device: MockDevice, gate: Gate) -> None:
     buffer, source = device.allocate(N), host(1.0)
     copy = device.copy_in(floats(buffer).view(torch.uint8), source)
-    assert device.moved() == (0, 0, 0.0)
+    assert device.moved() == (0, 0, 0.0, 0.0)
     gate.opened.set()
     copy.wait()
     assert device.moved()[:2] == (N, 0)

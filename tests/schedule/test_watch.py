@@ -59,6 +59,21 @@ def test_rates_make_what_was_seen_take_as_long_as_it_took(moved: tuple[int, int]
     assert seen.read_bytes_s == pytest.approx(RATES.read_bytes_s * factor)
 
 
+@pytest.mark.parametrize("shared", [0.0, 0.4, 1.0])
+def test_a_link_is_not_slower_where_its_directions_take_turns(shared: float) -> None:
+    rates = LinkRates(2e9, 2e9, 4e9 / (1 + shared))
+    assert rates.shared == pytest.approx(shared)
+    # 4 s of reading and 2 s of writing, first apart, then as far at the same time as can be.
+    for both_s in (0.0, 2.0 * (1 + shared)):
+        busy_s = 6.0 if not both_s else rates.seconds(8e9, 4e9)
+        begin = LinkUse(7, 11, 13.0, 1.0)
+        use = LinkUse(7 + 8_000_000_000, 11 + 4_000_000_000, 13.0 + busy_s, 1.0 + both_s)
+        assert rates_as_seen(rates, begin, use).read_bytes_s == pytest.approx(rates.read_bytes_s)
+    # Not known: as if at the same time.
+    seen = rates_as_seen(rates, LinkUse(0, 0, 0.0), LinkUse(8_000_000_000, 4_000_000_000, 6.0))
+    assert seen.read_bytes_s == pytest.approx(rates.read_bytes_s * rates.seconds(8e9, 4e9) / 6.0)
+
+
 def test_a_link_that_was_idle_says_nothing() -> None:
     assert rates_as_seen(RATES, START, START) == RATES
     assert rates_as_seen(RATES, START, LinkUse(7, 11, 14.0)) == RATES
