@@ -17,10 +17,7 @@ from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.host_store import HostStore
 from ptm_accel.model.grad_slot import GradSlot, write_first
 from ptm_accel.runtime.executor import Executor
-from ptm_accel.schedule.updates import GRAD_SUFFIX
-
-MORE_SUFFIX = f"{GRAD_SUFFIX}.more"
-"""Suffix of a group's name for the block with what is to be added to its gradients."""
+from ptm_accel.schedule.updates import MORE_SUFFIX
 
 _SPARE_BLOCKS = 2
 """Blocks that there must be room for beside what the model needs at the least."""

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ptm_accel.schedule.updates import GradientSums, UpdateTiming
+
 _MOST_OPEN = 2
 """From so many open graphs on, their number makes no other kind: code may evaluate without `torch.no_grad`."""
 
@@ -42,6 +44,25 @@ class Kind(NamedTuple):
     def evaluates(self) -> bool:
         """Whether the pass is no part of training."""
         return not self.training and not self.gradients
+
+    @property
+    def more_follow(self) -> bool:
+        """Whether it is known that the next micro-batch adds to the gradients of the pass."""
+        return self.place in (Place.FIRST, Place.MIDDLE)
+
+
+class PassKey(NamedTuple):
+    """What a plan is kept by.
+
+    Attributes:
+        kind: of the pass.
+        sums: what its gradients meet.
+        updates: when the updates run that concern it.
+    """
+
+    kind: Kind
+    sums: GradientSums
+    updates: UpdateTiming
 
 
 class StepSoFar:

@@ -16,11 +16,12 @@ from dataclasses import replace
 
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.block import Block
+from ptm_accel.memory.host_store import HostStore
 from ptm_accel.memory.timeline import Moment
 from ptm_accel.runtime.clock import clock_of
 from ptm_accel.runtime.executor import Executor
 from ptm_accel.runtime.following import Following
-from ptm_accel.runtime.kinds import Kind
+from ptm_accel.runtime.kinds import Kind, PassKey
 from ptm_accel.runtime.route import Ended, Route
 from ptm_accel.schedule.choice import choose_plan
 from ptm_accel.schedule.standing import describe
@@ -116,7 +117,7 @@ class RunAhead(Following):
             return
         sums = self.sums()
         updates = self._when_updated(kind, sums)
-        key = (kind, sums, updates)
+        key = PassKey(kind, sums, updates)
         repeats, self._key = key == self._key, key
         route = self.routes.get(key)
         if route is not None:
@@ -148,12 +149,12 @@ class RunAhead(Following):
     def _when_updated(self, kind: Kind, sums: GradientSums) -> UpdateTiming:
         """When updates run that concern the next pass, if it is one of this kind."""
         otherwise = UpdateTiming.APART if self.beside is None else UpdateTiming.FORWARD
-        known = (self.routes.get((kind, sums, updates)) for updates in reversed(UpdateTiming))
+        known = (self.routes.get(PassKey(kind, sums, updates)) for updates in reversed(UpdateTiming))
         alike = next((route for route in known if route is not None), None)
         if alike is None or not alike.final or not self.in_backward():
             return otherwise
         if alike.updates is not UpdateTiming.BACKWARD:
-            self.routes[kind, sums, UpdateTiming.BACKWARD] = self._planned(alike, UpdateTiming.BACKWARD)
+            self.routes[PassKey(kind, sums, UpdateTiming.BACKWARD)] = self._planned(alike, UpdateTiming.BACKWARD)
         return UpdateTiming.BACKWARD
 
     def end(self) -> None:
@@ -322,6 +323,8 @@ class RunAhead(Following):
             watch: that of the route which this one replaces.
         """
         recorded = known.recorded
+        key = recorded.key
+        assert isinstance(key, PassKey)
         capacity = self._pool.share_bytes
         watch = Watch() if watch is None else watch
         # Where several passes make a step, or evaluate, only the first has updates beside it.
@@ -334,6 +337,8 @@ class RunAhead(Following):
             in_backward=updates is UpdateTiming.BACKWARD,
             repeats=alone,
             between_bytes=0 if alone else self._bytes_apart(),
+            # Below a device the CPU adds to sums where they are; elsewhere a sum that leaves has to come back for that.
+            more_follow=key.kind.more_follow and isinstance(self._pool.backing, HostStore),
             rates=self.rates,
             update_s=self.tally.update_s_per_byte(self._before[0]) or self.rated_update_s,
             host_s=self.host_s if self.on_host_possible() else None,

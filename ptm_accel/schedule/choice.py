@@ -14,7 +14,13 @@ from ptm_accel.schedule.placement import SHARES, behind, placed
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import Simulation, simulate
 from ptm_accel.schedule.trace import Item, Trace, Use
-from ptm_accel.schedule.updates import final_gradients, spread_state, with_updates, with_updates_in_backward
+from ptm_accel.schedule.updates import (
+    MORE_SUFFIX,
+    final_gradients,
+    spread_state,
+    with_updates,
+    with_updates_in_backward,
+)
 
 _AHEAD_SHARES = (0.4, 0.15, 0.05)
 """The shares of the budget that may be held for what is not used yet: what they hold, state cannot stay in."""
@@ -97,6 +103,7 @@ def choose_plan(
     in_backward: bool = False,
     repeats: bool,
     between_bytes: int = 0,
+    more_follow: bool = False,
     rates: LinkRates | None,
     update_s: float,
     host_s: float | None = None,
@@ -113,13 +120,24 @@ def choose_plan(
         repeats: whether the same pass follows it.
         between_bytes: what the passes of other kinds that come before the next of this kind can make use of: state
             stays over them in what they leave of the budget, and no more.
+        more_follow: whether the next pass adds to the gradients of this one, and no update comes between.
         rates: of the link between the compute tier and the backing store; None where they are not known.
         update_s: seconds of arithmetic for each byte of gradient that an update uses up.
         host_s: the same for updates on the CPU beside a device; None where there are none.
     """
     stays_bytes = max(capacity_bytes - between_bytes, 0)
     task = _Task(
-        recorded, capacity_bytes, updates, overwritten, in_backward, repeats, stays_bytes, rates, update_s, host_s
+        recorded,
+        capacity_bytes,
+        updates,
+        overwritten,
+        in_backward,
+        repeats,
+        stays_bytes,
+        more_follow,
+        rates,
+        update_s,
+        host_s,
     )
     if rates is None:
         return task.choice(BudgetSplit(0.0, _AHEAD_UNKNOWN), frozenset())
@@ -168,6 +186,7 @@ class _Task:
     in_backward: bool
     repeats: bool
     stays_bytes: int
+    more_follow: bool
     rates: LinkRates | None
     update_s: float
     host_s: float | None
@@ -202,6 +221,8 @@ class _Task:
         kept = frozenset(spread_state(trace, min(kept_bytes, self.stays_bytes)))
         state = frozenset(range(len(self.recorded.items), len(trace.items)))
         passing = state - kept if self.stays_bytes < self.capacity_bytes else frozenset()
+        # What is added to sums in host memory goes there at once.
+        passing |= {number for number, item in enumerate(trace.items) if item.name.endswith(MORE_SUFFIX)}
         host = placed(
             trace, self.updates, on_host, self.host_s or 0.0, in_backward=self.in_backward, ends_step=self.repeats
         )
@@ -213,6 +234,7 @@ class _Task:
                 repeats=self.repeats,
                 kept=kept,
                 passing=passing,
+                more_follow=self.more_follow,
                 on_host=host,
             )
         except ScheduleError:

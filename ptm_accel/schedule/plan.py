@@ -81,6 +81,7 @@ def plan_pass(
     repeats: bool = False,
     kept: frozenset[int] = frozenset(),
     passing: frozenset[int] = frozenset(),
+    more_follow: bool = False,
     on_host: Placement = NONE_ON_HOST,
 ) -> Plan:
     """Plans a pass.
@@ -93,6 +94,7 @@ def plan_pass(
         kept: items that never leave.
         passing: items that other passes, before the next of this kind, leave no room for: not there when it begins,
             and gone when it has used them for the last time.
+        more_follow: the next pass adds to the gradients that this one makes.
         on_host: what is updated on the CPU beside a device: its gradients leave as they arrive, and it comes anew.
 
     Raises:
@@ -112,7 +114,7 @@ def plan_pass(
             )
     after = kept
     never_there = created | passing | on_host.seconds.keys()
-    next_uses = trace.next_uses()
+    next_uses = trace.next_uses(more_follow=more_follow)
     for _ in range(_ROUNDS):
         there = after - never_there
         leaving, loading, used, after = _go_through(

@@ -106,19 +106,26 @@ class Trace:
         """From here on count the next uses (`next_uses`) of what the next pass makes anew: this one is done with it."""
         return 2 * (len(self.accesses) + 1)
 
-    def next_uses(self) -> list[int]:
+    def next_uses(self, *, more_follow: bool = False) -> list[int]:
         """Returns for each access when its item is next wanted: an index, or beyond the pass.
 
         What the pass creates (gradients) is next wanted by the update, which comes right after: `len(accesses)`, unless
         updates are part of the pass. What is next wanted by the pass after that counts from there:
         `len(accesses) + 1 +` its first access. What that pass will make anew is wanted after all else.
+
+        Args:
+            more_follow: the next pass comes before the update, and adds to what this one creates where this creates it.
         """
         count = len(self.accesses)
         upcoming: dict[int, int] = {}
         for index, access in enumerate(self.accesses):
-            beyond = count + 1 + index
-            if access.use is Use.CREATE:
-                beyond = self.made_anew + index if access.update else count
+            made, beyond = access.use is Use.CREATE, count + 1 + index
+            if made and access.update:
+                beyond = self.made_anew + index
+            elif made and more_follow:
+                upcoming[access.item] = beyond
+            elif made:
+                beyond = count
             upcoming.setdefault(access.item, beyond)
         following = [0] * count
         for index in range(count - 1, -1, -1):

@@ -17,6 +17,9 @@ from ptm_accel.schedule.trace import Access, Item, Trace, Use
 GRAD_SUFFIX = ".grad"
 """Suffix of a parameter's name in that of its gradient."""
 
+MORE_SUFFIX = f"{GRAD_SUFFIX}.more"
+"""Suffix of a group's name for the block with what is to be added to its gradients below a device."""
+
 LAG = 24
 """Gradients that wait for their updates in backward may take this part of the budget; then compute waits for the disk.
 Otherwise they would fill the room that the plan has for state.

@@ -113,6 +113,9 @@ def test_the_place_of_a_micro_batch_is_told_or_counted() -> None:
     ):
         step.more_follow = iter(follow).__next__
         assert places(step, len(follow)) == expected
+    # What is not known to follow is not counted on.
+    kinds = [Kind(True, True, b"\1", place) for place in Place]
+    assert [kind.place for kind in kinds if kind.more_follow] == [Place.FIRST, Place.MIDDLE]
 
 
 def test_graphs_whose_backward_has_not_begun_make_a_kind() -> None:

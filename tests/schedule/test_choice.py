@@ -13,7 +13,7 @@ from ptm_accel.schedule.choice import Choice, choose_plan
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.simulate import simulate
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
-from ptm_accel.schedule.updates import with_updates
+from ptm_accel.schedule.updates import MORE_SUFFIX, with_updates
 
 COUNT = 24
 SLOW, FAST = LinkRates(4.0, 8.0, 5.0), LinkRates(1e6, 1e6, 1e6)
@@ -100,6 +100,21 @@ def state_there(choice: Choice) -> set[int]:
     """What of the state a plan counts on as the pass begins."""
     assert choice.plan is not None
     return {item for item in choice.plan.resident if choice.trace.items[item].name.endswith(".m")}
+
+
+def test_what_the_cpu_adds_to_sums_takes_no_room_of_parameters() -> None:
+    """Such gradients go to host memory as they arrive, and what is left has room for all parameters."""
+    trace = recorded()
+    items = tuple(Item(item.name.replace(".grad", MORE_SUFFIX), item.nbytes) for item in trace.items)
+    trace = Trace(None, items, trace.accesses)
+    chosen = choose_plan(
+        trace, capacity_bytes=320, updates={}, repeats=True, more_follow=True, rates=FAST, update_s=0.0
+    )
+    assert chosen.plan is not None
+    assert chosen.simulated is not None
+    # The last one is gone when the pass has ended.
+    assert (chosen.simulated.read_bytes, chosen.simulated.written_bytes) == (0, 10 * (COUNT - 1))
+    assert chosen.plan.resident == frozenset(range(COUNT))
 
 
 def test_where_nothing_was_measured_nothing_is_foretold() -> None:

@@ -191,6 +191,18 @@ def test_plans_of_layers_of_many_sizes_are_those_of_the_plain_way(seed: int, sha
     assert any(plan.starts)
 
 
+def test_sums_that_more_is_added_to_leave_before_parameters() -> None:
+    """All parameters and two gradients fit: of those that are wanted after the next forward, the last leave."""
+    trace, options = layers(4), {"capacity_bytes": 60, "repeats": True}
+    ended = Walk(trace, plan_pass(trace, **options))
+    more = plan_pass(trace, more_follow=True, **options)
+    assert (Walk(trace, more).loads, ended.loads) == (0, 2)
+    assert more.resident == frozenset(range(4))
+    evicted = [action.item for actions in more.starts for action in actions]
+    assert evicted == [6, 5]
+    assert more == planned_plainly(trace, more_follow=True, **options)
+
+
 def test_more_kept_than_leaves_room_is_refused() -> None:
     trace = layers(4)
     plan_pass(trace, capacity_bytes=40, kept=frozenset({0, 1, 2}))

@@ -40,3 +40,13 @@ def test_when_things_are_next_wanted() -> None:
     trace = Trace(None, items, tuple(Access(item, use) for item, use in uses))
     # Within the pass; by the update right after it (6); by the pass after that (7 and its first access).
     assert trace.next_uses() == [3, 2, 8, 7, 5, 6]
+
+
+def test_what_more_is_added_to_is_wanted_where_the_next_pass_makes_more() -> None:
+    uses = [(1, Use.CONSUME), (0, Use.READ), (0, Use.READ), (1, Use.CREATE), (2, Use.CREATE), (2, Use.WRITE)]
+    items = (Item("a", 1), Item("a.grad", 1), Item("b.grad", 1))
+    accesses = (Access(item, use, update=use is Use.CONSUME) for item, use in uses)
+    trace = Trace(None, items, tuple(accesses))
+    assert trace.next_uses() == [3, 2, 8, 7, 5, 6]
+    # Behind the parameters that the next forward reads, in the order of its backward.
+    assert trace.next_uses(more_follow=True) == [3, 2, 8, 10, 5, 11]
