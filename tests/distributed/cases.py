@@ -43,6 +43,7 @@ class Case:
         uneven: the second process has twice the budget, so that its plan is another.
         shard: `full`, or `none` for replicas.
         roomy: the budget is four times as large, and layers are gathered in groups.
+        memory: the tiers (`tests.tiers.MEMORIES`); under a mock device collectives end late, at random.
     """
 
     model: str = "llama"
@@ -57,6 +58,7 @@ class Case:
     uneven: bool = False
     shard: str = "full"
     roomy: bool = False
+    memory: str = "host+disk"
 
     def __str__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
@@ -72,11 +74,11 @@ class Case:
         """Steps of the optimizer."""
         return LONG if self.whole_norms else 4
 
-    def host_memory(self, rank: int) -> str:
+    def budget_bytes(self, rank: int) -> int:
         """The budget of a process: one and a half times what whole models need at the least."""
         wide, narrow = _KIB[self.model]
         kib = narrow if self.dtype == "bf16" and not self.masters else wide
-        return f"{kib * (4 if self.roomy else 1) * (2 if self.uneven and rank == 1 else 1)}KiB"
+        return kib * (4 if self.roomy else 1) * (2 if self.uneven and rank == 1 else 1) << 10
 
     def build(self) -> nn.Module:
         """The model in train mode, the same in every process."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,19 +17,23 @@ from torch import nn
 
 import ptm_accel
 from ptm_accel.config import PTMConfig
+from ptm_accel.distributed import ranks
 from ptm_accel.engine import Engine
 from ptm_accel.memory.block import Part
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.units import parse_bytes
 from tests.distributed.cases import PAGE, Case
 from tests.distributed.costs import Costs
 from tests.distributed.plain_ranks import Record, evaluate
 from tests.plain_loop import same_bits
+from tests.tiers import open_memory
 
 
 def options(case: Case, folder: Path, **changes: Any) -> PTMConfig:
     """The configuration of a case, for this process."""
-    budget = case.host_memory(dist.get_rank())
-    given: dict[str, Any] = {"host_memory": budget, "page_size": PAGE, "disk": str(folder)}
+    given: dict[str, Any] = {"page_size": PAGE}
+    if case.memory == "host+disk":
+        given |= {"host_memory": case.budget_bytes(dist.get_rank()), "disk": str(folder)}
     if case.shard != "none":
         given["shard"] = case.shard
     if case.masters:
@@ -35,13 +43,43 @@ def options(case: Case, folder: Path, **changes: Any) -> PTMConfig:
 
 def attach(case: Case, model: nn.Module, folder: Path, **changes: Any) -> Engine:
     """The model on pages, as one of several processes that train it."""
-    engine = Engine.attach(model, options(case, folder, **changes), device=torch.device("cpu"))
+    asked, rank = options(case, folder, **changes), dist.get_rank()
+    if case.memory == "host+disk":
+        engine = Engine.attach(model, asked, device=torch.device("cpu"))
+    else:
+        page_bytes = parse_bytes(PAGE)
+        host_bytes = None if case.memory == "mock+host" else 1 << 20
+        memory = open_memory(
+            case.memory, case.budget_bytes(rank), folder, seed=rank, host_bytes=host_bytes, page_bytes=page_bytes
+        )
+        engine = Engine.attach(model, asked, memory=memory)
     engine.training.replicate()
     return engine
 
 
+class LateCollectives(ranks.Collectives):
+    """Collectives whose results are seen late, as those on a stream of a device."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__(works)
+        self._until = time.monotonic() + random.random() * 2e-3
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._until and super().done()
+
+    def order(self) -> None:
+        time.sleep(max(self._until - time.monotonic(), 0.0))
+        super().order()
+
+
 def train_paged(case: Case, folder: Path) -> Record:
     """Trains on pages; checks what it moved, and what is conserved."""
+    late = nullcontext() if case.memory == "host+disk" else patch.object(ranks, "Collectives", LateCollectives)
+    with late:
+        return _train(case, folder)
+
+
+def _train(case: Case, folder: Path) -> Record:
     rank, record, model = dist.get_rank(), Record(), case.build()
     engine = attach(case, model, folder)
     optimizer = engine.bind_optimizer(case.make_optimizer(model))
@@ -65,10 +103,9 @@ def train_paged(case: Case, folder: Path) -> Record:
     record.evaluated = evaluate(case, model)
     record.weights = weights_of(model)
     record.state = state_of(engine)
-    assert engine.memory.disk is not None
     # Of more ranks, or with more room, one may have so little that it fits.
     fits = dist.get_world_size() > 2 or case.uneven
-    assert engine.memory.disk.bytes_written or fits, "all stayed in memory, so this shows little"
+    assert engine.pool.stats.stored_bytes or fits, "all stayed in memory, so this shows little"
     engine.check_integrity()
     engine.close()
     return record

@@ -109,7 +109,7 @@ def budget_refused(case: Case, folder: Path) -> None:
     """The second process has too little for any model, and says so; the other does not wait for it."""
     rank = dist.get_rank()
     error, match = (PTMError, "") if rank == 0 else (BudgetError, "Set host_memory to at least")
-    refused(case, folder, match, error, host_memory=case.host_memory(rank) if rank == 0 else "256KiB")
+    refused(case, folder, match, error, host_memory=case.budget_bytes(rank) if rank == 0 else "256KiB")
 
 
 def _die(folder: Path) -> None:

@@ -43,6 +43,8 @@ TWO = [
     Case("gpt2", dtype="bf16", masters=True, accumulation=3),
     Case("branches", optimizer="sgd", foreach=False),
     Case("llama-wide", optimizer="adagrad"),
+    Case(accumulation=3, memory="mock+host"),
+    Case("llama-tied", dtype="bf16", clip=0.5, checkpointing="non-reentrant", memory="mock+host+disk"),
 ]
 THREE = [
     Case("llama-tied", accumulation=3, checkpointing="non-reentrant", uneven=True),
