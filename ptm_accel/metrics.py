@@ -6,6 +6,7 @@ import statistics
 import time
 from dataclasses import dataclass, fields, replace
 
+from ptm_accel.distributed.ranks import ShardStats
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
@@ -29,6 +30,9 @@ class Reading:
     disk_read_bytes: int
     disk_written_bytes: int
     stall_s: float
+    gathered_bytes: int
+    reduced_bytes: int
+    network_s: float
     tally: Tally
 
 
@@ -50,6 +54,7 @@ class Metrics:
         steps: how many have ended.
         rates: of the link between the compute tier and its backing store, where they are known.
         disk_rates: of the disk below host memory that is the backing store of a device, where they are known.
+        shards: what ranks have gathered and reduced, where the model is sharded over them.
     """
 
     def __init__(self, memory: Memory, tally: Tally | None = None) -> None:
@@ -57,6 +62,7 @@ class Metrics:
         self._tally = tally if tally is not None else Tally()
         self.rates: LinkRates | None = None
         self.disk_rates: LinkRates | None = None
+        self.shards: ShardStats | None = None
         self.steps = 0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
@@ -106,7 +112,7 @@ class Metrics:
 
     def _totals(self) -> Reading:
         pool, disk = self._memory.pool, self._memory.disk
-        stats, timeline = pool.stats, pool.timeline
+        stats, timeline, shards = pool.stats, pool.timeline, self.shards or ShardStats()
         return Reading(
             steps=self.steps,
             faults=stats.faults,
@@ -117,6 +123,9 @@ class Metrics:
             disk_written_bytes=disk.bytes_written if disk is not None else 0,
             # A device waits by itself, and what a thread waits for leaves it without work.
             stall_s=stats.stall_s if timeline is None else timeline.spent_s(Span.WAIT),
+            gathered_bytes=shards.gathered_bytes,
+            reduced_bytes=shards.reduced_bytes,
+            network_s=shards.waited_s,
             tally=replace(self._tally),
         )
 
@@ -133,10 +142,13 @@ class Metrics:
         keys["ptm_faults"] = round((now.faults - before.faults) / steps, 2)
         keys["ptm_hits"] = round((now.hits - before.hits) / steps, 2)
         moved = ["loaded", "stored", *(["disk_read", "disk_written"] if self._memory.disk is not None else [])]
+        moved += ["gathered", "reduced"] if self.shards is not None else []
         for name in moved:
             nbytes = getattr(now, f"{name}_bytes") - getattr(before, f"{name}_bytes")
             keys[f"ptm_{name}_gib"] = round(nbytes / steps / _GIB, 4)
         keys["ptm_stall_s"] = round((now.stall_s - before.stall_s) / steps, 4)
+        if self.shards is not None:
+            keys["ptm_network_s"] = round((now.network_s - before.network_s) / steps, 4)
         bound = self._bound(before, now)
         if bound is not None:
             keys["ptm_bound_s"] = round(bound[0], 4)
@@ -205,8 +217,14 @@ class Metrics:
                 f"; disk read {format_bytes(now.disk_read_bytes // steps)} and written "
                 f"{format_bytes(now.disk_written_bytes // steps)} a step"
             )
+        network = ""
+        if self.shards is not None:
+            network = (
+                f"; gathered {format_bytes(now.gathered_bytes // steps)} and reduced "
+                f"{format_bytes(now.reduced_bytes // steps)}, waited {now.network_s / steps:.3f} s for ranks a step"
+            )
         times = self.times()
         return (
             f"{now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults and {now.hits / steps:.1f} hits a "
-            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}{'; ' + times if times else ''}"
+            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}{network}{'; ' + times if times else ''}"
         )

@@ -83,6 +83,7 @@ class Pages:
         self.run_ahead.evaluation = self.metrics.leave_out
         sharding = sharding_of(asked)
         self.shards = None if sharding is None else Shards(self.executor, sharding)
+        self.metrics.shards = None if self.shards is None else self.shards.stats
         self.needs = Needs(model, self.slots, memory, self.executor, config, self.shards)
         self.group_bytes = 0
         self._asked = asked

@@ -8,6 +8,7 @@ stores.
 from __future__ import annotations
 
 import hashlib
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ class ShardStats:
         gathered_bytes: their bytes, padding included.
         reductions: blocks of gradients that were reduced.
         reduced_bytes: their bytes, padding included.
+        waited_s: how long the accessing thread has waited for either; a device waits without it.
         agreed: how often ranks had to agree on what comes next.
         sequence: a hash of what was gathered and reduced, in order.
     """
@@ -51,6 +53,7 @@ class ShardStats:
     gathered_bytes: int = 0
     reductions: int = 0
     reduced_bytes: int = 0
+    waited_s: float = 0.0
     agreed: int = 0
     sequence: int = 0
 
@@ -62,10 +65,11 @@ class ShardStats:
 class Collectives:
     """Several collectives that have been started, as one transfer."""
 
-    __slots__ = ("_error", "_works")
+    __slots__ = ("_error", "_stats", "_works")
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    def __init__(self, works: Sequence[Any], stats: ShardStats) -> None:
         self._works = list(works)
+        self._stats = stats
         self._error: RuntimeError | None = None
 
     def done(self) -> bool:
@@ -81,12 +85,15 @@ class Collectives:
         if self._error is not None:
             raise self._error
         works, self._works = self._works, []
+        begin = time.perf_counter()
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
             self._error = error
             raise
+        finally:
+            self._stats.waited_s += time.perf_counter() - begin
 
 
 def _groups(device_type: str) -> tuple[dist.ProcessGroup, ...]:
@@ -112,13 +119,16 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...
 
 
 def _started(
-    collective: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+    collective: Any,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    group: dist.ProcessGroup,
+    stats: ShardStats,
 ) -> Collectives:
     """Starts a collective from the second tensor of each pair to the first: one launch for all of them on a GPU."""
     with _coalescing_manager(group=group, async_ops=True) as manager:
         for target, source in pairs:
             collective(target, source, group=group)
-    return Collectives(manager.works)
+    return Collectives(manager.works, stats)
 
 
 class Ranks:
@@ -155,7 +165,7 @@ class Ranks:
         self.stats.gathers += 1
         self.stats.gathered_bytes += sum(target.nbytes for target, _ in pairs)
         self.stats.note(own.name)
-        return _started(_all_gather, pairs, self._gathers)
+        return _started(_all_gather, pairs, self._gathers, self.stats)
 
     def store(self, handle: Share, offset: int, source: torch.Tensor) -> Transfer:
         """Whole blocks are never stored."""
@@ -200,7 +210,7 @@ class Ranks:
         self.stats.reductions += 1
         self.stats.reduced_bytes += sum(source.nbytes for source in sources)
         self.stats.note(f"reduce {name}")
-        return _started(_reduce_scatter, pairs, self._reductions)
+        return _started(_reduce_scatter, pairs, self._reductions, self.stats)
 
     def gather(self, name: str, whole: torch.Tensor, cut: Cut) -> None:
         """Gathers one tensor in place, and waits for it.

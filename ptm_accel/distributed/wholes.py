@@ -70,10 +70,6 @@ class Order:
         """Returns the blocks that are expected next."""
         return self._expected[self._at : self._at + _AHEAD]
 
-    def forget(self) -> None:
-        """Forgets all passes: the model has other parameters now."""
-        self.__init__()  # type: ignore[misc]
-
 
 class Wholes:
     """Gathers and drops whole blocks (`ptm_accel.runtime.executor.Gathers`).

@@ -286,7 +286,11 @@ class Pool:
         """
         assert tensor.arrival is not None
         try:
-            self.traffic.order(tensor.arrival)
+            if tensor.backing is None:
+                self.traffic.order(tensor.arrival)
+            else:
+                # To plans of what the pool moves, waiting for other ranks is as computing: both go on meanwhile.
+                tensor.arrival.order()
         except BaseException:
             self.admission.turn_back(tensor)
             raise

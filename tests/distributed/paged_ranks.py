@@ -60,8 +60,8 @@ def attach(case: Case, model: nn.Module, folder: Path, **changes: Any) -> Engine
 class LateCollectives(ranks.Collectives):
     """Collectives whose results are seen late, as those on a stream of a device."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__(works)
+    def __init__(self, works: Sequence[Any], stats: ranks.ShardStats) -> None:
+        super().__init__(works, stats)
         self._until = time.monotonic() + random.random() * 2e-3
 
     def done(self) -> bool:
