@@ -155,13 +155,16 @@ class Ranks:
         assert offset == 0 and own.extent is not None and own.place.resident, own
         order_behind(behind)
         mine, whole = own.extent.tensor.detach().view(-1), into.view(own.dtype)
-        pairs = []
+        pairs, places, owned = [], [], []
+        for piece in handle.pieces:
+            cut = piece.cut
+            target = whole[piece.start : piece.start + cut.padded]
+            places.append(target[cut.start : cut.stop])
+            owned.append(mine[piece.own_start : piece.own_start + cut.length])
+            pairs.append((target, target[cut.rank * cut.span : (cut.rank + 1) * cut.span]))
+        # One launch for all of them on a GPU.
         with torch.no_grad():
-            for piece in handle.pieces:
-                cut = piece.cut
-                target = whole[piece.start : piece.start + cut.padded]
-                target[cut.start : cut.stop].copy_(mine[piece.own_start : piece.own_start + cut.length])
-                pairs.append((target, target[cut.rank * cut.span : (cut.rank + 1) * cut.span]))
+            torch._foreach_copy_(places, owned)
         self.stats.gathers += 1
         self.stats.gathered_bytes += sum(target.nbytes for target, _ in pairs)
         self.stats.note(own.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ptm_accel.memory.transfer import round_up
 
@@ -19,43 +19,35 @@ class Cut:
 
     Attributes:
         numel: elements of the parameter.
-        count: how many ranks there are.
+        count: how many ranges there are.
         rank: whose range it is.
+        span: elements that a range has room for.
+        padded: elements that all ranges together have room for.
+        start: the first element of the range.
+        stop: the element behind the last.
+        length: elements of the range.
     """
 
     numel: int
     count: int
     rank: int
+    # Kept, since each step asks for them several times for each parameter.
+    span: int = field(init=False, compare=False)
+    padded: int = field(init=False, compare=False)
+    start: int = field(init=False, compare=False)
+    stop: int = field(init=False, compare=False)
+    length: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks what callers are to know."""
+        """Checks what callers are to know, and computes the rest."""
         assert self.numel >= 0, f"a parameter of {self.numel} elements"
         assert 0 <= self.rank < self.count, f"rank {self.rank} of {self.count}"
-
-    @property
-    def span(self) -> int:
-        """Elements that a range has room for."""
-        return round_up(-(-self.numel // self.count), _ALIGN)
-
-    @property
-    def start(self) -> int:
-        """The first element of the range."""
-        return min(self.rank * self.span, self.numel)
-
-    @property
-    def stop(self) -> int:
-        """The element behind the last."""
-        return min(self.start + self.span, self.numel)
-
-    @property
-    def length(self) -> int:
-        """Elements of the range."""
-        return self.stop - self.start
-
-    @property
-    def padded(self) -> int:
-        """Elements that all ranges together have room for."""
-        return self.count * self.span
+        span = round_up(-(-self.numel // self.count), _ALIGN)
+        start = min(self.rank * span, self.numel)
+        stop = min(start + span, self.numel)
+        found = {"span": span, "padded": self.count * span, "start": start, "stop": stop, "length": stop - start}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
 
 def can_be_cut(numel: int, count: int) -> bool:
