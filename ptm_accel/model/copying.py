@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,9 @@ def copy_off_pages(model: nn.Module, slots: SlotTable, hooks: Iterable[Removable
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, RootHook):
                 memo[id(hook)] = no_hook
+        if (own := vars(module).get("no_sync")) is not None:
+            # Put there for scripts that expect what DDP has: it leads to all that trains the model.
+            memo[id(own)] = nullcontext
     duplicate = copy.deepcopy(model, memo)
     ours = {handle.id for handle in hooks}
     for module in duplicate.modules():

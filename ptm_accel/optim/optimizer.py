@@ -293,8 +293,10 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises:
             LostStepError: an update has failed since the state was loaded last.
+            UnsupportedError: the model is sharded over ranks.
         """
         self.updates.refuse_lost()
+        self._refuse_ranges("state_dict()")
         for before in list(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
         with self._pool.calls.during(Call.SAVE, self._pool):
@@ -304,13 +306,23 @@ class PagedOptimizer(torch.optim.Optimizer):
             made = made if changed is None else changed
         return made
 
+    def _refuse_ranges(self, what: str) -> None:
+        """Refuses what would give or take a rank's own ranges as if they were whole tensors."""
+        if any(slot.sharded for slot in self._states.held()):
+            raise UnsupportedError(
+                f"optimizer.{what}: each rank has a range of the state of each parameter (shard: full), which cannot "
+                "be saved or loaded yet. Train with shard: none where you need it."
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as `torch.optim.Optimizer.load_state_dict` does, one tensor at a time onto pages.
 
         Raises:
             CheckpointError: other parameter groups than this optimizer's.
+            UnsupportedError: the model is sharded over ranks.
             BudgetError: with what they say updates need more than there is; nothing has been changed.
         """
+        self._refuse_ranges("load_state_dict()")
         given = dict(state_dict)
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, given)

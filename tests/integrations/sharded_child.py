@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from ptm_accel.integrations.transformers import Trainer
@@ -16,7 +17,9 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+import ptm_accel
 from ptm_accel.engine import engine_of
+from ptm_accel.errors import UnsupportedError
 
 VOCABULARY, LENGTH = 131, 12
 
@@ -81,6 +84,15 @@ def main(folder: Path) -> None:
         engine = engine_of(trained)
         assert engine is not None
         assert (engine.training.shards is not None) == (name != "replicas"), name
+        copied = ptm_accel.plain_copy(trained)
+        with ptm_accel.gathered(trained):
+            for param, same in zip(trained.parameters(), copied.parameters(), strict=True):
+                assert torch.equal(param, same), name
+        if engine.training.shards is not None:
+            with pytest.raises(UnsupportedError, match="each rank has a range of the state"):
+                engine.optimizer.state_dict()
+            with pytest.raises(UnsupportedError, match="each rank has a range of the state"):
+                engine.optimizer.load_state_dict({})
         engine.check_integrity()
         engine.detach()
     sys.stdout.write("agree\n")
