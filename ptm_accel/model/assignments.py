@@ -19,6 +19,7 @@ import torch
 
 from ptm_accel.errors import PagedModelError
 from ptm_accel.memory.budget import Tag
+from ptm_accel.memory.cut import Cut, can_be_cut
 from ptm_accel.memory.windows import Windows
 from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.slots import ParamSlot
@@ -105,7 +106,7 @@ def _leave_to_viewers(slot: ParamSlot, *, alone: bool) -> None:
     executor, pool, value = slot.executor, slot.pool, slot.value
     if not value.block.viewed:
         return
-    if value.alone or value.block.pins or not alone:
+    if value.alone or value.block.pins or slot.sharded or not alone:
         with executor.pin(value, write=True):
             pool.leave_to_viewers(value.block)
         return
@@ -160,9 +161,34 @@ def _reshape(slot: ParamSlot, data: torch.Tensor) -> None:
         )
     # Refused before the old values are dropped.
     pool.admission.reserve(data.nbytes, Tag.PARAM, slot.name).release()
+    cuts, own = _cuts(slot, data), slot.own
     slot.give_up_part()
-    executor.forget(value)
-    slot.become_member(ParamGroup(slot.name, [data.shape], movable=slot.group.movable), value.dtype)
-    executor.adopt(slot.value.block, data, copied=True)
+    executor.forget(own)
+    slot.become_member(
+        ParamGroup(slot.name, [data.shape], movable=slot.group.movable, cuts=cuts), data.shape, value.dtype
+    )
+    if slot.sharded:
+        executor.make(slot.own.block).copy_(slot.owned(data))
+        slot.leaving(pool.compute.device)
+    else:
+        executor.adopt(slot.value.block, data, copied=True)
     slot.generation += 1
     slot.changed()
+
+
+def _cuts(slot: ParamSlot, data: torch.Tensor) -> list[Cut] | None:
+    """What this rank is to own of a sharded parameter with other values; None for one that is not sharded.
+
+    Raises:
+        PagedModelError: they are too few for all ranks.
+    """
+    if not slot.sharded:
+        return None
+    before = slot.group.pieces[slot.member].cut
+    if not can_be_cut(data.numel(), before.count):
+        raise PagedModelError(
+            f"parameter {slot.name} of shape {tuple(slot.value.shape)}, which is sharded over {before.count} ranks, "
+            f"was given data of shape {tuple(data.shape)}, of which one would have nothing. Change it before the model "
+            "is put on pages."
+        )
+    return [Cut(data.numel(), before.count, before.rank)]

@@ -123,6 +123,9 @@ class ParamSlot:
     def owned(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the range of a whole tensor of the parameter's shape that this rank owns, 1-D."""
         cut = self.group.pieces[self.member].cut
+        if all(stride == 0 for stride in whole.stride()):
+            # The same everywhere, and as little memory.
+            return whole.as_strided((cut.length,), (0,))
         return whole.reshape(-1)[cut.start : cut.stop]
 
     # ---- what its parameter is -------------------------------------------------------------------------------------
@@ -291,10 +294,14 @@ class ParamSlot:
         if not part.place.resident:
             self.leaving(self.pool.compute.device)
 
-    def become_member(self, group: ParamGroup, dtype: torch.dtype) -> None:
-        """Takes a part of the block of another group, as its first member."""
+    def become_member(self, group: ParamGroup, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Takes a part of the block of another group, as its first member, of which `shape` is the whole."""
         self.group, self.member = group, 0
+        backing = self.value.block.backing
         self.value = self.own = self.group_part = group.part(0, "", Tag.PARAM, dtype, self.pool)
+        if group.pieces:
+            assert backing is not None
+            self.value = group.whole_part(0, shape, self.own.block, self.pool, backing)
         self._take_part()
 
     def _members(self) -> Members:

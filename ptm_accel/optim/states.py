@@ -86,7 +86,7 @@ class States:
             there = self._inner.state.pop(slot.param, {})
             try:
                 for key, value in there.items():
-                    self.put(state, key, value)
+                    self.put(state, key, slot.owned(value) if slot.sharded and is_whole(slot, value) else value)
             except BaseException:
                 self._inner.state[slot.param] = there
                 raise
@@ -245,6 +245,11 @@ class States:
             entries = self.others.entries(slot).items() if isinstance(slot, Other) else self.entries(self.of(slot))
             for key, value in entries:
                 yield slot.name, key, value
+
+
+def is_whole(slot: ParamSlot, value: object) -> bool:
+    """Returns whether `value` has the shape of the whole parameter, of which a rank may own a range."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
 
 
 def is_full(slot: ParamSlot | Other, value: object) -> bool:

@@ -45,6 +45,7 @@ TWO = [
     Case("llama-wide", optimizer="adagrad"),
     Case(accumulation=3, memory="mock+host"),
     Case("llama-tied", dtype="bf16", clip=0.5, checkpointing="non-reentrant", memory="mock+host+disk"),
+    Case("llama", optimizer="adagrad", foreach=False),
 ]
 THREE = [
     Case("llama-tied", accumulation=3, checkpointing="non-reentrant", uneven=True),
