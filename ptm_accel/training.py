@@ -18,7 +18,7 @@ from ptm_accel.memory.calls import Call
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.model.away import bare
 from ptm_accel.model.compiled import Region, refuse_oversized_region, region_bytes
-from ptm_accel.model.floor import OptimizerMemory
+from ptm_accel.model.floor import Floor, OptimizerMemory
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
@@ -136,9 +136,13 @@ class Training:
         sums = []
         for grad in [] if self.gradients is None else self.gradients.present():
             assert grad.value is not None
-            total = self._pages.executor.copied(grad.value, self._pool.compute.device)
-            sums.append((grad.slot, total.to(grad.slot.value.dtype)))
-            del total
+            if grad.slot.sharded:
+                with grad.used_by() as whole:
+                    sums.append((grad.slot, whole.clone()))
+            else:
+                total = self._pages.executor.copied(grad.value, self._pool.compute.device)
+                sums.append((grad.slot, total.to(grad.slot.value.dtype)))
+                del total
             grad.drop()
         return sums
 
@@ -166,7 +170,7 @@ class Training:
         seen = (self.gradients, 0 if self.gradients is None else self.gradients.arrivals)
         if seen != self._seen:
             # Each gradient of a model may be looked at, one after the other.
-            self.synchronise()
+            self._synchronise_replicas()
             self._seen = seen
         if self.optimizer is not None:
             self.optimizer.gradients.apply_scale()
@@ -256,7 +260,7 @@ class Training:
         floor = self._needs.estimate(optimizer_memory_of(optimizer, state_tensors=state_tensors))
         evaluated, self._needs.evaluates = self._needs.evaluates, False
         try:
-            self._needs.check(floor, floor, floor)
+            self._check_needs(floor)
         except BaseException:
             self._needs.evaluates = evaluated
             raise
@@ -286,6 +290,13 @@ class Training:
         self.optimizer.ended = weakly(self._step_ended, None)
         return self.optimizer
 
+    def _check_needs(self, floor: Floor) -> None:
+        """Takes note of the least budget, if all ranks have that."""
+        if self.shards is None:
+            self._needs.check(floor, floor, floor)
+        else:
+            self.shards.ranks.all_or_none(lambda: self._needs.check(floor, floor, floor))
+
     def _step_ended(self) -> None:
         one = self.replicas is None and self.shards is None
         if one and self.optimizer is not None and self.gradients is not None:
@@ -297,8 +308,7 @@ class Training:
         Raises:
             BudgetError: the budgets are below what that takes; nothing has been changed.
         """
-        floor = self._needs.estimate(optimizer_memory)
-        self._needs.check(floor, floor, floor)
+        self._check_needs(self._needs.estimate(optimizer_memory))
         self.hold_norms()
 
     def follow(self) -> None:
@@ -480,11 +490,14 @@ class Training:
 
     def synchronise(self) -> None:
         """Makes gradients that have arrived the mean over all replicas; nobody has to call this before a step."""
+        if self.shards is not None and not self.plain.active:
+            self.shards.before_step()
+        self._synchronise_replicas()
+
+    def _synchronise_replicas(self) -> None:
         if self.plain.active:
             return
         self._meet_newcomers()
-        if self.shards is not None:
-            self.shards.before_step()
         if self.replicas is None or self.gradients is None or self.replicas.have_shared(self.gradients):
             return
         if self.optimizer is not None:

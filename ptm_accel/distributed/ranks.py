@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from ptm_accel.distributed.apart import ADVICE, came_apart, line, named
 from ptm_accel.errors import PTMError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copies import order_behind
@@ -63,14 +64,20 @@ class ShardStats:
 
 
 class Collectives:
-    """Several collectives that have been started, as one transfer."""
+    """Several collectives that have been started, as one transfer.
 
-    __slots__ = ("_error", "_stats", "_works")
+    Args:
+        works: they.
+        rank, what: which rank has started them, and what it does, for messages.
+        stats: where waiting for them counts.
+    """
 
-    def __init__(self, works: Sequence[Any], stats: ShardStats) -> None:
+    __slots__ = ("_error", "_rank", "_stats", "_what", "_works")
+
+    def __init__(self, works: Sequence[Any], rank: int, what: str, stats: ShardStats) -> None:
         self._works = list(works)
-        self._stats = stats
-        self._error: RuntimeError | None = None
+        self._rank, self._what, self._stats = rank, what, stats
+        self._error: UnsupportedError | None = None
 
     def done(self) -> bool:
         """See `Transfer`."""
@@ -90,8 +97,8 @@ class Collectives:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            self._error = error
-            raise
+            self._error = came_apart(self._rank, self._what, error)
+            raise self._error from error
         finally:
             self._stats.waited_s += time.perf_counter() - begin
 
@@ -106,10 +113,11 @@ def _groups(device_type: str) -> tuple[dist.ProcessGroup, ...]:
     known = _made.get(world)
     if known is None:
         backend = "nccl" if device_type == "cuda" else "gloo"
+        waits = world._get_backend(torch.device(device_type)).options._timeout
         known = _made[world] = (
-            dist.new_group(backend=backend),
-            dist.new_group(backend=backend),
-            dist.new_group(backend="gloo"),
+            dist.new_group(backend=backend, timeout=waits),
+            dist.new_group(backend=backend, timeout=waits),
+            dist.new_group(backend="gloo", timeout=waits),
             dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S)),
         )
     return known
@@ -118,17 +126,33 @@ def _groups(device_type: str) -> tuple[dist.ProcessGroup, ...]:
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = weakref.WeakKeyDictionary()
 
 
-def _started(
-    collective: Any,
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    group: dist.ProcessGroup,
-    stats: ShardStats,
-) -> Collectives:
-    """Starts a collective from the second tensor of each pair to the first: one launch for all of them on a GPU."""
-    with _coalescing_manager(group=group, async_ops=True) as manager:
-        for target, source in pairs:
-            collective(target, source, group=group)
-    return Collectives(manager.works, stats)
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: what is only moved may be of any dtype."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, in pairs where they are complex: collectives add no others."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def broadcast(values: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Gives all processes the first one's values, of any dtype and layout, in place.
+
+    Args:
+        values: they.
+        group: the processes; None for all.
+        device: where the group computes.
+    """
+    if not values.numel():
+        return
+    # One that is expanded has few elements of its own.
+    sizes = [size if stride else 1 for size, stride in zip(values.shape, values.stride(), strict=True)]
+    own = values.as_strided(sizes, values.stride())
+    given = own.detach().to(device).contiguous()
+    dist.broadcast(_octets(given), group=group, group_src=0)
+    if given.data_ptr() != own.data_ptr():
+        own.copy_(given)
 
 
 class Ranks:
@@ -161,14 +185,14 @@ class Ranks:
             target = whole[piece.start : piece.start + cut.padded]
             places.append(target[cut.start : cut.stop])
             owned.append(mine[piece.own_start : piece.own_start + cut.length])
-            pairs.append((target, target[cut.rank * cut.span : (cut.rank + 1) * cut.span]))
+            pairs.append((_octets(target), _octets(target[cut.rank * cut.span : (cut.rank + 1) * cut.span])))
         # One launch for all of them on a GPU.
         with torch.no_grad():
             torch._foreach_copy_(places, owned)
         self.stats.gathers += 1
         self.stats.gathered_bytes += sum(target.nbytes for target, _ in pairs)
         self.stats.note(own.name)
-        return _started(_all_gather, pairs, self._gathers, self.stats)
+        return self._started(_all_gather, pairs, self._gathers, f"gathers {own.name}")
 
     def store(self, handle: Share, offset: int, source: torch.Tensor) -> Transfer:
         """Whole blocks are never stored."""
@@ -207,13 +231,22 @@ class Ranks:
         """
         sources = [whole[start : start + self.count * span] for start, span in pieces]
         pairs = [
-            (source[self.rank * span : (self.rank + 1) * span], source)
+            (_numbers(source[self.rank * span : (self.rank + 1) * span]), _numbers(source))
             for source, (_, span) in zip(sources, pieces, strict=True)
         ]
         self.stats.reductions += 1
         self.stats.reduced_bytes += sum(source.nbytes for source in sources)
         self.stats.note(f"reduce {name}")
-        return _started(_reduce_scatter, pairs, self._reductions, self.stats)
+        return self._started(_reduce_scatter, pairs, self._reductions, f"adds up the gradients of {name}")
+
+    def _started(
+        self, collective: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, what: str
+    ) -> Collectives:
+        """Starts a collective from the second tensor of each pair to the first: one launch for all of them on a GPU."""
+        with named(self.rank, what), _coalescing_manager(group=group, async_ops=True) as manager:
+            for target, source in pairs:
+                collective(target, source, group=group)
+        return Collectives(manager.works, self.rank, what, self.stats)
 
     def gather(self, name: str, whole: torch.Tensor, cut: Cut) -> None:
         """Gathers one tensor in place, and waits for it.
@@ -225,22 +258,23 @@ class Ranks:
         """
         own = whole[cut.rank * cut.span : (cut.rank + 1) * cut.span]
         self.stats.note(name)
-        _all_gather(whole, own, group=self._gathers)
+        with named(self.rank, name):
+            _all_gather(_octets(whole), _octets(own), group=self._gathers)
 
     def sum(self, values: torch.Tensor) -> None:
         """Sums in place over all ranks."""
-        dist.all_reduce(values, group=self._reductions)
+        with named(self.rank, "adds up gradients"):
+            dist.all_reduce(values, group=self._reductions)
 
     def most(self, values: torch.Tensor) -> None:
         """Takes the greatest over all ranks in place, on the device."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._reductions)
+        with named(self.rank, "compares gradients"):
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._reductions)
 
     def share(self, values: torch.Tensor) -> None:
         """Gives all ranks the first one's values, in place."""
-        given = values if values.device.type == self.device.type else values.to(self.device)
-        dist.broadcast(given, group=self._reductions, group_src=0)
-        if given is not values:
-            values.copy_(given)
+        with named(self.rank, "puts a model on pages"):
+            broadcast(values, self._reductions, self.device)
 
     # ---- agreement -------------------------------------------------------------------------------------------------
 
@@ -256,19 +290,21 @@ class Ranks:
         self.stats.agreed += 1
         code = int.from_bytes(hashlib.md5(what.encode(), usedforsecurity=False).digest()[:6], "big")
         both = torch.tensor([code, -code])
-        advice = (
-            "Every rank has to do the same, in the same order, with parameters that are sharded over ranks: do it on "
-            "all of them, and use the result on one (`with ptm_accel.gathered(model): ...`)."
-        )
         try:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._control)
         except RuntimeError as error:
             raise UnsupportedError(
-                f"rank {self.rank} {what}, and not all of the {self.count} ranks have come to do so within "
-                f"{CONTROL_TIMEOUT_S:g} s. {advice} ({error})"
+                f"rank {self.rank} {what}{line()}, and not all of the {self.count} ranks have come to do so within "
+                f"{CONTROL_TIMEOUT_S:g} s. {ADVICE} ({error})"
             ) from error
-        if both[0] != -both[1]:
-            raise UnsupportedError(f"rank {self.rank} {what}, and another rank does something else. {advice}")
+        if both[0] == -both[1]:
+            return
+        mine = f"{what}{line()}"
+        every: list[str] = [""] * self.count
+        with named(self.rank, mine):
+            dist.all_gather_object(every, mine, group=self._control)
+        others = (f"rank {rank} {other}" for rank, other in enumerate(every) if rank != self.rank and other != mine)
+        raise UnsupportedError(f"rank {self.rank} {mine}, and {', '.join(others)}. {ADVICE}")
 
     def flags(self, values: Sequence[int]) -> list[int]:
         """Returns the greatest of each of some small numbers over all ranks.
@@ -278,7 +314,8 @@ class Ranks:
         """
         sequence = self.stats.sequence
         most = torch.tensor([*values, sequence, -sequence])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._plain)
+        with named(self.rank, "ends a backward"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._plain)
         *found, high, low = most.tolist()
         if high != -low:
             raise UnsupportedError(
@@ -291,19 +328,22 @@ class Ranks:
     def least(self, number: int) -> int:
         """Returns the least of one number over all ranks."""
         given = torch.tensor(-number)
-        dist.all_reduce(given, dist.ReduceOp.MAX, group=self._plain)
+        with named(self.rank, "puts a model on pages"):
+            dist.all_reduce(given, dist.ReduceOp.MAX, group=self._plain)
         return -int(given)
 
     def told(self, value: Any) -> Any:
         """Returns the first rank's value, a plain object."""
         given = [value]
-        dist.broadcast_object_list(given, group=self._plain, group_src=0)
+        with named(self.rank, "learns the order of gradients"):
+            dist.broadcast_object_list(given, group=self._plain, group_src=0)
         return given[0]
 
     def all_of(self, value: Any) -> list[Any]:
         """Returns the value of every rank, a plain object."""
         given: list[Any] = [None] * self.count
-        dist.all_gather_object(given, value, group=self._plain)
+        with named(self.rank, "compares what ranks have"):
+            dist.all_gather_object(given, value, group=self._plain)
         return given
 
     def all_or_none(self, check: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ Gradients of small parameters, which every rank has whole, are summed together a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,16 +84,21 @@ class Reductions:
     Args:
         executor: serves accesses.
         ranks: who they are shared with.
-        grads: those of all trained parameters, in the model's order; the same on all ranks.
+        grads: gives those of all trained parameters, in the model's order; the same on all ranks.
         patience: how many whole groups wait for one before them in the first backward.
     """
 
-    def __init__(self, executor: Executor, ranks: Ranks, grads: Iterable[GradSlot], patience: int) -> None:
+    def __init__(self, executor: Executor, ranks: Ranks, grads: Callable[[], list[GradSlot]], patience: int) -> None:
         self._patience = patience
         self._executor = executor
         self._pool = executor.pool
         self._ranks = ranks
-        self._grads = list(grads)
+        self._known = grads
+        self._meet(grads())
+
+    def _meet(self, grads: list[GradSlot]) -> None:
+        """Takes gradients of `grads` from now on, in an order that is still to be found."""
+        self._grads = grads
         self._trained: dict[ParamGroup, _Trained] = {}
         self._small: list[GradSlot] = []
         for grad in self._grads:
@@ -125,6 +130,10 @@ class Reductions:
             trained.arriving = trained.late = None
         if self._running is not None:
             self._pool.forget(self._running[1].block)
+        grads = self._known()
+        if grads != self._grads:
+            # Layers have been unfrozen.
+            self._meet(grads)
         self._begin_backward()
         if not self._grads:
             return

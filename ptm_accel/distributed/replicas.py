@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ptm_accel.distributed.ranks import broadcast
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
@@ -65,9 +66,9 @@ class Replicas:
             )
         for slot in slots:
             with self._executor.pin(slot.value, write=True) as values:
-                dist.broadcast(values, group=self._group, group_src=0)
+                broadcast(values, self._group, self._executor.pool.compute.device)
         for buffer in buffers:
-            dist.broadcast(buffer, group=self._group, group_src=0)
+            broadcast(buffer, self._group, self._executor.pool.compute.device)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,7 +129,7 @@ class Replicas:
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None and name not in part._non_persistent_buffers_set:
-                    dist.broadcast(buffer, group=self._group, group_src=0)
+                    broadcast(buffer, self._group, self._executor.pool.compute.device)
 
     def follow(self, model: nn.Module) -> None:
         """Another module wraps or replaces the model, and is what is called from now on."""

@@ -16,6 +16,7 @@ from ptm_accel.distributed.ranks import Ranks, ShardStats
 from ptm_accel.distributed.reducing import Reductions
 from ptm_accel.distributed.wholes import Wholes
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.model.grad_slot import GradSlot
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.grouping import Sharding
 from ptm_accel.model.norms import is_narrow
@@ -131,9 +132,12 @@ class Shards:
 
     def reduce(self, gradients: Gradients) -> None:
         """Has gradients reduced from now on."""
-        self._reductions = gradients.sharing = Reductions(
-            self._executor, self.ranks, gradients.slots(), self.wholes.most
-        )
+        known = weakref.ref(gradients)
+
+        def trained() -> list[GradSlot]:
+            return [] if (there := known()) is None else there.slots()
+
+        self._reductions = gradients.sharing = Reductions(self._executor, self.ranks, trained, self.wholes.most)
         self._executor.pool.calls.backwards[self] = weakref.WeakMethod(self._reductions.begin)
 
     def before_step(self) -> None:
@@ -159,10 +163,18 @@ class Shards:
             slots: the parameter of each.
             norm_type: the p of the p-norm.
             wide: whether norms of narrow gradients are fp32.
+
+        Raises:
+            UnsupportedError: they cannot be put together.
         """
         at = [number for number, slot in enumerate(slots) if slot is not None and slot.sharded]
         if not at:
             return list(norms)
+        if norm_type <= 0:
+            raise UnsupportedError(
+                f"the {norm_type:g}-norm of gradients that are sharded over ranks was asked for. Use a positive "
+                "norm_type, such as 2 or inf."
+            )
         own = torch.stack([norms[number].double() for number in at])
         if norm_type == float("inf"):
             self.ranks.most(own)
@@ -174,6 +186,6 @@ class Shards:
         for number, norm in zip(at, own, strict=True):
             slot = slots[number]
             assert slot is not None
-            dtype = torch.float32 if wide and is_narrow(slot.value.dtype) else slot.value.dtype
-            found[number] = norm.to(dtype)
+            narrow = is_narrow(slot.value.dtype) and not wide
+            found[number] = norm.to(slot.value.dtype if narrow else norms[number].dtype)
         return found

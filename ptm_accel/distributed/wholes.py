@@ -33,13 +33,13 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Hashable, int], list[Block]] = {}
-        self._latest: dict[Hashable, list[Block]] = {}
+        self._known: dict[tuple[Hashable, int], list[Block | str]] = {}
+        self._latest: dict[Hashable, list[Block | str]] = {}
         self._key: tuple[Hashable, int] | None = None
         self._number = 0
-        self._expected: list[Block] = []
+        self._expected: list[Block | str] = []
         self._at = 0
-        self._seen: list[Block] = []
+        self._seen: list[Block | str] = []
         self._departed = False
 
     def begin(self, kind: Hashable) -> None:
@@ -54,21 +54,21 @@ class Order:
         """The next pass is the first of a step."""
         self._number = 0
 
-    def accessed(self, block: Block) -> bool:
-        """Notes an access; returns whether it was expected."""
-        self._seen.append(block)
-        if self._at < len(self._expected) and self._expected[self._at] is block:
+    def accessed(self, what: Block | str) -> bool:
+        """Notes an access, to a block or to what has a name; returns whether it was expected."""
+        self._seen.append(what)
+        if self._at < len(self._expected) and self._expected[self._at] == what:
             self._at += 1
             return True
         self._departed = True
         ahead = self._expected[self._at : self._at + _JOIN_WITHIN]
-        if block in ahead:
-            self._at += ahead.index(block) + 1
+        if what in ahead:
+            self._at += ahead.index(what) + 1
         return False
 
     def ahead(self) -> list[Block]:
         """Returns the blocks that are expected next."""
-        return self._expected[self._at : self._at + _AHEAD]
+        return [what for what in self._expected[self._at : self._at + _AHEAD] if isinstance(what, Block)]
 
 
 class Wholes:
@@ -117,7 +117,9 @@ class Wholes:
 
     def gather(self, what: str, whole: torch.Tensor, cut: Cut) -> None:
         """See `Gathers`."""
-        self._ranks.agree(what)
+        self._last = None
+        if not self.order.accessed(what):
+            self._ranks.agree(what)
         self._ranks.gather(what, whole, cut)
 
     def _gather(self, block: Block, beside: Block | None = None) -> None:
@@ -127,9 +129,7 @@ class Wholes:
             block: which one.
             beside: stays in any case.
         """
-        # Those of a model that was taken off its pages meanwhile are nowhere.
-        for gone in [other for other in self._here if other.extent is None]:
-            del self._here[gone]
+        self._forget_gone()
         idle = [other for other in self._here if not other.pins and other is not beside]
         stay = max(self.most - 1 - (beside is not None), 0)
         for other in idle[: max(len(idle) - stay, 0)]:
@@ -139,6 +139,11 @@ class Wholes:
         with self._executor.pin(share.own):
             self._pool.start(block)
         self._here[block] = None
+
+    def _forget_gone(self) -> None:
+        """Forgets the blocks of parameters that have left the model, or their pages."""
+        for block in [block for block in self._here if block.extent is None]:
+            del self._here[block]
 
     def _drop(self, block: Block) -> None:
         del self._here[block]
@@ -160,6 +165,7 @@ class Wholes:
 
     def drop_all(self) -> None:
         """Ends a step: drops all blocks that nobody has pinned, since what ranks own of them is about to change."""
+        self._forget_gone()
         for block in [block for block in self._here if not block.pins]:
             self._drop(block)
         self._last = None

@@ -422,6 +422,9 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     if not plain or type(args[0]) is not AwayGradient:
         return _with_values(func, args, kwargs)
     source = _gradient_source(args[0])
+    if source.slot.sharded:
+        # The sum here is a range of it.
+        return _with_values(func, args, kwargs)
     with source.slot.pool.calls.during(Call.ACCESS, source.slot.pool):
         return source.norm(float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
 

@@ -296,6 +296,10 @@ class Forwards:
                 self._regions.scan()
                 if torch._C._current_graph_task_id() == -1:
                     self.outside_uses = 0
+            elif self._executor.gathers is not None and torch._C._current_graph_task_id() == -1:
+                # Code that calls parts of the model itself, such as the layers and then the head.
+                part = self._regions.name_of(module)
+                self._executor.gathers.begin((part, module.training, torch.is_grad_enabled()))
             if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self.beginning()
         except BaseException:

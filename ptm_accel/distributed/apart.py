@@ -1,0 +1,60 @@
+"""What is said where ranks have come apart: what this one does, and in which line of whose code."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from ptm_accel.errors import UnsupportedError
+
+ADVICE = (
+    "Every rank has to do the same, in the same order, with parameters that are sharded over ranks: take that line out "
+    "of `if rank == 0` or the like, do it on all of them, and use the result on one (`with ptm_accel.gathered(model): "
+    "...`)."
+)
+
+_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen")
+_OURS = "ptm_accel"
+
+
+def line() -> str:
+    """Returns the innermost line under way that is of no library, for messages; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        library = "site-packages" in code.co_filename or code.co_filename.startswith(_LIBRARY)
+        if not library and name.partition(".")[0] != _OURS:
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            return f" (in {Path(code.co_filename).name}:{frame.f_lineno}: {text})"
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def named(rank: int, what: str) -> Iterator[None]:
+    """Names what a rank does in the error of a collective: another one has ended, or has not come.
+
+    Args:
+        rank: which one this is.
+        what: it does.
+
+    Raises:
+        UnsupportedError: with the error of torch.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise came_apart(rank, what, error) from error
+
+
+def came_apart(rank: int, what: str, error: RuntimeError) -> UnsupportedError:
+    """The error of a collective that the others have not joined."""
+    return UnsupportedError(
+        f"rank {rank} {what}{line()}, and the other ranks have not done so with it: one of them has ended, whose own "
+        f"error says why, or does something else. {ADVICE} ({error})"
+    )
