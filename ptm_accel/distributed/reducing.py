@@ -1,15 +1,15 @@
 """Gradients over ranks: collected whole for one group at a time, and reduced to the range that each rank owns.
 
 Gradients are multiplied by 1 / number of ranks and summed, as DistributedDataParallel does, after every micro-batch.
-Groups are reduced in one order on all ranks: at first that of the model, backwards; from the second backward on the
-order in which their gradients arrived on the first rank. A group is closed when the next one in that order has all its
-gradients, so that at most a few whole groups are there at a time. What arrives later is reduced at the end of backward.
-Gradients of small parameters, which every rank has whole, are summed together at the end.
+Groups are reduced in one order on all ranks: at first that of their first uses, backwards; from the second backward on
+the order in which their gradients arrived on the first rank. A group is closed when the next one in that order has all
+its gradients, so that at most a few whole groups are there at a time. What arrives later is reduced at the end of
+backward. Gradients of small parameters, which every rank has whole, are summed together at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,16 @@ class _Trained:
         self.closed = False
 
     @property
+    def block(self) -> Block:
+        """The whole block of the values."""
+        return next(iter(self.grads.values())).slot.value.block
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the gradients of whole members."""
+        return self.group.whole_numel * next(iter(self.grads.values())).slot.value.dtype.itemsize
+
+    @property
     def whole(self) -> bool:
         """Whether all its gradients have come."""
         return self.arriving is not None and len(self.arriving.members) == len(self.grads)
@@ -85,10 +95,20 @@ class Reductions:
         executor: serves accesses.
         ranks: who they are shared with.
         grads: gives those of all trained parameters, in the model's order; the same on all ranks.
-        patience: how many whole groups wait for one before them in the first backward.
+        used: gives the whole blocks that have been used in the pass under way, in order.
+        patience: groups that have all their gradients wait for one before them, in the first backward, while they take
+            no more bytes than so many of the largest.
     """
 
-    def __init__(self, executor: Executor, ranks: Ranks, grads: Callable[[], list[GradSlot]], patience: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        ranks: Ranks,
+        grads: Callable[[], list[GradSlot]],
+        used: Callable[[], Sequence[object]],
+        patience: int,
+    ) -> None:
+        self._used = used
         self._patience = patience
         self._executor = executor
         self._pool = executor.pool
@@ -108,6 +128,7 @@ class Reductions:
             else:
                 self._small.append(grad)
         self._order = list(reversed(self._trained.values()))
+        self._largest_bytes = max((trained.whole_bytes for trained in self._order), default=0)
         self._learned = False
         self._begin_backward()
 
@@ -137,9 +158,19 @@ class Reductions:
         self._begin_backward()
         if not self._grads:
             return
+        if not self._learned:
+            self._guess_order()
         # Also where none comes to this rank: others may have some.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end)
+
+    def _guess_order(self) -> None:
+        """Orders groups by their first uses in the forward, backwards; those that it has not used come last."""
+        first: dict[object, int] = {}
+        for number, block in enumerate(self._used()):
+            first.setdefault(block, number)
+        groups = reversed(self._trained.values())
+        self._order = sorted(groups, key=lambda trained: -first.get(trained.block, -1))
 
     # ---- as gradients arrive ---------------------------------------------------------------------------------------
 
@@ -173,8 +204,9 @@ class Reductions:
         until = self._order.index(latest, self._next) + 1
         waiting = self._order[self._next : until]
         come = [trained.whole for trained in waiting]
+        held = sum(each.arriving.block.slot_bytes for each in waiting if each.whole and each.arriving is not None)
         # Before an order is known, the others may still come; some of the model may not be used at all.
-        if self._learned or all(come) or sum(come) > self._patience:
+        if self._learned or all(come) or held > self._patience * self._largest_bytes:
             for trained in waiting:
                 self._reduce(trained)
 

@@ -137,7 +137,9 @@ class Shards:
         def trained() -> list[GradSlot]:
             return [] if (there := known()) is None else there.slots()
 
-        self._reductions = gradients.sharing = Reductions(self._executor, self.ranks, trained, self.wholes.most)
+        self._reductions = gradients.sharing = Reductions(
+            self._executor, self.ranks, trained, lambda: self.wholes.order.seen, self.wholes.most
+        )
         self._executor.pool.calls.backwards[self] = weakref.WeakMethod(self._reductions.begin)
 
     def before_step(self) -> None:

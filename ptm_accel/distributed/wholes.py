@@ -30,6 +30,9 @@ class Order:
     """The accesses of passes, by kind and by their number within a step.
 
     A pass of a number that is not known is expected to be as the latest one of its kind.
+
+    Attributes:
+        seen: the accesses since a pass last began.
     """
 
     def __init__(self) -> None:
@@ -39,14 +42,14 @@ class Order:
         self._number = 0
         self._expected: list[Block | str] = []
         self._at = 0
-        self._seen: list[Block | str] = []
+        self.seen: list[Block | str] = []
         self._departed = False
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins; what was seen since the last one began is that one's order."""
         if self._key is not None and self._departed:
-            self._known[self._key] = self._latest[self._key[0]] = self._seen
-        self._key, self._seen, self._at, self._departed = (kind, self._number), [], 0, False
+            self._known[self._key] = self._latest[self._key[0]] = self.seen
+        self._key, self.seen, self._at, self._departed = (kind, self._number), [], 0, False
         self._number += 1
         self._expected = self._known.get(self._key) or self._latest.get(kind, [])
 
@@ -56,7 +59,7 @@ class Order:
 
     def accessed(self, what: Block | str) -> bool:
         """Notes an access, to a block or to what has a name; returns whether it was expected."""
-        self._seen.append(what)
+        self.seen.append(what)
         if self._at < len(self._expected) and self._expected[self._at] == what:
             self._at += 1
             return True

@@ -222,13 +222,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 _KIB = {
-    "llama": (1280, 896),
-    "llama-tied": (1280, 896),
+    "llama": (1408, 960),
+    "llama-tied": (1408, 960),
     "llama-wide": (8192, 4096),
-    "t5": (1408, 1024),
-    "mixtral": (1792, 1216),
-    "gpt2": (2304, 1408),
-    "lora": (960, 640),
-    "branches": (896, 640),
+    "t5": (1600, 1152),
+    "mixtral": (2048, 1408),
+    "gpt2": (2432, 1536),
+    "lora": (1088, 704),
+    "branches": (1024, 704),
 }
 """Budgets in KiB for each model, in fp32 or with masters, and in bf16."""

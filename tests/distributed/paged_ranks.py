@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +59,8 @@ def attach(case: Case, model: nn.Module, folder: Path, **changes: Any) -> Engine
 class LateCollectives(ranks.Collectives):
     """Collectives whose results are seen late, as those on a stream of a device."""
 
-    def __init__(self, works: Sequence[Any], stats: ranks.ShardStats) -> None:
-        super().__init__(works, stats)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._until = time.monotonic() + random.random() * 2e-3
 
     def done(self) -> bool:
