@@ -178,14 +178,15 @@ class Ranks:
         own = handle.own
         assert offset == 0 and own.extent is not None and own.place.resident, own
         order_behind(behind)
-        mine, whole = own.extent.tensor.detach().view(-1), into.view(own.dtype)
+        mine, whole, size = own.extent.tensor.detach().view(-1), into.view(own.dtype), own.dtype.itemsize
         pairs, places, owned = [], [], []
         for piece in handle.pieces:
-            cut = piece.cut
-            target = whole[piece.start : piece.start + cut.padded]
-            places.append(target[cut.start : cut.stop])
+            cut, start = piece.cut, piece.start
+            places.append(whole[start + cut.start : start + cut.stop])
             owned.append(mine[piece.own_start : piece.own_start + cut.length])
-            pairs.append((_octets(target), _octets(target[cut.rank * cut.span : (cut.rank + 1) * cut.span])))
+            target = into[start * size : (start + cut.padded) * size]
+            first = cut.rank * cut.span * size
+            pairs.append((target, target[first : first + cut.span * size]))
         # One launch for all of them on a GPU.
         with torch.no_grad():
             torch._foreach_copy_(places, owned)
