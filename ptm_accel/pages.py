@@ -117,7 +117,8 @@ class Pages:
         shards, capacity = self.shards, self.pool.share_bytes
         if shards is not None:
             # Ranks may have different budgets, and need the same groups.
-            shards.check(self.model, self.config.page_bytes)
+            alike = {"page_size": self.config.page_bytes, "master_weights": self.config.master_weights}
+            shards.check(self.model, alike)
             capacity = shards.ranks.least(capacity)
         alone = chosen = self._slots(values, 0)
         for group_bytes in group_sizes(capacity) if self.grouped else ():

@@ -283,7 +283,6 @@ class StockOnPages(_StockHost):
         Raises:
             UnsupportedError: layers are cut over processes.
         """
-        assert self.ptm_config is not None
         refuse_saving(self.accelerator.ptm_config, self.accelerator.num_processes, ["save_model()"])
         if self._ranks is None:
             with nullcontext() if self._engine is None else self._engine.saving():

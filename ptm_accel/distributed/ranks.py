@@ -1,8 +1,7 @@
 """The ranks that blocks are sharded over: torch's collectives on them, and what ranks have to agree on.
 
 A whole block is gathered in place: what a rank owns of each parameter is copied to its place in the block, and one
-`all_gather_into_tensor` for each parameter brings the rest. So the ranks are a backing store, which loads and never
-stores.
+`all_gather_into_tensor` for each parameter brings the rest. So the ranks are a source of blocks, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.distributed.apart import ADVICE, came_apart, line, named
 from ptm_accel.errors import PTMError, UnsupportedError
-from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copies import order_behind
 from ptm_accel.memory.cut import Cut
 from ptm_accel.memory.transfer import Transfer
 from ptm_accel.model.groups import Share
+
+_LETS_GO_S = 1.0
+"""Longest time that gloo's threads are waited for after a collective: 4 ms were seen on a loaded machine."""
 
 CONTROL_TIMEOUT_S = 300.0
 """Longest time that a rank waits for the others to come to where they have to agree."""
@@ -47,7 +49,8 @@ class ShardStats:
         reduced_bytes: their bytes, padding included.
         waited_s: how long the accessing thread has waited for either; a device waits without it.
         agreed: how often ranks had to agree on what comes next.
-        sequence: a hash of what was gathered and reduced, in order.
+        gathered, reduced: hashes of the names of what was, in order. Each has its own order: gradients of routed models
+            come at other times on each rank.
     """
 
     gathers: int = 0
@@ -56,32 +59,66 @@ class ShardStats:
     reduced_bytes: int = 0
     waited_s: float = 0.0
     agreed: int = 0
-    sequence: int = 0
+    gathered: int = 0
+    reduced: int = 0
 
-    def note(self, name: str) -> None:
-        """Adds a collective to the sequence."""
-        self.sequence = zlib.crc32(name.encode(), self.sequence)
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """Both hashes, which are the same on all ranks."""
+        return self.gathered, self.reduced
+
+    def note_gather(self, name: str) -> None:
+        """Adds a gather to the sequence."""
+        self.gathered = zlib.crc32(name.encode(), self.gathered)
+
+    def note_reduction(self, name: str) -> None:
+        """Adds a reduction to the sequence."""
+        self.reduced = zlib.crc32(name.encode(), self.reduced)
+
+
+def _users(storage: StorageWeakRef) -> int:
+    """Counts who holds a storage that lives."""
+    return torch._C._storage_Use_Count(storage.cdata)
 
 
 class Collectives:
     """Several collectives that have been started, as one transfer.
 
+    Gloo's threads hold the memory for up to some milliseconds after they have told of the end, which would count as a
+    view where room is made. So it ends when they have let go.
+
     Args:
         works: they.
         rank, what: which rank has started them, and what it does, for messages.
         stats: where waiting for them counts.
+        held: their memory, and who held it before; None where the device orders what uses it.
     """
 
-    __slots__ = ("_error", "_rank", "_stats", "_what", "_works")
+    __slots__ = ("_error", "_held", "_rank", "_stats", "_what", "_works")
 
-    def __init__(self, works: Sequence[Any], rank: int, what: str, stats: ShardStats) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any],
+        rank: int,
+        what: str,
+        stats: ShardStats,
+        held: tuple[StorageWeakRef, int] | None = None,
+    ) -> None:
         self._works = list(works)
-        self._rank, self._what, self._stats = rank, what, stats
+        self._rank, self._what, self._stats, self._held = rank, what, stats, held
         self._error: UnsupportedError | None = None
 
     def done(self) -> bool:
         """See `Transfer`."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self._works) and not self._is_held()
+
+    def _is_held(self) -> bool:
+        if self._held is None:
+            return False
+        storage, users = self._held
+        if storage.expired() or _users(storage) <= users:
+            self._held = None
+        return self._held is not None
 
     def wait(self) -> None:
         """See `Transfer`."""
@@ -94,8 +131,13 @@ class Collectives:
         works, self._works = self._works, []
         begin = time.perf_counter()
         try:
-            for work in works:
-                work.wait()
+            while works:
+                works.pop().wait()
+            until = begin + _LETS_GO_S
+            while self._is_held() and time.perf_counter() < until:
+                time.sleep(1e-5)
+            # Whoever has it still is none of gloo's threads.
+            self._held = None
         except RuntimeError as error:
             self._error = came_apart(self._rank, self._what, error)
             raise self._error from error
@@ -156,7 +198,7 @@ def broadcast(values: torch.Tensor, group: dist.ProcessGroup | None, device: tor
 
 
 class Ranks:
-    """The ranks, as the backing store of whole blocks (`ptm_accel.memory.transfer.BackingStore`).
+    """The ranks, as the source of whole blocks (`ptm_accel.memory.transfer.Source`).
 
     Gathers and reductions have process groups of their own, so that those of user code and ours keep an order each.
 
@@ -171,11 +213,11 @@ class Ranks:
         self.device = device
         self._gathers, self._reductions, self._plain, self._control = _groups(device.type)
 
-    # ---- the backing store of whole blocks -------------------------------------------------------------------------
+    # ---- the source of whole blocks --------------------------------------------------------------------------------
 
     def load(self, handle: Share, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
         """Starts gathering a whole block; what this rank owns of it is in the compute tier, and pinned."""
-        own = handle.own
+        own, held = handle.own, self._holders(into)
         assert offset == 0 and own.extent is not None and own.place.resident, own
         order_behind(behind)
         mine, whole, size = own.extent.tensor.detach().view(-1), into.view(own.dtype), own.dtype.itemsize
@@ -192,33 +234,15 @@ class Ranks:
             torch._foreach_copy_(places, owned)
         self.stats.gathers += 1
         self.stats.gathered_bytes += sum(target.nbytes for target, _ in pairs)
-        self.stats.note(own.name)
-        return self._started(_all_gather, pairs, self._gathers, f"gathers {own.name}")
+        self.stats.note_gather(own.name)
+        return self._started(_all_gather, pairs, self._gathers, f"gathers {own.name}", held)
 
-    def store(self, handle: Share, offset: int, source: torch.Tensor) -> Transfer:
-        """Whole blocks are never stored."""
-        raise AssertionError(f"a whole block of {handle.own.name} was to be stored")
-
-    def new(self, nbytes: int, tag: Tag, name: str) -> Any:
-        """The handle of a whole block is made with it."""
-        raise AssertionError(name)
-
-    def free(self, handle: Share) -> None:
-        """Nothing is kept here."""
-
-    def snapshot(self, handle: Share) -> torch.Tensor:
-        """Whole blocks are copied once they are gathered (`Executor.copied`)."""
-        raise AssertionError(handle.own.name)
-
-    def copy(self, handle: Share, into: Share) -> None:
-        """Nobody is given a snapshot that would have to be set apart."""
-        raise AssertionError(handle.own.name)
-
-    def close(self) -> None:
-        """The process groups end with the process: others may be at work with them still."""
-
-    def check_integrity(self) -> None:
-        """Nothing is kept here."""
+    def _holders(self, memory: torch.Tensor) -> tuple[StorageWeakRef, int] | None:
+        """See `Collectives`; before anything views the memory."""
+        if self.device.type != "cpu":
+            return None
+        storage = StorageWeakRef(memory.untyped_storage())
+        return storage, _users(storage)
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -230,6 +254,7 @@ class Ranks:
             whole: the gradients of all members, 1-D.
             pieces: the first element and the span of a range, of each member.
         """
+        held = self._holders(whole)
         sources = [whole[start : start + self.count * span] for start, span in pieces]
         pairs = [
             (_numbers(source[self.rank * span : (self.rank + 1) * span]), _numbers(source))
@@ -237,17 +262,22 @@ class Ranks:
         ]
         self.stats.reductions += 1
         self.stats.reduced_bytes += sum(source.nbytes for source in sources)
-        self.stats.note(f"reduce {name}")
-        return self._started(_reduce_scatter, pairs, self._reductions, f"adds up the gradients of {name}")
+        self.stats.note_reduction(name)
+        return self._started(_reduce_scatter, pairs, self._reductions, f"adds up the gradients of {name}", held)
 
     def _started(
-        self, collective: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, what: str
+        self,
+        collective: Any,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        group: dist.ProcessGroup,
+        what: str,
+        held: tuple[StorageWeakRef, int] | None,
     ) -> Collectives:
         """Starts a collective from the second tensor of each pair to the first: one launch for all of them on a GPU."""
         with named(self.rank, what), _coalescing_manager(group=group, async_ops=True) as manager:
             for target, source in pairs:
                 collective(target, source, group=group)
-        return Collectives(manager.works, self.rank, what, self.stats)
+        return Collectives(manager.works, self.rank, what, self.stats, held)
 
     def gather(self, name: str, whole: torch.Tensor, cut: Cut) -> None:
         """Gathers one tensor in place, and waits for it.
@@ -258,7 +288,7 @@ class Ranks:
             cut: what it owns.
         """
         own = whole[cut.rank * cut.span : (cut.rank + 1) * cut.span]
-        self.stats.note(name)
+        self.stats.note_gather(name)
         with named(self.rank, name):
             _all_gather(_octets(whole), _octets(own), group=self._gathers)
 
@@ -313,12 +343,12 @@ class Ranks:
         Raises:
             UnsupportedError: ranks have not gathered and reduced the same blocks in the same order.
         """
-        sequence = self.stats.sequence
-        most = torch.tensor([*values, sequence, -sequence])
+        gathered, reduced = self.stats.sequence
+        most = torch.tensor([*values, gathered, reduced, -gathered, -reduced])
         with named(self.rank, "ends a backward"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._plain)
-        *found, high, low = most.tolist()
-        if high != -low:
+        *found, gathered, reduced, low_gathered, low_reduced = most.tolist()
+        if (gathered, reduced) != (-low_gathered, -low_reduced):
             raise UnsupportedError(
                 f"the {self.count} ranks have not used the same parameters in the same order, as rank {self.rank} sees "
                 "at the end of a backward; what they have computed may be wrong. Every rank has to run the same code: "

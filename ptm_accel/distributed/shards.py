@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -80,8 +80,12 @@ class Shards:
         """Counts of what has been gathered and reduced."""
         return self.ranks.stats
 
-    def check(self, model: nn.Module, page_bytes: int) -> None:
-        """Refuses ranks that have different models.
+    def check(self, model: nn.Module, options: Mapping[str, object]) -> None:
+        """Refuses ranks that have different models, or different options that all must have alike.
+
+        Args:
+            model: the model.
+            options: those, by name.
 
         Raises:
             UnsupportedError: names the first difference.
@@ -91,14 +95,14 @@ class Shards:
             for name, param in model.named_parameters(remove_duplicate=False)
         ]
         own += [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in model.named_buffers()]
-        own.append(("page_size", page_bytes))
+        own += options.items()
         every = self.ranks.all_of(own)
         for rank, other in enumerate(every):
             for mine, theirs in zip(every[0], other, strict=False):
                 if mine != theirs:
                     raise UnsupportedError(
                         f"rank 0 has {mine} where rank {rank} has {theirs}: with shard: full all ranks need the same "
-                        "model and page_size. Build the same one in each process."
+                        f"model, {' and '.join(options)}. Give each process the same."
                     )
             if len(other) != len(every[0]):
                 raise UnsupportedError(
@@ -111,11 +115,6 @@ class Shards:
         groups = dict.fromkeys(slot.group for slot in slots if slot.sharded)
         layers = Counter(group.name.rpartition("[")[0] for group in groups if len(group.shapes) > 1)
         return 1 + max(layers.values(), default=1)
-
-    def share_buffers(self, model: nn.Module) -> None:
-        """Gives all ranks the first one's buffers."""
-        for buffer in model.buffers():
-            self.ranks.share(buffer)
 
     def mark(self, model: nn.Module, *, ends: bool = False) -> None:
         """Has transformers keep ranks together: they generate until the longest text ends, and skip no layers.

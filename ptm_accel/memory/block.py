@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ptm_accel.memory.budget import Reservation, Tag
-from ptm_accel.memory.transfer import ALIGN_BYTES, BackingStore, Buffer, Transfer, round_up
+from ptm_accel.memory.transfer import ALIGN_BYTES, Buffer, Source, Transfer, round_up
 
 
 class Place(enum.Enum):
@@ -125,7 +125,7 @@ class Block:
         place: where its bytes are; only `become` changes it.
         fill: the value of every element as long as nothing was written.
         extent: the contiguous copy in the compute tier, if any.
-        backing: where its bytes are while they are away, if that is not the backing store of its pool.
+        backing: where its bytes come from, if that is not the backing store of its pool.
         arrival: the transfer that fills the extent of an arriving tensor.
         handle: the backing store's handle, once it has been stored.
         stored_bytes: how many of the backing store's bytes, from the start, have been written; the rest is the fill
@@ -156,7 +156,7 @@ class Block:
         self.slot_bytes = round_up(max(self.nbytes, 1), ALIGN_BYTES)
         self.extent: Extent | None = None
         self.arrival: Transfer | None = None
-        self.backing: BackingStore | None = None
+        self.backing: Source | None = None
         self.handle: Any = None
         self.stored_bytes = 0
         self.pins = 0

@@ -92,7 +92,22 @@ class ComputeTier(Protocol):
         ...
 
 
-class BackingStore(Protocol):
+class Source(Protocol):
+    """Where the bytes of a tensor come from."""
+
+    def load(self, handle: Any, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
+        """Starts copying the handle's bytes from `offset` on into `into` (1-D uint8 in the compute tier).
+
+        Args:
+            handle: of a run that holds them.
+            offset: the first byte.
+            into: the target.
+            behind: transfers that use `into`, which end, well or not, before anything is written there.
+        """
+        ...
+
+
+class BackingStore(Source, Protocol):
     """Tier where bytes wait between uses. A handle (`new`) names a run of `nbytes` bytes, whatever lies under it.
 
     Offsets and lengths of `store` and `load` are multiples of `ALIGN_BYTES`; handles are rounded up to it.
@@ -114,17 +129,6 @@ class BackingStore(Protocol):
         """Starts copying `source` (1-D uint8 in the compute tier) to the handle's bytes from `offset` on.
 
         The caller keeps `source` unchanged and alive until the transfer is done.
-        """
-        ...
-
-    def load(self, handle: Any, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
-        """Starts copying the handle's bytes from `offset` on into `into` (1-D uint8 in the compute tier).
-
-        Args:
-            handle: of a run that holds them.
-            offset: the first byte.
-            into: the target.
-            behind: transfers that use `into`, which end, well or not, before anything is written there.
         """
         ...
 

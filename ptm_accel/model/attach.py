@@ -10,7 +10,7 @@ from torch import nn
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.block import Part, placeholder
 from ptm_accel.memory.budget import Tag
-from ptm_accel.memory.transfer import BackingStore
+from ptm_accel.memory.transfer import Source
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.away import AwayParameter
 from ptm_accel.model.gradients import refuse_sparse
@@ -111,7 +111,7 @@ def take_parameters(
     group_bytes: int = 0,
     known: SlotTable | None = None,
     sharding: Sharding | None = None,
-    backing: BackingStore | None = None,
+    backing: Source | None = None,
 ) -> list[ParamSlot]:
     """Gives every parameter a slot, in the order of the model's parameters.
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ptm_accel.errors import UnsupportedError
-from ptm_accel.memory.transfer import BackingStore
+from ptm_accel.memory.transfer import Source
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import take_parameters
 from ptm_accel.model.grouping import Sharding
@@ -50,7 +50,7 @@ def changes_of(
     small: int,
     group_bytes: int = 0,
     sharding: Sharding | None = None,
-    backing: BackingStore | None = None,
+    backing: Source | None = None,
 ) -> Changes:
     """Compares a model with what is on pages; changes neither.
 

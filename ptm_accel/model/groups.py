@@ -18,7 +18,7 @@ import torch
 from ptm_accel.memory.block import PART_ALIGN, Block, Part, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.cut import Cut
-from ptm_accel.memory.transfer import BackingStore, round_up
+from ptm_accel.memory.transfer import Source, round_up
 
 if TYPE_CHECKING:
     from ptm_accel.memory.pool import Pool
@@ -117,7 +117,7 @@ class ParamGroup:
         used.add(member)
         return Part(block, self.starts[member], self.shapes[member], member, used)
 
-    def whole_part(self, member: int, shape: torch.Size, own: Block, pool: Pool, backing: BackingStore) -> Part:
+    def whole_part(self, member: int, shape: torch.Size, own: Block, pool: Pool, backing: Source) -> Part:
         """The part of one member of the block that has whole members.
 
         Args:

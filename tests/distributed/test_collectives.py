@@ -1,0 +1,63 @@
+"""What is waited for at the end of a collective."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ptm_accel.distributed.ranks import Collectives, ShardStats
+
+
+class Work:
+    """A collective that has ended, whose thread holds the memory for longer."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def users(memory: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(StorageWeakRef(memory.untyped_storage()).cdata)
+
+
+def test_memory_is_nobody_elses_after_a_collective() -> None:
+    memory = torch.zeros(64)
+    before = users(memory)
+    taken, ends = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        view = memory[3:]
+        taken.set()
+        ends.wait()
+        time.sleep(0.02)
+        del view
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    assert users(memory) > before
+    held = StorageWeakRef(memory.untyped_storage()), before
+    collectives = Collectives([Work()], 0, "gathers a layer", ShardStats(), held)
+    assert not collectives.done()
+    ends.set()
+    collectives.order()
+    assert users(memory) == before
+    assert collectives.done()
+    thread.join()
+
+
+def test_a_view_of_somebody_else_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptm_accel.distributed.ranks._LETS_GO_S", 0.01)
+    memory = torch.zeros(64)
+    held = StorageWeakRef(memory.untyped_storage()), users(memory)
+    view = memory[3:]
+    collectives = Collectives([Work()], 0, "gathers a layer", ShardStats(), held)
+    collectives.order()
+    assert collectives.done()
+    assert view.numel() == 61
