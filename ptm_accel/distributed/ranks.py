@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptm_accel.distributed.apart import ADVICE, came_apart, line, named
+from ptm_accel.distributed.divergence import ADVICE, diverged, line, named
 from ptm_accel.errors import PTMError, UnsupportedError
 from ptm_accel.memory.copies import order_behind
 from ptm_accel.memory.cut import Cut
@@ -139,7 +139,7 @@ class Collectives:
             # Whoever has it still is none of gloo's threads.
             self._held = None
         except RuntimeError as error:
-            self._error = came_apart(self._rank, self._what, error)
+            self._error = diverged(self._rank, self._what, error)
             raise self._error from error
         finally:
             self._stats.waited_s += time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""What is said where ranks have come apart: what this one does, and in which line of whose code."""
+"""Errors of ranks that have diverged: each names what this rank does, and the line of user code."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def named(rank: int, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise came_apart(rank, what, error) from error
+        raise diverged(rank, what, error) from error
 
 
-def came_apart(rank: int, what: str, error: RuntimeError) -> UnsupportedError:
-    """The error of a collective that the others have not joined."""
+def diverged(rank: int, what: str, error: RuntimeError) -> UnsupportedError:
+    """Returns the error of a collective that the other ranks have not joined."""
     return UnsupportedError(
         f"rank {rank} {what}{line()}, and the other ranks have not done so with it: one of them has ended, whose own "
         f"error says why, or does something else. {ADVICE} ({error})"
