@@ -10,6 +10,7 @@ from torch import nn
 
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.distributed.shards import Shards, sharding_of
+from ptm_accel.distributed.together import on_each
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import device_rates, disk_rates
 from ptm_accel.memory.activation_reserve import ActivationReserve
@@ -138,7 +139,7 @@ class Pages:
             self.needs.expect_optimizer()
         else:
             shards.wholes.most = shards.most_wholes(self.slots)
-            shards.ranks.all_or_none(self.needs.expect_optimizer)
+            on_each(shards.ranks, self.needs.expect_optimizer)
 
     def _slots(self, values: Mapping[nn.Parameter, Paged], group_bytes: int) -> SlotTable:
         slots, small = SlotTable(), small_bytes(self.config.page_bytes)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ptm_accel.config import BLOCKING
 from ptm_accel.distributed.replicas import Replicas
+from ptm_accel.distributed.together import on_each
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.block import Part
 from ptm_accel.memory.budget import Tier
@@ -295,7 +296,7 @@ class Training:
         if self.shards is None:
             self._needs.check(floor, floor, floor)
         else:
-            self.shards.ranks.all_or_none(lambda: self._needs.check(floor, floor, floor))
+            on_each(self.shards.ranks, lambda: self._needs.check(floor, floor, floor))
 
     def _step_ended(self) -> None:
         one = self.replicas is None and self.shards is None

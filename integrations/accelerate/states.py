@@ -7,26 +7,32 @@ plain `optimizer.bin` is read as well (`ptm-accel export` makes one).
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from torch import nn
 
 from ptm_accel.checkpoint.directory import remove, remove_incomplete, staged
 from ptm_accel.checkpoint.manifest import Sums, check_manifest
 from ptm_accel.checkpoint.plain_state import check_either_state, load_either_state
 from ptm_accel.checkpoint.training_state import OUTDATED, Expected, save_optimizer_state, saved_last
 from ptm_accel.config import PTMConfig
+from ptm_accel.distributed.ranks import Ranks
+from ptm_accel.distributed.together import on_each, on_first
+from ptm_accel.engine import Engine, engine_holding
 from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from .sharded_saving import NotedFiles, cut_engine, gathered_state, save_cut
 from .shards import refuse_saving
 
 logger = logging.getLogger(__name__)
@@ -39,6 +45,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
 
     _optimizers: list[AcceleratedOptimizer]
     ptm_config: PTMConfig
+    _state_of: Callable[[Engine], dict[str, Any]] | None = None
+    """While something is saved: returns the state of a model whose layers are cut."""
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Accelerator.save_state`; the directory appears complete or not at all.
@@ -50,9 +58,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             ConfigError: no directory is given, and none is named automatically.
             DiskError: the disk is full or failed.
             LostStepError: an update has failed since a state was loaded last.
-            UnsupportedError: layers are cut over processes.
         """
-        refuse_saving(self.ptm_config, self.num_processes, ["save_state()"])
         for optimizer in self._optimizers:
             _paged(optimizer).updates.refuse_lost()
         naming = self.project_configuration.automatic_checkpoint_naming
@@ -67,20 +73,85 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             self.project_configuration.automatic_checkpoint_naming = False
             try:
                 with self._without_optimizers() as optimizers:
-                    super().save_state(str(staging), *args, **kwargs)
+                    self._save_stock(staging, sums, *args, **kwargs)
             finally:
                 self.project_configuration.automatic_checkpoint_naming = naming
-            if self.is_main_process:
-                for number, optimizer in enumerate(optimizers):
-                    folder = _state_folder(staging, number)
-                    folder.mkdir(exist_ok=True)
-                    part: Sums | None = None if sums is None else {}
-                    save_optimizer_state(_paged(optimizer), folder, part)
-                    if sums is not None and part is not None:
-                        sums |= {(folder / name).relative_to(staging).as_posix(): each for name, each in part.items()}
+            for number, optimizer in enumerate(optimizers):
+                ranks = _ranks_of(optimizer)
+                if ranks is None and not self.is_main_process:
+                    continue
+                folder = _state_folder(staging, number)
+                folder.mkdir(exist_ok=True)
+                part: Sums | None = None if sums is None else {}
+                save_optimizer_state(_paged(optimizer), folder, part, ranks)
+                if sums is not None and part is not None:
+                    sums |= {(folder / name).relative_to(staging).as_posix(): each for name, each in part.items()}
         if naming:
             self._remove_surplus(final)
         return final if naming else output_dir
+
+    def _save_stock(self, staging: Path, sums: Sums | None, *args: Any, **kwargs: Any) -> None:
+        """As accelerate saves; of models whose layers are cut, processes write the weights together."""
+        engines = [engine for model in self._models if (engine := cut_engine(model)) is not None]
+        given = inspect.signature(Accelerator.save_state).bind_partial(self, None, *args, **kwargs).arguments
+        # Hooks are given values, and what is pickled has them.
+        if not engines or self._save_model_state_pre_hook or not given.get("safe_serialization", True):
+            super().save_state(str(staging), *args, **kwargs)
+            return
+        noted = NotedFiles(engines)
+        noted.ranks.agree("saves the state")
+        self._state_of = noted.state_dict if self.is_main_process else lambda engine: {}
+
+        def save() -> None:
+            with noted.noting() if self.is_main_process else nullcontext():
+                super(PagedStates, self).save_state(str(staging), *args, **kwargs)
+
+        try:
+            on_each(noted.ranks, save)
+        finally:
+            self._state_of = None
+        found = noted.write()
+        if sums is not None:
+            sums |= {path.relative_to(staging).as_posix(): each for path, each in found.items()}
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """As `Accelerator.get_state_dict`; of a model whose layers are cut, the main process alone gets values.
+
+        accelerate does the same with FSDP. They are mapped from the folders of `disk`, if there are some.
+        """
+        engine = cut_engine(self.unwrap_model(model))
+        if engine is None:
+            state: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
+            return state
+        if self._state_of is not None:
+            return self._state_of(engine)
+        return gathered_state(engine, engine.config.disk_paths)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As `Accelerator.save_model`; of a model whose layers are cut, processes write the weights together."""
+        engine = cut_engine(self.unwrap_model(model))
+        shards = None if engine is None else engine.training.shards
+        if engine is None or shards is None:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+
+        def save(state: dict[str, Any]) -> None:
+            self._state_of = lambda engine: state
+            try:
+                super(PagedStates, self).save_model(model, save_directory, max_shard_size, safe_serialization)
+            finally:
+                self._state_of = None
+
+        directory = Path(os.fspath(save_directory))
+        with engine.saving():
+            on_first(shards.ranks, lambda: directory.mkdir(parents=True, exist_ok=True))
+            save_cut(engine, save, directory, is_known=safe_serialization)
 
     def _next_directory(self) -> Path:
         """As accelerate names checkpoints; what killed saves have left beside them is removed.
@@ -245,6 +316,13 @@ def _paged(optimizer: AcceleratedOptimizer) -> PagedOptimizer:
     inner = optimizer.optimizer
     assert isinstance(inner, PagedOptimizer), "`prepare_optimizer` lets no other through"
     return inner
+
+
+def _ranks_of(optimizer: AcceleratedOptimizer) -> Ranks | None:
+    """Returns the processes that have ranges of an optimizer's state; None where each has all of it."""
+    engine = engine_holding(param for group in optimizer.param_groups for param in group["params"])
+    shards = None if engine is None else engine.training.shards
+    return None if shards is None else shards.ranks
 
 
 def _state_folder(directory: Path, number: int) -> Path:

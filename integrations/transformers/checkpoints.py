@@ -33,11 +33,12 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
-from ..accelerate.shards import refuse_saving
+from ..accelerate.sharded_saving import save_cut
+from ..accelerate.shards import are_cut
 from ..accelerate.states import one_for_all
 from .loading import load_weights
 from .loop import comes_with
-from .own_loading import own_loading
+from .own_loading import own_loading, own_saving
 from .pipelines import PipelinedLoop, gathered
 from .resuming import check_checkpoint, last_state, newest_whole
 
@@ -278,12 +279,12 @@ class StockOnPages(_StockHost):
                 state.save_to_json(str(written / TRAINER_STATE_NAME))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in the Trainer; all processes of a pipeline write their stages.
-
-        Raises:
-            UnsupportedError: layers are cut over processes.
-        """
-        refuse_saving(self.accelerator.ptm_config, self.accelerator.num_processes, ["save_model()"])
+        """As in the Trainer; processes that have parts of a model write them together."""
+        if are_cut(self.accelerator.ptm_config, self.accelerator.num_processes):
+            self._save_cut(Path(output_dir or self.args.output_dir or ""))
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            return
         if self._ranks is None:
             with nullcontext() if self._engine is None else self._engine.saving():
                 super().save_model(output_dir, _internal_call)
@@ -301,17 +302,32 @@ class StockOnPages(_StockHost):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save_cut(self, directory: Path) -> None:
+        """Writes the weights of a model whose layers are cut: every process what it owns of them."""
+        model = self._bare_model
+        engine = self._attach()
+        with engine.saving():
+            found = save_cut(
+                engine,
+                lambda state: self._save(str(directory), state_dict=state),
+                directory,
+                is_known=comes_with(self, "_save") and not own_saving(model),
+            )
+        with self._noting_sums(directory) as sums:
+            if sums is not None:
+                sums.update((str(path), each) for path, each in found.items())
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._engine
         if engine is None or engine.optimizer is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        ranks = self._ranks
-        if self.args.should_save or (ranks is not None and ranks.replica == 0):
+        ranks, shards = self._ranks, engine.training.shards
+        if self.args.should_save or shards is not None or (ranks is not None and ranks.replica == 0):
             folder = self._state_folder(Path(output_dir))
             folder.mkdir(exist_ok=True)
             with self._noting_sums(folder) as sums:
-                save_optimizer_state(engine.optimizer, folder, sums)
+                save_optimizer_state(engine.optimizer, folder, sums, None if shards is None else shards.ranks)
         if not self.args.should_save:
             return
         with warnings.catch_warnings(record=True) as caught:

@@ -33,13 +33,12 @@ from ptm_accel.model.grouping import group_of
 from ptm_accel.opening import open_memory
 from ptm_accel.pages import refuse_too_large
 
+from ..exchanging import exchanged, one_at_a_time
 from . import saving
 from .weights import (
     Setter,
-    exchanged,
     is_redirected,
     load_weights,
-    one_at_a_time,
     owner_of,
     read_headers,
     redirected,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import SaveStrategy
 
 from ptm_accel.config import PTMConfig
 
@@ -12,13 +11,8 @@ from ..accelerate.shards import refuse_saving
 
 def saving_asked(args: TrainingArguments) -> list[str]:
     """Returns the arguments by which the Trainer saves or resumes, for messages."""
-    strategy = SaveStrategy(args.save_strategy)
     asked = {
-        f"save_strategy={strategy.value!r} (set it to 'no')": strategy != SaveStrategy.NO,
-        "load_best_model_at_end": args.load_best_model_at_end,
         "enable_jit_checkpoint": args.enable_jit_checkpoint,
-        "resume_from_checkpoint": bool(args.resume_from_checkpoint),
-        "push_to_hub": args.push_to_hub,
     }
     return [name for name, is_set in asked.items() if is_set]
 

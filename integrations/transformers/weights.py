@@ -6,10 +6,8 @@ for each tensor of the model. That function is what is exchanged here, for one t
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -29,6 +27,7 @@ from ptm_accel.engine import engine_of
 from ptm_accel.errors import CheckpointError, UnsupportedError
 from ptm_accel.units import format_bytes
 
+from ..exchanging import exchanged, one_at_a_time
 from .own_loading import own_loading
 
 Setter = Callable[..., None]
@@ -37,35 +36,8 @@ Setter = Callable[..., None]
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 _SHOWN_NAMES = 3
 
-one_at_a_time = threading.RLock()
-"""Held while functions of transformers are exchanged."""
-
-
 is_redirected: ContextVar[bool] = ContextVar("is_redirected", default=False)
 """Whether the caller is within `redirected`."""
-
-
-@contextmanager
-def exchanged(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Exchanges `owner.name` for this thread; other threads go on with the original.
-
-    Args:
-        owner: a module or class.
-        name: of the function; a plain one or a static method.
-        make: makes the other function from the original one.
-    """
-    original, kept = getattr(owner, name), inspect.getattr_static(owner, name)
-    ours = make(original)
-    thread = threading.get_ident()
-
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (ours if threading.get_ident() == thread else original)(*args, **kwargs)
-
-    setattr(owner, name, staticmethod(either) if isinstance(kept, staticmethod) else either)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
 
 
 @contextmanager

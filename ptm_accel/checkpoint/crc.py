@@ -7,6 +7,7 @@ other threads of Python run meanwhile.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import zlib
@@ -48,14 +49,19 @@ def combine(first: int, second: int, second_bytes: int) -> int:
         second: of the range behind.
         second_bytes: the length of the range behind.
     """
-    # Each byte behind multiplies what is before it by x^8.
-    power, square, left = _ONE, _ONE >> 8, second_bytes
+    return _product(_power(second_bytes), first) ^ second
+
+
+@functools.lru_cache(1024)
+def _power(nbytes: int) -> int:
+    """Returns what so many bytes multiply a range before them by: x^8 each. Ranges of few lengths are combined."""
+    power, square, left = _ONE, _ONE >> 8, nbytes
     while left:
         if left & 1:
             power = _product(power, square)
         square = _product(square, square)
         left >>= 1
-    return _product(power, first) ^ second
+    return power
 
 
 def _product(one: int, other: int) -> int:

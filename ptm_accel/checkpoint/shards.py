@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -36,10 +36,8 @@ def save_file(
     if sums is None:
         safetensors.torch.save_file(dict(tensors), path, dict(metadata))
         return
-    # Aligned, as long as the widest come first.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    head = _header({name: tensors[name] for name in order}, metadata)
-    parts = [memoryview(head), *(_octets(tensors[name]) for name in order)]
+    head, places = header({name: Described.of(tensor) for name, tensor in tensors.items()}, metadata)
+    parts = [memoryview(head), *(octets(tensors[name]) for name in places)]
     with threads() as pool, path.open("wb") as file:
         crcs = []
         for piece in _pieces(parts):
@@ -49,28 +47,51 @@ def save_file(
     sums[path.name] = FileSum(sum(part.nbytes for part in parts), tuple(crc.result() for crc in crcs))
 
 
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+class Described(NamedTuple):
+    """What the header of a file says of a tensor.
+
+    Attributes:
+        shape, dtype: of the tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Described:
+        """Returns what is said of a tensor."""
+        return cls(tensor.shape, tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def header(tensors: Mapping[str, Described], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Returns the header of a file, byte for byte as safetensors writes it, and where each tensor begins behind it.
+
+    Args:
+        tensors: of the file, by name.
+        metadata: texts.
+    """
+    # Their order and the names of dtypes are safetensors' own business, and told by a file without values.
+    empty = safetensors.torch.save({name: torch.empty(0, dtype=each.dtype) for name, each in tensors.items()})
+    length = int.from_bytes(empty[:_LENGTH_BYTES], "little")
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    places: dict[str, int] = {}
     at = 0
-    for name, tensor in tensors.items():
-        place = [at, at + tensor.nbytes]
-        entries[name] = {"dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": place}
-        at += tensor.nbytes
+    for name, told in json.loads(empty[_LENGTH_BYTES : _LENGTH_BYTES + length]).items():
+        places[name], end = at, at + tensors[name].nbytes
+        entries[name] = {"dtype": told["dtype"], "shape": list(tensors[name].shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, places
 
 
-@functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype in safetensors, by asking it: its own table is not public."""
-    file = safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
-    length = int.from_bytes(file[:_LENGTH_BYTES], "little")
-    name: str = json.loads(file[_LENGTH_BYTES : _LENGTH_BYTES + length])[""]["dtype"]
-    return name
-
-
-def _octets(tensor: torch.Tensor) -> memoryview:
+def octets(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -27,7 +27,10 @@ from ptm_accel.checkpoint.crc import regular_file
 from ptm_accel.checkpoint.index import FORMAT, FULL_SIZE, GROUPS, VERSION, damaged, read_index, reason_of
 from ptm_accel.checkpoint.index import INDEX_NAME as INDEX_NAME
 from ptm_accel.checkpoint.manifest import MANIFEST_NAME, Sums
-from ptm_accel.checkpoint.shards import save_file
+from ptm_accel.checkpoint.shards import Described, save_file
+from ptm_accel.checkpoint.shared_files import Owned, Pieces, SharedFile, make_file, write_together
+from ptm_accel.distributed.ranks import Ranks
+from ptm_accel.distributed.together import on_first
 from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.block import Part
 from ptm_accel.model.slot_table import SlotTable
@@ -66,7 +69,9 @@ def saved_last(directory: Path, plain: Iterable[Path]) -> Path | None:
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, sums: Sums | None = None) -> None:
+def save_optimizer_state(
+    optimizer: PagedOptimizer, directory: Path, sums: Sums | None = None, ranks: Ranks | None = None
+) -> None:
     """Writes an optimizer's state; needs no memory beyond the budgets but for the part of a shard without values yet.
 
     There is no state dictionary here, so hooks on one (`register_state_dict_post_hook` and its like) are not run.
@@ -76,6 +81,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, sums: Sums 
         directory: an existing directory; optimizer state that it holds is replaced, plain one too. Write into one from
             `ptm_accel.checkpoint.directory.staged`, so that a save that fails loses nothing.
         sums: gets what the shards are to be compared by, by their names.
+        ranks: those that the model is sharded over, which come here together; the directory is the same for all.
 
     Raises:
         CheckpointError: the state holds something that JSON and safetensors cannot.
@@ -84,9 +90,63 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, sums: Sums 
     """
     directory = Path(directory)
     optimizer.updates.refuse_lost()
-    for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
-        stale.unlink(missing_ok=True)
     tensors: dict[str, Entry] = {}
+    index = _index(optimizer, tensors)
+    # Of those, ranks have ranges.
+    sharded = {slot.name: slot for slot in optimizer.states.held() if slot.sharded}
+    described = {name: _described(tensor, sharded.get(_owner(name))) for name, tensor in tensors.items()}
+    shards = _split(described)
+    index["weight_map"] = {name: file for file, names in shards.items() for name in names}
+
+    def clear() -> None:
+        for stale in [directory / INDEX_NAME, *(p for p in directory.iterdir() if OUTDATED.fullmatch(p.name))]:
+            stale.unlink(missing_ok=True)
+
+    def write_index() -> None:
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+    if ranks is None:
+        clear()
+        for file, names in shards.items():
+            save_file({n: _ready(optimizer, tensors[n]) for n in names}, directory / file, {"format": "pt"}, sums)
+        write_index()
+        return
+
+    def content(name: str) -> torch.Tensor | Pieces:
+        if isinstance(tensors[name], Part) and _owner(name) in sharded:
+            return Pieces(described[name], [(name, 0, described[name].shape.numel())])
+        return _ready(optimizer, tensors[name])
+
+    def make() -> list[SharedFile]:
+        clear()
+        return [
+            make_file(directory / file, {name: content(name) for name in names}, {"format": "pt"})
+            for file, names in shards.items()
+        ]
+
+    def owned(name: str) -> Owned:
+        slot = sharded[_owner(name)]
+        return Owned(slot.group.pieces[slot.member].cut.start, _ready(optimizer, tensors[name]))
+
+    found = write_together(ranks, make, owned)
+    if sums is not None:
+        sums.update((path.name, each) for path, each in found.items())
+    on_first(ranks, write_index)
+
+
+def _owner(name: str) -> str:
+    """Returns the parameter whose state a tensor of a shard is."""
+    return name.rpartition("/")[0]
+
+
+def _described(tensor: Entry, sharded: ParamSlot | None) -> Described:
+    """Returns shape and dtype of a tensor as it is saved: a whole one, also where ranks have ranges of it."""
+    whole = sharded is not None and isinstance(tensor, Part)
+    return Described(sharded.value.shape if sharded is not None and whole else tensor.shape, tensor.dtype)
+
+
+def _index(optimizer: PagedOptimizer, tensors: dict[str, Entry]) -> dict[str, Any]:
+    """Returns what the JSON file says but for where tensors are; those are put aside into `tensors`."""
     index: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -109,8 +169,7 @@ def save_optimizer_state(optimizer: PagedOptimizer, directory: Path, sums: Sums 
                 "it would come back as text. Use an optimizer whose state has names for keys."
             )
         index["state"].setdefault(name, {})[key] = _encoded(value, f"{name}/{key}", tensors)
-    index["weight_map"] = _write_shards(optimizer, tensors, directory, sums)
-    (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return index
 
 
 def _encoded(value: Any, path: str, tensors: dict[str, Entry]) -> Any:
@@ -131,10 +190,8 @@ def _encoded(value: Any, path: str, tensors: dict[str, Entry]) -> Any:
     )
 
 
-def _write_shards(
-    optimizer: PagedOptimizer, tensors: dict[str, Entry], directory: Path, sums: Sums | None
-) -> dict[str, str]:
-    """Writes `tensors` into shards, one shard at a time; returns the shard of each."""
+def _split(tensors: Mapping[str, Described]) -> dict[str, list[str]]:
+    """Returns the shards by file, as the names of their tensors."""
     shards: list[list[str]] = []
     filled = 0
     for name, tensor in tensors.items():
@@ -143,15 +200,7 @@ def _write_shards(
             filled = 0
         shards[-1].append(name)
         filled += tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = _SHARD.format(number=number, count=len(shards))
-        weight_map.update(dict.fromkeys(names, file))
-        ready = {name: _ready(optimizer, tensors[name]) for name in names}
-        save_file(ready, directory / file, {"format": "pt"}, sums)
-        # Before the next shard is made ready.
-        del ready
-    return weight_map
+    return {_SHARD.format(number=number, count=len(shards)): names for number, names in enumerate(shards, start=1)}
 
 
 def _ready(optimizer: PagedOptimizer, tensor: Entry) -> torch.Tensor:

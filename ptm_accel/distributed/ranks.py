@@ -10,7 +10,7 @@ import hashlib
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.distributed.divergence import ADVICE, diverged, line, named
-from ptm_accel.errors import PTMError, UnsupportedError
+from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.copies import order_behind
 from ptm_accel.memory.cut import Cut
 from ptm_accel.memory.transfer import Transfer
@@ -356,6 +356,19 @@ class Ranks:
             )
         return [int(value) for value in found]
 
+    def meet(self, what: str) -> None:
+        """Waits until all ranks have come here, as long as torch's own timeout (`init_process_group`) lets them.
+
+        Args:
+            what: this rank does, for messages.
+
+        Raises:
+            UnsupportedError: some have not come; the first rank names them.
+        """
+        with named(self.rank, what):
+            waits = self._plain._get_backend(torch.device("cpu")).options._timeout
+            dist.monitored_barrier(self._plain, waits, wait_all_ranks=True)
+
     def least(self, number: int) -> int:
         """Returns the least of one number over all ranks."""
         given = torch.tensor(-number)
@@ -366,7 +379,7 @@ class Ranks:
     def told(self, value: Any) -> Any:
         """Returns the first rank's value, a plain object."""
         given = [value]
-        with named(self.rank, "learns the order of gradients"):
+        with named(self.rank, "hears what the first one has"):
             dist.broadcast_object_list(given, group=self._plain, group_src=0)
         return given[0]
 
@@ -376,22 +389,3 @@ class Ranks:
         with named(self.rank, "compares what ranks have"):
             dist.all_gather_object(given, value, group=self._plain)
         return given
-
-    def all_or_none(self, check: Callable[[], None]) -> None:
-        """Carries out what may refuse; where it does on one rank, all raise.
-
-        Raises:
-            PTMError: of this rank, or of the first that has one, of the same class.
-        """
-        refused: PTMError | None = None
-        try:
-            check()
-        except PTMError as error:
-            refused = error
-        others = self.all_of(None if refused is None else (type(refused), str(refused)))
-        if refused is not None:
-            raise refused
-        for rank, other in enumerate(others):
-            if other is not None:
-                kind, text = other
-                raise kind(f"rank {rank}: {text}")

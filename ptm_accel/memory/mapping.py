@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -132,6 +133,19 @@ def private_run(pieces: Sequence[FilePiece]) -> MappedRun:
     return run
 
 
+def reserved_run(nbytes: int) -> MappedRun:
+    """Maps addresses without memory: they tell tensors apart, and nothing can be read there.
+
+    Args:
+        nbytes: a positive number of bytes.
+
+    Raises:
+        OSError: the kernel refuses the mapping.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return MappedRun(_map(None, nbytes, _PROT_NONE, flags, -1, 0), nbytes)
+
+
 def view_at(address: int, nbytes: int) -> memoryview:
     """Returns a writable view of memory that the caller keeps alive."""
     view: memoryview = _view_from_memory(address, nbytes, _PYBUF_WRITE)
@@ -221,3 +235,30 @@ def _unnamed(folder: Path | None) -> Any:
     if folder is not None:
         return tempfile.TemporaryFile(dir=folder)
     return open(os.memfd_create("ptm_accel copy", os.MFD_CLOEXEC), "wb")
+
+
+def copy_in_file(tensor: torch.Tensor, folders: Sequence[Path], what: str) -> torch.Tensor:
+    """Copies a contiguous tensor into a file without a name, in the folder with most room; returns it mapped.
+
+    Args:
+        tensor: of any device.
+        folders: at least one.
+        what: is copied, for the message.
+
+    Raises:
+        DiskError: the disk is full.
+    """
+    folder, nbytes = max(folders, key=lambda folder: shutil.disk_usage(folder).free), tensor.nbytes
+    descriptor, name = tempfile.mkstemp(prefix="ptm_accel-", suffix=".mapped", dir=folder)
+    try:
+        # A disk that is full is met here; at a write through the mapping the process would be killed.
+        os.posix_fallocate(descriptor, 0, nbytes)
+        storage: Any = torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
+    except OSError as error:
+        text = f"disk: {folder} has no room for {format_bytes(nbytes)} of {what}"
+        raise DiskError(error.errno, f"{text}; free space, or add a folder", name) from error
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+    octets: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return octets.view(tensor.dtype).view(tensor.shape).copy_(tensor)

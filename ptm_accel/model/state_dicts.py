@@ -46,6 +46,7 @@ class StateDictHooks:
         self._tied: dict[int, Callable[[], torch.Tensor | None]] = {}
         """The last snapshot of each parameter that has several names."""
         self._filling = True
+        self._sharded_as: Callable[[ParamSlot], torch.Tensor] | None = None
         self.given: Callable[[], None] = _nothing
 
     def install(self, model: nn.Module) -> None:
@@ -73,6 +74,26 @@ class StateDictHooks:
         finally:
             self._filling = before
 
+    @contextmanager
+    def sharded_as(self, make: Callable[[ParamSlot], torch.Tensor]) -> Iterator[None]:
+        """A context in which state dictionaries hold something else for parameters that are sharded over ranks.
+
+        Args:
+            make: returns it, of the same shape and dtype; called once for each parameter.
+        """
+        made: dict[ParamSlot, torch.Tensor] = {}
+
+        def once(slot: ParamSlot) -> torch.Tensor:
+            if slot not in made:
+                made[slot] = make(slot)
+            return made[slot]
+
+        before, self._sharded_as = self._sharded_as, once
+        try:
+            yield
+        finally:
+            self._sharded_as = before
+
     @property
     def hooks(self) -> tuple[RemovableHandle, ...]:
         """Hooks on the model's modules."""
@@ -92,7 +113,9 @@ class StateDictHooks:
             slot = self._slots.of(param)
             if slot is None or key not in state_dict:
                 continue
-            if self._filling:
+            if self._filling and slot.sharded and self._sharded_as is not None:
+                state_dict[key] = self._sharded_as(slot)
+            elif self._filling:
                 state_dict[key] = self._snapshot(slot, state_dict)
             else:
                 state_dict[key] = torch.empty(slot.value.shape, dtype=slot.value.dtype, device="meta")

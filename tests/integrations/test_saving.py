@@ -40,8 +40,8 @@ def test_experts_are_taken_apart_in_files(tiny: ModuleType, tmp_path: Path, monk
     kept: list[torch.Tensor] = []
     stock = saving.copy_in_file
 
-    def noted(tensor: torch.Tensor, folders: Sequence[Path]) -> torch.Tensor:
-        kept.append(stock(tensor, folders))
+    def noted(tensor: torch.Tensor, folders: Sequence[Path], what: str) -> torch.Tensor:
+        kept.append(stock(tensor, folders, what))
         return kept[-1]
 
     monkeypatch.setattr(saving, "copy_in_file", noted)
@@ -75,7 +75,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DiskError, match=r"has no room for 4096 B of a model's experts while it is saved; free space"):
-        saving.copy_in_file(torch.zeros(1024), [tmp_path])
+        saving.copy_in_file(torch.zeros(1024), [tmp_path], "a model's experts while it is saved")
     assert not list(tmp_path.iterdir())
 
 
