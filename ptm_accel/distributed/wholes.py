@@ -118,6 +118,14 @@ class Wholes:
             if following.place is Place.AWAY:
                 self._gather(following, beside=block)
 
+    def give_up(self, block: Block) -> bool:
+        """See `Gathers`."""
+        if block.pins:
+            return False
+        if block.place is not Place.AWAY:
+            self._drop(block)
+        return True
+
     def gather(self, what: str, whole: torch.Tensor, cut: Cut) -> None:
         """See `Gathers`."""
         self._last = None

@@ -407,10 +407,27 @@ class ParamSlot:
             return copy
 
     def write(self, values: torch.Tensor) -> None:
-        """Gives the parameter other values, between two steps."""
-        with self.executor.pin(self.value, write=True) as pages:
-            pages.copy_(values)
+        """Gives the parameter other values, between two steps.
+
+        Of a sharded one this rank keeps its range. Unless it is in use, that is no collective; all ranks do so in the
+        same order.
+
+        Args:
+            values: of the shape of the whole; no more of them is read than this rank keeps.
+        """
+        if self.sharded and self._drops_whole():
+            with self.executor.pin(self.own, write=True) as pages:
+                pages.copy_(self.owned(values))
+        else:
+            with self.executor.pin(self.value, write=True) as pages:
+                pages.copy_(values)
         self.generation += 1
+
+    def _drops_whole(self) -> bool:
+        """Drops the whole block of a sharded parameter, so that its next use gathers it; False where it is in use."""
+        assert self.executor.gathers is not None, self.name
+        with self.pool.lock:
+            return self.executor.gathers.give_up(self.value.block)
 
     def fetch(self, *, write: bool = False) -> torch.Tensor:
         """The values in the compute tier."""

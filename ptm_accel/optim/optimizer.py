@@ -296,7 +296,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: the model is sharded over ranks.
         """
         self.updates.refuse_lost()
-        self._refuse_ranges("state_dict()")
+        self._refuse_ranges()
         for before in list(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
         with self._pool.calls.during(Call.SAVE, self._pool):
@@ -306,23 +306,24 @@ class PagedOptimizer(torch.optim.Optimizer):
             made = made if changed is None else changed
         return made
 
-    def _refuse_ranges(self, what: str) -> None:
-        """Refuses what would give or take a rank's own ranges as if they were whole tensors."""
+    def _refuse_ranges(self) -> None:
+        """Refuses to give a rank's own ranges as if they were whole tensors."""
         if any(slot.sharded for slot in self._states.held()):
             raise UnsupportedError(
-                f"optimizer.{what}: each rank has a range of the state of each parameter (shard: full), which cannot "
-                "be saved or loaded yet. Train with shard: none where you need it."
+                "optimizer.state_dict(): each rank has a range of the state of each parameter (shard: full), and none "
+                "has room for all of it. Save with the Trainer's checkpoints or with accelerator.save_state(); a plain "
+                "state can be read with optimizer.load_state_dict()."
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as `torch.optim.Optimizer.load_state_dict` does, one tensor at a time onto pages.
 
+        Where the model is sharded, each rank is given whole tensors, and takes its ranges of them.
+
         Raises:
-            CheckpointError: other parameter groups than this optimizer's.
-            UnsupportedError: the model is sharded over ranks.
+            CheckpointError: other parameter groups than this optimizer's, or a master of another shape.
             BudgetError: with what they say updates need more than there is; nothing has been changed.
         """
-        self._refuse_ranges("load_state_dict()")
         given = dict(state_dict)
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, given)

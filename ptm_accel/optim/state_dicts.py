@@ -14,7 +14,7 @@ from ptm_accel.errors import CheckpointError
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.hyperparameters import apart
 from ptm_accel.optim.others import Other
-from ptm_accel.optim.states import MASTER_KEY, States, is_full
+from ptm_accel.optim.states import MASTER_KEY, States, is_whole, owned
 
 Groups = list[dict[str, Any]]
 Entries = dict[torch.Tensor, dict[str, Any]]
@@ -58,7 +58,7 @@ def load_into(
         same: names of parameters whose state keeps the dtypes that it has there; others' is cast, as torch does.
 
     Raises:
-        CheckpointError: other parameter groups than this optimizer's.
+        CheckpointError: other parameter groups than this optimizer's, or a master of another shape.
     """
     refuse_other_groups(inner, state_dict["param_groups"], "the optimizer state")
     entries: Entries = {}
@@ -69,7 +69,7 @@ def load_into(
             given = dict(state_dict["state"].get(number, {}))
             dtypes[slot.param] = None if slot.name in same else kept.dtype_of(slot)
             if MASTER_KEY in given:
-                masters[slot.param] = given.pop(MASTER_KEY)
+                masters[slot.param] = _master(slot, given.pop(MASTER_KEY))
             if given:
                 entries[slot.param] = converted(given, slot, dtypes[slot.param], saved)
     groups, entries = completed(inner, state_dict["param_groups"], entries)
@@ -88,6 +88,20 @@ def load_into(
         # What is full-size goes onto pages from wherever it is.
         master = {MASTER_KEY: masters[slot.param]} if slot.param in masters else {}
         kept.replace(kept.of(slot), {**given, **master}, dtypes[slot.param])
+
+
+def _master(slot: ParamSlot | Other, value: Any) -> Any:
+    """Returns what this rank owns of a master.
+
+    Raises:
+        CheckpointError: it has another shape than the parameter.
+    """
+    if value.shape != slot.value.shape:
+        raise CheckpointError(
+            f"the fp32 master of {slot.name} in the checkpoint has shape {tuple(value.shape)}, the parameter has "
+            f"{tuple(slot.value.shape)}: this checkpoint is of another model."
+        )
+    return value if isinstance(slot, Other) else owned(slot, value)
 
 
 def refuse_other_groups(inner: torch.optim.Optimizer, groups: Groups, where: str) -> None:
@@ -127,6 +141,8 @@ def converted(
 ) -> Any:
     """Returns a value of a parameter's state as torch casts and places it; what is full-size is left for the pages.
 
+    Of what is full-size only this rank's range is left, where the parameter is sharded: no more of it is read then.
+
     Args:
         value: a tensor, a container of such, or anything else.
         slot: of the parameter.
@@ -139,10 +155,10 @@ def converted(
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, torch.Tensor)):
         items: Any = (converted(item, slot, dtype, group) for item in value)
         return type(value)(items)  # type: ignore[call-arg]
-    if not isinstance(value, torch.Tensor) or (
-        key is not None and isinstance(slot, ParamSlot) and is_full(slot, value)
-    ):
+    if not isinstance(value, torch.Tensor):
         return value
+    if key is not None and isinstance(slot, ParamSlot) and is_whole(slot, value):
+        return owned(slot, value)
     device = slot.param.device
     if key == "step":
         on_device = group.get("fused") or group.get("capturable")

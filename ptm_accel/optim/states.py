@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.block import Block, Part, Place
 from ptm_accel.memory.budget import Tag
 from ptm_accel.model.norms import is_narrow
@@ -86,7 +85,7 @@ class States:
             there = self._inner.state.pop(slot.param, {})
             try:
                 for key, value in there.items():
-                    self.put(state, key, slot.owned(value) if slot.sharded and is_whole(slot, value) else value)
+                    self.put(state, key, owned(slot, value))
             except BaseException:
                 self._inner.state[slot.param] = there
                 raise
@@ -106,19 +105,11 @@ class States:
         Args:
             state: what the optimizer keeps for the parameter.
             key: the optimizer's own key of it.
-            value: it.
+            value: it; of what is sharded what this rank owns.
             dtype: of the pages that are made for it; by default the value's.
-
-        Raises:
-            CheckpointError: the master has another shape than the parameter.
         """
         slot = state.slot
         if key == MASTER_KEY and state.master is not None:
-            if value.shape != slot.own.shape:
-                raise CheckpointError(
-                    f"the fp32 master of {slot.name} in the checkpoint has shape {tuple(value.shape)}, the parameter "
-                    f"has {tuple(slot.own.shape)}: this checkpoint is of another model."
-                )
             self.executor.fault(state.master, write=True).copy_(value)
             state.mastered = slot.own.numel
             return
@@ -149,7 +140,7 @@ class States:
 
         Args:
             state: what the optimizer keeps for the parameter.
-            values: it.
+            values: it; of what is sharded what this rank owns (`owned`).
             dtype: of what is full-size; None for the values' own.
         """
         for key in [key for key in state.paged if not is_full(state.slot, values.get(key))]:
@@ -252,6 +243,11 @@ def is_whole(slot: ParamSlot, value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.value.shape
 
 
+def owned(slot: ParamSlot, value: Any) -> Any:
+    """Returns what this rank owns of `value`, if that has the shape of the whole parameter; anything else as it is."""
+    return slot.owned(value) if slot.sharded and is_whole(slot, value) else value
+
+
 def is_full(slot: ParamSlot | Other, value: object) -> bool:
-    """Returns whether `value` has an element for each of the parameter's, and so belongs on pages."""
+    """Returns whether `value` has an element for each that this rank has of the parameter, and so belongs on pages."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == slot.own.shape

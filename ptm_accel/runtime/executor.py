@@ -58,6 +58,16 @@ class Gathers(Protocol):
         """The block is about to be used: it is there, or arriving, afterwards. Called with the pool's lock held."""
         ...
 
+    def give_up(self, block: Block) -> bool:
+        """Drops the block, since what this rank owns of it is about to change, unless it is pinned.
+
+        Called with the pool's lock held.
+
+        Returns:
+            whether it is gone.
+        """
+        ...
+
     def gather(self, what: str, whole: torch.Tensor, cut: Cut) -> None:
         """Puts one tensor together that is not a block, such as a gradient, once all ranks have come here.
 

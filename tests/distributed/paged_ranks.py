@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from ptm_accel.distributed import ranks
 from ptm_accel.engine import Engine
 from ptm_accel.memory.block import Part
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.units import parse_bytes
 from tests.distributed.cases import PAGE, Case
 from tests.distributed.costs import Costs
@@ -71,17 +73,28 @@ class LateCollectives(ranks.Collectives):
         super().order()
 
 
-def train_paged(case: Case, folder: Path) -> Record:
-    """Trains on pages; checks what it moved, and what is conserved."""
+Begin = Callable[[Engine, PagedOptimizer], None]
+
+
+def train_paged(case: Case, folder: Path, begin: Begin | None = None) -> Record:
+    """Trains on pages; checks what it moved, and what is conserved.
+
+    Args:
+        case: which model, and how.
+        folder: for pages.
+        begin: loads a checkpoint, before the first step.
+    """
     late = nullcontext() if case.memory == "host+disk" else patch.object(ranks, "Collectives", LateCollectives)
     with late:
-        return _train(case, folder)
+        return _train(case, folder, begin)
 
 
-def _train(case: Case, folder: Path) -> Record:
+def _train(case: Case, folder: Path, begin: Begin | None) -> Record:
     rank, record, model = dist.get_rank(), Record(), case.build()
     engine = attach(case, model, folder)
     optimizer = engine.bind_optimizer(case.make_optimizer(model))
+    if begin is not None:
+        begin(engine, optimizer)
     costs = Costs(engine, recomputes=case.checkpointing != "off") if case.shard == "full" else None
     torch.manual_seed(7 + rank)
     for step in range(case.steps):

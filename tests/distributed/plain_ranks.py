@@ -79,12 +79,28 @@ def twin(case: Case, model: nn.Module) -> Sharing:
     return Twin(model, SMALL_BYTES, wide=case.masters)
 
 
-def train_plain(case: Case, made: Callable[[Case, nn.Module], Sharing] = sharing_of) -> Record:
-    """Trains in ordinary memory, with gradients shared by what `made` gives."""
+Masters = dict[nn.Parameter, nn.Parameter]
+"""What is updated in the place of parameters, if that is something else."""
+
+
+def train_plain(
+    case: Case,
+    made: Callable[[Case, nn.Module], Sharing] = sharing_of,
+    begin: Callable[[nn.Module, torch.optim.Optimizer, Masters], None] | None = None,
+) -> Record:
+    """Trains in ordinary memory.
+
+    Args:
+        case: which model, and how.
+        made: gives what shares gradients.
+        begin: loads a checkpoint, before the first step.
+    """
     rank, record, model = dist.get_rank(), Record(), case.build()
     sharing = made(case, model)
     optimizer = case.make_optimizer(model)
     masters = _masters(optimizer) if case.masters else {}
+    if begin is not None:
+        begin(model, optimizer, masters)
     torch.manual_seed(7 + rank)
     for step in range(case.steps):
         for micro in range(case.accumulation):
@@ -114,7 +130,7 @@ def train_plain(case: Case, made: Callable[[Case, nn.Module], Sharing] = sharing
     return record
 
 
-def _masters(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
+def _masters(optimizer: torch.optim.Optimizer) -> Masters:
     """Gives the optimizer fp32 copies to update; by parameter."""
     masters = {p: nn.Parameter(p.detach().float()) for group in optimizer.param_groups for p in group["params"]}
     for group in optimizer.param_groups:
@@ -138,7 +154,7 @@ def _total_norm(case: Case, model: nn.Module, sums: dict[nn.Parameter, torch.Ten
 def _give(
     case: Case,
     sums: dict[nn.Parameter, torch.Tensor],
-    masters: dict[nn.Parameter, nn.Parameter],
+    masters: Masters,
     norm: torch.Tensor | None,
 ) -> None:
     """Gives what is updated its gradients, clipped; masters by the rules of `tests.plain_loop.train_with_masters`."""

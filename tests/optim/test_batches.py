@@ -241,8 +241,10 @@ def test_a_master_of_another_shape_is_refused(tmp_path: Path) -> None:
     model = net(torch.bfloat16)
     with at_floor(model, tmp_path, master_weights="fp32") as engine:
         optimizer = engine.bind_optimizer(fused(model))
+        saved = optimizer.state_dict()
+        saved["state"] = {0: {"step": torch.tensor(1.0), "master": torch.zeros(3)}}
         with pytest.raises(CheckpointError) as caught:
-            optimizer.states.put(optimizer.states.of(engine.slots.by_name["0.weight"]), "master", torch.zeros(3))
+            optimizer.load_state_dict(saved)
         assert str(caught.value) == (
             "the fp32 master of 0.weight in the checkpoint has shape (3,), the parameter has (300, 64): this "
             "checkpoint is of another model."
