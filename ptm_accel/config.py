@@ -119,6 +119,11 @@ class PTMConfig:
         if self.pipeline is not None:
             object.__setattr__(self, "pipeline", PipelineConfig.load(self.pipeline))
             self._refuse_beside("pipeline: the stages of a pipeline", "pseudo_to_real", "token_slices")
+        if self.shard == "node":
+            raise ConfigError(
+                "shard: node (layers cut over the processes of each machine, and whole on every machine) is not there "
+                "yet; write shard: full, which cuts them over all processes."
+            )
         check_choice("shard", self.shard, SHARD_MODES)
         if self.shard == FULL:
             self._refuse_beside("shard: layers cut over processes (full)", "pipeline", "pseudo_to_real", "token_slices")

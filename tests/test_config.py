@@ -116,7 +116,12 @@ class TestOptions:
         ({"page_size": 0}, "page_size: 0 is 0 B, which is not a power of two"),
         ({"update": "fast"}, "update: got 'fast', which it cannot be; write update: exact or update: blocking."),
         ({"master_weights": "bf16"}, "master_weights: got 'bf16', which it cannot be; write master_weights: fp32 or"),
-        ({"shard": "node"}, "shard: got 'node', which it cannot be; write shard: auto or shard: full or shard: none."),
+        ({"shard": "half"}, "shard: got 'half', which it cannot be; write shard: auto or shard: full or shard: none."),
+        (
+            {"shard": "node"},
+            "shard: node (layers cut over the processes of each machine, and whole on every machine) is not there yet; "
+            "write shard: full, which cuts them over all processes.",
+        ),
         ({"shard": None}, "shard: got None, which it cannot be; write shard: auto or"),
         (
             {"shard": "full", "pipeline": 2},

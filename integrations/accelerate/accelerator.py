@@ -30,7 +30,7 @@ from ptm_accel.pipeline.layer_slices import slice_layers
 
 from ..peft import refuse_adapters
 from .before import Before
-from .shards import may_be_cut, tell_of_one
+from .shards import may_be_cut, refuse_own_directories, tell_of_one
 from .states import PagedStates
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,7 @@ class PTMAccelerator(PagedStates):
                 f"ptm_accel was given the device {self.device}; it has pages for CUDA and for the CPU only. "
                 "Set use_cpu=True (Accelerator: cpu=True)."
             )
+        refuse_own_directories(self.ptm_config, self.num_processes, asked=self._saves_on_each_node)
         self._put_scaler_on_pages()
 
     def _put_scaler_on_pages(self) -> None:
@@ -233,7 +234,11 @@ class PTMAccelerator(PagedStates):
 
     @property
     def _may_cut(self) -> bool:
-        return self.shards and may_be_cut(self.ptm_config, self.num_processes)
+        return self.shards and not self._saves_on_each_node and may_be_cut(self.ptm_config, self.num_processes)
+
+    @property
+    def _saves_on_each_node(self) -> bool:
+        return bool(self.project_configuration.save_on_each_node)
 
     def _decide_to_cut(self, refused: BudgetError | None) -> None:
         logger.warning(

@@ -41,6 +41,25 @@ def refuse_saving(config: PTMConfig, processes: int, asked: Iterable[str]) -> No
         )
 
 
+def refuse_own_directories(config: PTMConfig, processes: int, *, asked: bool) -> None:
+    """Refuses output directories that not all processes see where layers are cut over them.
+
+    Args:
+        config: the options.
+        processes: how many train together.
+        asked: each machine is to write into a directory of its own (`save_on_each_node`).
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    if asked and are_cut(config, processes):
+        raise UnsupportedError(
+            f"save_on_each_node=True: layers are cut over {processes} processes (shard: full), and each writes its "
+            "part into the one output directory. Leave it out, with a directory that every machine sees, or set shard "
+            "to none."
+        )
+
+
 def tell_of_one(config: PTMConfig, processes: int) -> None:
     """Says that there is nothing to cut over, if so."""
     if config.shard == FULL and processes == 1:

@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from ptm_accel.config import PTMConfig
 
-from ..accelerate.shards import refuse_saving
+from ..accelerate.shards import refuse_own_directories, refuse_saving
 
 
 def saving_asked(args: TrainingArguments) -> list[str]:
@@ -29,3 +29,17 @@ def refuse_saving_shards(config: PTMConfig, args: TrainingArguments, processes: 
         UnsupportedError: names the arguments.
     """
     refuse_saving(config, processes, saving_asked(args))
+
+
+def refuse_own_directories_of_nodes(config: PTMConfig, args: TrainingArguments, processes: int) -> None:
+    """Refuses output directories that not all processes see where layers are cut over them.
+
+    Args:
+        config: the options.
+        args: what the Trainer is to do.
+        processes: how many train together.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    refuse_own_directories(config, processes, asked=args.save_on_each_node)

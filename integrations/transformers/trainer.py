@@ -31,7 +31,7 @@ from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
 from .pipelines import refuse_with_pipeline
 from .pseudo_to_real import PseudoToReal, recipe_of, refuse_others
-from .shards import refuse_saving_shards, saving_asked
+from .shards import refuse_own_directories_of_nodes, refuse_saving_shards, saving_asked
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         if self._ranks is not None:
             refuse_with_pipeline(self)
         refuse_saving_shards(self.ptm_config, self.args, self.accelerator.num_processes)
+        refuse_own_directories_of_nodes(self.ptm_config, self.args, self.accelerator.num_processes)
         if self.ptm_config.pseudo_to_real is not None:
             refuse_others(self.args, self.model if self.model_init is None else None)
             asked = PseudoToRealConfig.load(self.ptm_config.pseudo_to_real)
@@ -108,7 +109,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         with _accelerator_is(functools.partial(kind, ptm_config=self.ptm_config)):
             super().create_accelerator_and_postprocess()
         # What would be refused later is no reason to cut layers where they do not fit.
-        self.accelerator.shards = not saving_asked(self.args)
+        self.accelerator.shards = not (saving_asked(self.args) or self.args.save_on_each_node)
         if self.args.n_gpu > 1:
             logger.warning(
                 "%d GPUs are visible; ptm_accel trains on one of them, and per_device_train_batch_size is for that "

@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedModel,
     core_model_loading,
 )
+from transformers.distributed import DistributedConfig
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine, engine_of
@@ -244,6 +245,12 @@ def test_another_thread_reads_a_plain_model_meanwhile(saved: Save, tmp_path: Pat
         ),
         ({"gguf_file": "a.gguf"}, r"does not take gguf_file='a.gguf': only safetensors can be read onto pages"),
         ({"load_in_8bit": True}, r"does not take load_in_8bit=True: quantised parameters cannot be put on pages"),
+        ({"tp_plan": "auto"}, r"does not take tp_plan='auto': "),
+        # Expert parallelism is asked for by it as well.
+        (
+            {"distributed_config": DistributedConfig()},
+            r"(?s)does not take distributed_config=DistributedConfig",
+        ),
         ({"use_safetensors": False}, r"does not take use_safetensors=False: other formats can only be read whole"),
     ],
 )

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import ProjectConfiguration  # type: ignore[import-untyped]
 from ptm_accel.integrations.accelerate import PTMAccelerator
 from ptm_accel.integrations.accelerate.shards import tell_of_one
 from ptm_accel.integrations.transformers import Trainer
-from ptm_accel.integrations.transformers.shards import refuse_saving_shards
+from ptm_accel.integrations.transformers.shards import refuse_own_directories_of_nodes, refuse_saving_shards
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.errors import UnsupportedError
@@ -83,6 +84,42 @@ def test_states_of_an_accelerator(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match=rf"leave out {name}\(\), or set shard to none"):
             getattr(accelerator, name)(str(tmp_path / "state"))
     assert not list(tmp_path.iterdir())
+
+
+OWN_DIRECTORIES = (
+    r"^save_on_each_node=True: layers are cut over [23] processes \(shard: full\), and each writes its part into the "
+    r"one output directory\. Leave it out, with a directory that every machine sees, or set shard to none\.$"
+)
+
+
+def test_directories_that_not_all_processes_see(tiny: ModuleType, tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path, save_on_each_node=True)
+    with pytest.raises(UnsupportedError, match=OWN_DIRECTORIES):
+        refuse_own_directories_of_nodes(FULL, args, 3)
+    refuse_own_directories_of_nodes(FULL, args, 1)
+    refuse_own_directories_of_nodes(FULL, tiny.arguments(tmp_path), 3)
+    for shard in ("auto", "none"):
+        refuse_own_directories_of_nodes(PTMConfig(shard=shard), args, 3)
+
+
+@pytest.mark.usefixtures("two")
+def test_a_trainer_of_machines_with_directories_of_their_own(tiny: ModuleType, tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path, save_on_each_node=True)
+    with pytest.raises(UnsupportedError, match=OWN_DIRECTORIES):
+        Trainer(tiny.model(), args, ptm_config={"shard": "full"})
+    for each, may in ((True, False), (False, True)):
+        args = tiny.arguments(tmp_path, save_on_each_node=each)
+        trainer = Trainer(tiny.model(), args, ptm_config={"shard": "auto"})
+        assert trainer.accelerator._may_cut == may, "auto does not choose what is refused"
+
+
+@pytest.mark.usefixtures("two")
+def test_an_accelerator_of_machines_with_directories_of_their_own(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), save_on_each_node=True)
+    with pytest.raises(UnsupportedError, match=OWN_DIRECTORIES):
+        PTMAccelerator(cpu=True, project_config=project, ptm_config=FULL)
+    assert not PTMAccelerator(cpu=True, project_config=project, ptm_config={"shard": "auto"})._may_cut
+    assert PTMAccelerator(cpu=True, ptm_config={"shard": "auto"})._may_cut
 
 
 def test_one_process_trains_as_ever_and_says_so_once(
