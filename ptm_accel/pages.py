@@ -139,7 +139,7 @@ class Pages:
             self.needs.expect_optimizer()
         else:
             shards.wholes.most = shards.most_wholes(self.slots)
-            on_each(shards.ranks, self.needs.expect_optimizer)
+            on_each(shards.ranks, "has put a model on pages", self.needs.expect_optimizer)
 
     def _slots(self, values: Mapping[nn.Parameter, Paged], group_bytes: int) -> SlotTable:
         slots, small = SlotTable(), small_bytes(self.config.page_bytes)

@@ -296,7 +296,7 @@ class Training:
         if self.shards is None:
             self._needs.check(floor, floor, floor)
         else:
-            on_each(self.shards.ranks, lambda: self._needs.check(floor, floor, floor))
+            on_each(self.shards.ranks, "has been given an optimizer", lambda: self._needs.check(floor, floor, floor))
 
     def _step_ended(self) -> None:
         one = self.replicas is None and self.shards is None

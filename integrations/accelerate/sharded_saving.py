@@ -7,6 +7,8 @@ Code that asks for values is run again, on values that are gathered into files w
 
 from __future__ import annotations
 
+import errno
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,8 +24,10 @@ from ptm_accel.checkpoint.shared_files import Owned, SharedFile, make_file, writ
 from ptm_accel.distributed.ranks import Ranks
 from ptm_accel.distributed.together import on_first
 from ptm_accel.engine import Engine, engine_of
+from ptm_accel.errors import DiskError
 from ptm_accel.memory.mapping import copy_in_file
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.units import format_bytes
 
 from ..exchanging import exchanged, one_at_a_time
 
@@ -154,8 +158,15 @@ def save_cut(
 
     if is_known and on_first(ranks, by_outlines):
         return noted.write()
-    state = gathered_state(engine, [folder])
-    on_first(ranks, lambda: save(state))
+    on_first(ranks, lambda: folder.mkdir(parents=True, exist_ok=True))
+    values = _gathered(engine, [folder])
+
+    def by_values() -> None:
+        # Code may ask the model for its state again.
+        with engine.state_dicts.sharded_as(values.__getitem__):
+            save(engine.model.state_dict())
+
+    on_first(ranks, by_values)
     return {}
 
 
@@ -169,18 +180,41 @@ def gathered_state(engine: Engine, folders: Sequence[Path]) -> State:
     Raises:
         DiskError: the disk is full.
     """
+    values = _gathered(engine, folders)
+    if not values:
+        return {}
+    with engine.state_dicts.sharded_as(values.__getitem__):
+        return engine.model.state_dict()
+
+
+def _gathered(engine: Engine, folders: Sequence[Path]) -> dict[ParamSlot, torch.Tensor]:
+    """Gathers one parameter after the other; returns copies on the first process, and nothing on the others."""
     assert engine.training.shards is not None
-    is_first = engine.training.shards.ranks.rank == 0
-
-    def values_of(slot: ParamSlot) -> torch.Tensor:
-        with engine.pages.executor.pin(slot.value) as values:
+    ranks = engine.training.shards.ranks
+    is_first, values = ranks.rank == 0, {}
+    sharded = [slot for slot in engine.slots if slot.sharded]
+    nbytes = sum(slot.value.nbytes for slot in sharded)
+    if folders:
+        # Where the first process fails alone, the others wait for it.
+        on_first(ranks, lambda: _check_room(folders, nbytes))
+    for slot in sharded:
+        with engine.pages.executor.pin(slot.value) as whole:
             if is_first and folders:
-                return copy_in_file(values.detach(), folders, "a model's weights while it is saved")
-            return values.detach().to("cpu" if is_first else "meta", copy=True)
+                values[slot] = copy_in_file(whole.detach(), folders, "a model's weights while it is saved")
+            elif is_first:
+                values[slot] = whole.detach().to("cpu", copy=True)
+    return values
 
-    with engine.state_dicts.sharded_as(values_of):
-        state = engine.model.state_dict()
-    return state if is_first else {}
+
+def _check_room(folders: Sequence[Path], nbytes: int) -> None:
+    free = max(shutil.disk_usage(folder).free for folder in folders)
+    if free < nbytes:
+        raise DiskError(
+            errno.ENOSPC,
+            f"disk: {' and '.join(map(str, folders))} have {format_bytes(free)} free, and {format_bytes(nbytes)} of a "
+            "model's weights are gathered there while it is saved; free space",
+            str(folders[0]),
+        )
 
 
 def cut_engine(model: nn.Module) -> Engine | None:

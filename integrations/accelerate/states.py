@@ -27,7 +27,7 @@ from ptm_accel.checkpoint.plain_state import check_either_state, load_either_sta
 from ptm_accel.checkpoint.training_state import OUTDATED, Expected, save_optimizer_state, saved_last
 from ptm_accel.config import PTMConfig
 from ptm_accel.distributed.ranks import Ranks
-from ptm_accel.distributed.together import on_each, on_first
+from ptm_accel.distributed.together import on_each
 from ptm_accel.engine import Engine, engine_holding
 from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.optim.optimizer import PagedOptimizer
@@ -107,7 +107,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                 super(PagedStates, self).save_state(str(staging), *args, **kwargs)
 
         try:
-            on_each(noted.ranks, save)
+            on_each(noted.ranks, "has saved its state", save)
         finally:
             self._state_of = None
         found = noted.write()
@@ -136,8 +136,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
     ) -> None:
         """As `Accelerator.save_model`; of a model whose layers are cut, processes write the weights together."""
         engine = cut_engine(self.unwrap_model(model))
-        shards = None if engine is None else engine.training.shards
-        if engine is None or shards is None:
+        if engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
 
@@ -150,7 +149,6 @@ class PagedStates(Accelerator):  # type: ignore[misc]
 
         directory = Path(os.fspath(save_directory))
         with engine.saving():
-            on_first(shards.ranks, lambda: directory.mkdir(parents=True, exist_ok=True))
             save_cut(engine, save, directory, is_known=safe_serialization)
 
     def _next_directory(self) -> Path:

@@ -167,9 +167,7 @@ def write_together(
         with threads() as pool:
             return [_write(file, owned, pool) for file in files]
 
-    here = on_each(ranks, write)
-    # Whoever hangs is named; `all_of` would only say that somebody is missing.
-    ranks.meet("has written its part of a checkpoint")
+    here = on_each(ranks, "has written its part of a checkpoint", write)
     every = ranks.all_of(here)
 
     sums: dict[Path, FileSum] = {}

@@ -14,11 +14,12 @@ _Told = tuple[type[Exception], int | None, str]
 """An error as other ranks are told of it: its class, its number, its text."""
 
 
-def on_each(ranks: Ranks, call: Callable[[], T]) -> T:
+def on_each(ranks: Ranks, what: str, call: Callable[[], T]) -> T:
     """Calls a function on every rank; where it fails on one, all raise.
 
     Args:
         ranks: the ranks; all of them come here.
+        what: each rank has done then, for the message of those that wait for one that hangs.
         call: the function.
 
     Returns:
@@ -32,6 +33,8 @@ def on_each(ranks: Ranks, call: Callable[[], T]) -> T:
         found = call()
     except Exception as failed:
         error = failed
+    # Whoever hangs is named; `all_of` would only say that somebody is missing.
+    ranks.meet(what)
     others = ranks.all_of(None if error is None else _told(error))
     if error is not None:
         raise error

@@ -1,0 +1,42 @@
+"""What several processes save together is what one process saves, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cases import Case
+from tests.distributed.test_resumed import FORMS
+from tests.prepared import run_ranks
+
+CHILD = Path(__file__).with_name("saved_child.py")
+
+
+def check(cases: Sequence[Case], ranks: int, folder: Path) -> None:
+    """Each case is saved by so many processes."""
+    asked = json.dumps([asdict(case) for case in cases])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = run_ranks(CHILD, folder, asked, count=ranks, cwd=folder, env=environment)
+    # What one rank raises, the others only hear of.
+    assert not any(run.code for run in runs), "\n".join(f"{run.out}{run.err[-4000:]}" for run in runs)
+    for run in runs:
+        assert run.out.splitlines() == [f"{case}: every byte is the same" for case in cases]
+
+
+def test_two_ranks_save_what_one_process_saves(tmp_path: Path) -> None:
+    check([FORMS[1], FORMS[2], FORMS[3], FORMS[4]], 2, tmp_path)
+
+
+def test_three_ranks_save_what_one_process_saves(tmp_path: Path) -> None:
+    check([replace(FORMS[3], uneven=True), FORMS[2]], 3, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_save_what_one_process_saves_everywhere(ranks: int, tmp_path: Path) -> None:
+    check(FORMS, ranks, tmp_path)
