@@ -32,6 +32,7 @@ class Reading:
     stall_s: float
     gathered_bytes: int
     reduced_bytes: int
+    received_bytes: int
     network_s: float
     tally: Tally
 
@@ -125,6 +126,7 @@ class Metrics:
             stall_s=stats.stall_s if timeline is None else timeline.spent_s(Span.WAIT),
             gathered_bytes=shards.gathered_bytes,
             reduced_bytes=shards.reduced_bytes,
+            received_bytes=shards.received_bytes,
             network_s=shards.waited_s,
             tally=replace(self._tally),
         )
@@ -167,8 +169,12 @@ class Metrics:
         if self._memory.device is None:
             # What is loaded comes from disk.
             link, disk, read, written = None, self.rates, loaded, stored
+        compute_s, network_s = last.compute_s - first.compute_s, now.network_s - before.network_s
+        if self._memory.pool.timeline is None:
+            # By the clock of the thread, waiting for other ranks is computing.
+            compute_s = max(compute_s - network_s, 0.0)
         cost = StepCost(
-            forward_s=(last.compute_s - first.compute_s) / steps,
+            forward_s=compute_s / steps,
             backward_s=0.0,
             update_s=(last.update_s - first.update_s) / steps,
             host_s=(last.host_s - first.host_s) / steps,
@@ -176,6 +182,7 @@ class Metrics:
             out_bytes=stored / steps,
             read_bytes=read / steps,
             written_bytes=written / steps,
+            network_s=network_s / steps,
         )
         return lower_bound(cost, link, disk)
 
@@ -201,6 +208,17 @@ class Metrics:
             text += f"; {format_bytes(int(written / step * _DAY_S))} written to disk in a day of this"
         return text
 
+    def _hidden(self, now: Reading) -> str:
+        """Says at which rate of the network ranks would not be waited for: what they send, in the rest of a step."""
+        warm = self._warm
+        # A device waits by itself, in its own time.
+        if warm is None or not self._steps_s or self._memory.pool.timeline is not None:
+            return ""
+        steps = now.steps - warm.steps
+        rest_s = statistics.mean(self._steps_s) - (now.network_s - warm.network_s) / steps
+        received = (now.received_bytes - warm.received_bytes) / steps
+        return f" (hidden, at best, from {format_bytes(int(received / rest_s))}/s on)" if rest_s > 0 else ""
+
     def summary(self) -> str:
         """One line for the end of training."""
         now = self.read()
@@ -222,6 +240,7 @@ class Metrics:
             network = (
                 f"; gathered {format_bytes(now.gathered_bytes // steps)} and reduced "
                 f"{format_bytes(now.reduced_bytes // steps)}, waited {now.network_s / steps:.3f} s for ranks a step"
+                f"{self._hidden(now)}"
             )
         times = self.times()
         return (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptm_accel.distributed.ranks import ShardStats
 from ptm_accel.engine import Engine
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
 from ptm_accel.memory.budget import Tag
@@ -99,6 +100,32 @@ def test_steps_of_several_kinds_are_not_shown_below_their_bound(
             tally.compute_s += work_s
             metrics.step_ended()
         assert metrics.times() == "step 3.000 s (median 1.000 s), 1.00 times its lower bound of 3.000 s (compute)"
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "bound", "rate"),
+    [(0.25, "0.750 s (compute)", "16.00 MiB/s"), (0.75, "0.750 s (network)", "48.00 MiB/s"), (1.0, None, None)],
+)
+def test_ranks_that_are_waited_for_are_a_bound(
+    waited_s: float, bound: str | None, rate: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the clock of a thread waiting is a part of its arithmetic; what is left could have hidden it."""
+    with trained(tmp_path, 0) as engine:
+        clock, tally, shards = [0.0], Tally(), ShardStats()
+        monkeypatch.setattr("ptm_accel.metrics.time.perf_counter", lambda: clock[0])
+        metrics = Metrics(engine.memory, tally)
+        metrics.rates, metrics.shards = SLOW, shards
+        for _ in range(6):
+            clock[0] += 1.0
+            tally.passes += 1
+            tally.compute_s += 1.0
+            shards.waited_s += waited_s
+            shards.received_bytes += 12 << 20
+            metrics.step_ended()
+        if bound is not None:
+            assert f"lower bound of {bound}" in metrics.summary()
+        hidden = "" if rate is None else f" (hidden, at best, from {rate} on)"
+        assert f"waited {waited_s:.3f} s for ranks a step{hidden}; step 1.000 s" in metrics.summary()
 
 
 def test_the_time_of_an_evaluation_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

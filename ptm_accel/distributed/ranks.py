@@ -47,6 +47,7 @@ class ShardStats:
         gathered_bytes: their bytes, padding included.
         reductions: blocks of gradients that were reduced.
         reduced_bytes: their bytes, padding included.
+        received_bytes: of both, what has come from other ranks.
         waited_s: how long the accessing thread has waited for either; a device waits without it.
         agreed: how often ranks had to agree on what comes next.
         gathered, reduced: hashes of the names of what was, in order. Each has its own order: gradients of routed models
@@ -57,6 +58,7 @@ class ShardStats:
     gathered_bytes: int = 0
     reductions: int = 0
     reduced_bytes: int = 0
+    received_bytes: int = 0
     waited_s: float = 0.0
     agreed: int = 0
     gathered: int = 0
@@ -233,7 +235,9 @@ class Ranks:
         with torch.no_grad():
             torch._foreach_copy_(places, owned)
         self.stats.gathers += 1
-        self.stats.gathered_bytes += sum(target.nbytes for target, _ in pairs)
+        gathered = sum(target.nbytes for target, _ in pairs)
+        self.stats.gathered_bytes += gathered
+        self.stats.received_bytes += gathered * (self.count - 1) // self.count
         self.stats.note_gather(own.name)
         return self._started(_all_gather, pairs, self._gathers, f"gathers {own.name}", held)
 
@@ -261,7 +265,9 @@ class Ranks:
             for source, (_, span) in zip(sources, pieces, strict=True)
         ]
         self.stats.reductions += 1
-        self.stats.reduced_bytes += sum(source.nbytes for source in sources)
+        reduced = sum(source.nbytes for source in sources)
+        self.stats.reduced_bytes += reduced
+        self.stats.received_bytes += reduced * (self.count - 1) // self.count
         self.stats.note_reduction(name)
         return self._started(_reduce_scatter, pairs, self._reductions, f"adds up the gradients of {name}", held)
 

@@ -20,6 +20,8 @@ class Resource(enum.Enum):
     LINK_OUT = "link out"
     DISK_READ = "disk read"
     DISK_WRITE = "disk write"
+    NETWORK = "network"
+    """Other ranks, which are waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class StepCost:
         out_bytes: bytes that go out over it.
         read_bytes: bytes that are read from disk.
         written_bytes: bytes that are written to it.
+        network_s: seconds that other ranks were waited for, at least those in which bytes came from them.
         clipped: no update may begin before the norm of all gradients is known.
     """
 
@@ -46,6 +49,7 @@ class StepCost:
     out_bytes: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
+    network_s: float = 0.0
     clipped: bool = True
 
 
@@ -63,6 +67,7 @@ def lower_bound(cost: StepCost, link: LinkRates | None = None, disk: LinkRates |
     found = [
         (cost.forward_s + cost.backward_s + cost.update_s, Resource.COMPUTE),
         ((cost.backward_s if cost.clipped else 0.0) + cost.host_s, Resource.CPU),
+        (cost.network_s, Resource.NETWORK),
     ]
     for rates, coming, going, to, back in (
         (link, cost.in_bytes, cost.out_bytes, Resource.LINK_IN, Resource.LINK_OUT),

@@ -151,6 +151,8 @@ def cost(*, read_bytes: float = 30, update_s: float = 4.0, host_s: float = 0.0, 
 def test_on_the_same_cores_everything_adds_up() -> None:
     assert lower_bound(cost()) == (7.0, Resource.COMPUTE)
     assert lower_bound(cost(), disk=TURNS) == (7.0, Resource.COMPUTE)
+    assert lower_bound(replace(cost(), network_s=6.0)) == (7.0, Resource.COMPUTE)
+    assert lower_bound(replace(cost(), network_s=8.0), disk=TURNS) == (8.0, Resource.NETWORK)
     assert lower_bound(cost(read_bytes=80), disk=TURNS) == (pytest.approx(10.0), Resource.DISK_READ)
     assert lower_bound(cost(read_bytes=80), disk=DUPLEX) == (8.0, Resource.DISK_READ)
     assert lower_bound(cost(read_bytes=0), disk=LinkRates(10.0, 1.0, 10.0)) == (40.0, Resource.DISK_WRITE)
