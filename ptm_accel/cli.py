@@ -136,6 +136,7 @@ def estimate(
     page_size: Annotated[
         str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
     ] = DEFAULT_PAGE_SIZE,
+    processes: Annotated[int, typer.Option(min=1, help="Of several processes with shard: full, what each needs.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Tells what training a model with AdamW needs: memory, disk, and the least that it can do with."""
@@ -146,7 +147,8 @@ def estimate(
     options = PTMConfig(master_weights=master_weights, page_size=page_size)
     host = import_module("ptm_accel.integrations.transformers.estimating")
     meta = host.meta_model(model, _dtype_of(dtype), checkpointing=checkpointing)
-    needs = partial(work_out, meta, master_weights=options.master_weights is not None, page_size=options.page_size)
+    masters = options.master_weights is not None
+    needs = partial(work_out, meta, master_weights=masters, page_size=options.page_size, processes=processes)
     batch: Any = host.text_batch(meta, batch_size, length)
     found, unknown = needs(), None
     own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
@@ -167,18 +169,47 @@ def estimate(
 
 def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
     held = "not known beforehand" if found.pass_bytes is None else format_bytes(found.pass_bytes)
+    several = found.processes > 1
     rows = {
         "parameters": f"{found.parameters / 1e6:,.1f}M, of which {found.trainable / 1e6:,.1f}M train",
-        "their states": format_bytes(found.states_bytes),
+        **(_states_of_one(found) if several else {"their states": format_bytes(found.states_bytes)}),
         "all in memory": f"host_memory of {format_bytes(found.whole_bytes)}",
         "the least": f"host_memory of {format_bytes(found.least_bytes)}, and {format_bytes(found.below_bytes)} of disk",
         "what makes it the least": found.reason,
+        **(_beside_ranges(found) if several else {}),
         f"beside it, a batch of {batch}": held,
     }
     _show(rows)
     typer.echo("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
     if unknown is not None:
         typer.echo(unknown)
+
+
+def _states_of_one(found: Estimate) -> dict[str, str]:
+    """What the first of several processes keeps, whose ranges are the largest; all other figures are its too."""
+    kept = found.kept
+    parts = {
+        "parameters": kept.parameters_bytes,
+        "masters": kept.masters_bytes,
+        "optimizer state": kept.optimizer_bytes,
+        "gradients": kept.gradients_bytes,
+    }
+    return {
+        f"each of {found.processes} processes": "with shard: full; below, the one that has most",
+        "its states": format_bytes(found.states_bytes),
+        "of these": ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes),
+    }
+
+
+def _beside_ranges(found: Estimate) -> dict[str, str]:
+    """What processes need because layers are sharded over them, and what they need together."""
+    count = found.processes
+    memory, disk = format_bytes(count * found.least_bytes), format_bytes(count * found.below_bytes)
+    return {
+        "of the least, for whole layers": f"{format_bytes(found.gathered_bytes)}, beside those in use",
+        f"{count} on one machine": f"at least {memory} of memory, and {disk} of disk",
+        "over the network": f"{format_bytes(found.network_bytes)} to each process in a micro-batch",
+    }
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------

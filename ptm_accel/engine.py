@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptm_accel.config import PTMConfig, ResolvedConfig, check_kind
+from ptm_accel.distributed.exchange import tell_of_ranks
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.memory.block import Block
 from ptm_accel.memory.calls import Call
@@ -176,6 +177,8 @@ class Engine:
         if self.pool.card is not None:
             self.pages.watch_activations(self.pool.card)
         hint_about_masters([s for s in self.slots if s.param.requires_grad], self.config)
+        if (shards := self.pages.shards) is not None:
+            tell_of_ranks(self.slots, shards.sharding, masters=self.config.master_weights is not None)
         Engine.count += 1
         _engines[self.model] = weakref.ref(self)
 

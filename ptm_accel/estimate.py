@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ptm_accel.config import DEFAULT_PAGE_SIZE
+from ptm_accel.distributed.exchange import exchange_of
+from ptm_accel.distributed.wholes import most_wholes
+from ptm_accel.errors import ConfigError
 from ptm_accel.memory.disk import bounce_bytes
-from ptm_accel.memory.setup import Capacities, build_memory
+from ptm_accel.memory.setup import Capacities, Memory, build_memory
+from ptm_accel.memory.transfer import Transfer
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.attach import check_model, small_bytes, take_parameters
-from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory, least_budget
+from ptm_accel.model.floor import ANY_ADAMW, FUSED_ADAMW, Floor, OptimizerMemory, least_budget
 from ptm_accel.model.forecast import ShapeSpec, forecast
+from ptm_accel.model.grouping import Sharding, group_sizes
+from ptm_accel.model.kept import Kept, kept_bytes
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.runtime.executor import Executor
 from ptm_accel.units import parse_bytes
@@ -27,6 +34,8 @@ _OPENED_PAGES = 4
 class Estimate:
     """The memory to train a model, on the tier that computes (`device_memory`, or `host_memory` without a device).
 
+    With several processes all bytes are those of the first, which has the largest ranges.
+
     Attributes:
         parameters: how many; tied ones once.
         trainable: how many of them.
@@ -38,6 +47,11 @@ class Estimate:
         below_bytes: what the tiers below must hold under the least budget.
         pass_bytes: the peak of batch and activations, which the budget of a device counts and that of a CPU does not;
             None if no batch was given.
+        processes: how many it is sharded over (`shard: full`).
+        kept: the states in parts, without buffers.
+        gathered_bytes: of `least_bytes`, room for whole blocks that are not in use at the moment, with gradients.
+        network_bytes: what a process receives from the others in a micro-batch, at most but for gradient checkpointing
+            and tied embeddings (`ptm_accel.distributed.exchange`).
     """
 
     parameters: int
@@ -48,6 +62,10 @@ class Estimate:
     reason: str
     below_bytes: int
     pass_bytes: int | None
+    processes: int
+    kept: Kept
+    gathered_bytes: int
+    network_bytes: int
 
 
 def estimate(
@@ -58,28 +76,37 @@ def estimate(
     autocast_dtype: torch.dtype | None = None,
     optimizer_memory: OptimizerMemory = FUSED_ADAMW,
     page_size: str | int = DEFAULT_PAGE_SIZE,
+    processes: int = 1,
 ) -> Estimate:
     """Works out what a model needs; it may be on the meta device, and is not changed.
 
     Args:
         model: the model, in the mode, with the frozen parameters and the checkpointing that it will train with.
-        batch: its keyword arguments, of which only shapes count; None to leave activations out.
+        batch: its keyword arguments, of which only shapes count; None to leave activations out. Of several processes,
+            the batch of one.
         master_weights: whether narrower parameters get fp32 masters.
         autocast_dtype: the dtype of `torch.autocast`; None without it.
         optimizer_memory: the needs of the optimizer; AdamW's by default.
         page_size: as in the configuration.
+        processes: how many it is sharded over (`shard: full`).
 
     Raises:
+        ConfigError: no such number of processes.
         UnsupportedError: the model cannot be put on pages; or a pass over it depends on values (`forecast`).
     """
+    if processes < 1:
+        raise ConfigError(f"processes: got {processes}; write how many train one model together, 1 or more.")
     page_bytes = parse_bytes(page_size)
     check_model(model)
     memory = build_memory(Capacities(page_bytes=page_bytes, host_bytes=_OPENED_PAGES * page_bytes), torch.device("cpu"))
-    slots = SlotTable()
     try:
-        take_parameters(model, Executor(memory.pool), slots, ExtentTable(), small=small_bytes(page_bytes), paged={})
-        floor = least_budget(model, slots, optimizer_memory, masters=master_weights, window_bytes=page_bytes)
+        counting = _Counting(model, memory, page_bytes, processes, masters=master_weights)
+        slots = counting.slots(group_bytes=0)
+        floor = counting.floor(slots, optimizer_memory)
+        whole_bytes = counting.whole_bytes(floor, optimizer_memory)
         counted = [(slot.value.numel, slot.param.requires_grad) for slot in slots]
+        kept = kept_bytes(slots, optimizer_memory, masters=master_weights)
+        network_bytes = exchange_of(slots, processes).network_bytes
     finally:
         memory.close()
     pass_bytes = None if batch is None else forecast(model, batch, autocast_dtype=autocast_dtype)
@@ -87,9 +114,88 @@ def estimate(
         parameters=sum(count for count, _ in counted),
         trainable=sum(count for count, trained in counted if trained),
         states_bytes=floor.states_bytes,
-        whole_bytes=floor.whole_bytes,
+        whole_bytes=whole_bytes,
         least_bytes=floor.total_bytes + bounce_bytes(1, page_bytes),
         reason=floor.reason,
         below_bytes=floor.away_bytes,
         pass_bytes=pass_bytes,
+        processes=processes,
+        kept=kept,
+        gathered_bytes=floor.gathered_bytes,
+        network_bytes=network_bytes,
     )
+
+
+class _NoRanks:
+    """A source of whole blocks that are only counted."""
+
+    def load(self, handle: Any, offset: int, into: torch.Tensor, behind: Sequence[Transfer] = ()) -> Transfer:
+        """See `Source`."""
+        raise AssertionError("nothing is gathered for an estimate")
+
+
+class _Counting:
+    """Counts what a model needs, in groups of one size or another.
+
+    Args:
+        model: the model.
+        memory: what is opened to count.
+        page_bytes: of a page.
+        processes: how many it is sharded over.
+        masters: whether narrower parameters get fp32 masters.
+    """
+
+    def __init__(self, model: nn.Module, memory: Memory, page_bytes: int, processes: int, *, masters: bool) -> None:
+        self._model = model
+        self._executor = Executor(memory.pool)
+        self._page_bytes = page_bytes
+        self._sharding = None if processes == 1 else Sharding(0, processes)
+        self._masters = masters
+
+    def slots(self, group_bytes: int) -> SlotTable:
+        """Gives every parameter a slot; groups of several take at most `group_bytes`."""
+        slots = SlotTable()
+        take_parameters(
+            self._model,
+            self._executor,
+            slots,
+            ExtentTable(),
+            small=small_bytes(self._page_bytes),
+            paged={},
+            group_bytes=group_bytes,
+            sharding=self._sharding,
+            backing=_NoRanks(),
+        )
+        return slots
+
+    def floor(self, slots: SlotTable, optimizer_memory: OptimizerMemory) -> Floor:
+        """Returns the least budget."""
+        return least_budget(
+            self._model,
+            slots,
+            optimizer_memory,
+            masters=self._masters,
+            window_bytes=self._page_bytes,
+            wholes=0 if self._sharding is None else most_wholes(slots),
+        )
+
+    def whole_bytes(self, least: Floor, optimizer_memory: OptimizerMemory) -> int:
+        """Returns the budget under which nothing moves; in that of several processes, groups are as large as it lets.
+
+        Args:
+            least: what is needed where each parameter is a group of its own.
+            optimizer_memory: of the optimizer.
+        """
+        capacity = least.whole_bytes
+        if self._sharding is not None:
+            while (needed := self._grouped(capacity, least, optimizer_memory).whole_bytes) > capacity:
+                capacity = needed
+        return capacity
+
+    def _grouped(self, capacity: int, least: Floor, optimizer_memory: OptimizerMemory) -> Floor:
+        """What is needed in the groups that ranks with such a budget choose (`ptm_accel.pages.Pages.size_up`)."""
+        for group_bytes in group_sizes(capacity):
+            slots = self.slots(group_bytes)
+            if self.floor(slots, ANY_ADAMW).total_bytes <= capacity:
+                return self.floor(slots, optimizer_memory)
+        return least

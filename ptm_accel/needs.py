@@ -8,6 +8,7 @@ from torch import nn
 
 from ptm_accel.config import ResolvedConfig
 from ptm_accel.distributed.shards import Shards
+from ptm_accel.distributed.wholes import most_wholes
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.setup import Memory
@@ -85,7 +86,7 @@ class Needs:
             masters=self._config.master_weights is not None,
             window_bytes=self._config.page_bytes,
             held_bytes=self._pool.budget.used_by_tag().get(Tag.STAGING, 0),
-            wholes=0 if self._shards is None else self._shards.most_wholes(slots),
+            wholes=0 if self._shards is None else most_wholes(slots),
         )
 
     def suit(self, grouped: SlotTable, alone: SlotTable) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from ptm_accel.config import PTMConfig, ResolvedConfig
 from ptm_accel.distributed.shards import Shards, sharding_of
 from ptm_accel.distributed.together import on_each
+from ptm_accel.distributed.wholes import most_wholes
 from ptm_accel.hardware.profile import in_a_row, side_by_side
 from ptm_accel.hardware.rates import device_rates, disk_rates
 from ptm_accel.memory.activation_reserve import ActivationReserve
@@ -138,7 +139,7 @@ class Pages:
         if shards is None:
             self.needs.expect_optimizer()
         else:
-            shards.wholes.most = shards.most_wholes(self.slots)
+            shards.wholes.most = most_wholes(self.slots)
             on_each(shards.ranks, "has put a model on pages", self.needs.expect_optimizer)
 
     def _slots(self, values: Mapping[nn.Parameter, Paged], group_bytes: int) -> SlotTable:

@@ -52,8 +52,8 @@ def test_a_directory_that_is_not_there_is_no_model_of_the_hub(path: str) -> None
     assert str(found.exception) == f"no such directory: {path}. Give a model id, or a directory with a config.json."
 
 
-@pytest.mark.parametrize("option", ["--batch_size", "--length"])
-@pytest.mark.parametrize("number", ["0", "-5"])
+@pytest.mark.parametrize("option", ["--batch_size", "--length", "--processes"])
+@pytest.mark.parametrize("number", ["0", "-5", "two"])
 def test_a_batch_of_nothing_is_refused(option: str, number: str) -> None:
     found = RUNNER.invoke(cli.app, ["estimate", "./no-such-model", option, number])
     assert found.exit_code == 2, "the model is not even looked for"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from ptm_accel.errors import BudgetError, ConfigError
 from ptm_accel.estimate import estimate
 from ptm_accel.memory.budget import Tag, Tier
 from ptm_accel.memory.disk import bounce_bytes
+from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.forecast import ShapeSpec
+from ptm_accel.model.kept import Kept
+from ptm_accel.units import format_bytes
 from tests.tiers import PAGE
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=3, vocab_size=512, num_attention_heads=4)
@@ -80,6 +84,67 @@ def test_on_the_command_line(extra: list[str], tmp_path: Path) -> None:
     told = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).output)
     assert told["parameters"] == sum(p.numel() for p in model().parameters())
     assert told["pass_bytes"] > 0
+
+
+def test_each_of_several_processes_keeps_a_part() -> None:
+    found = [estimate(model(), BATCH, page_size=PAGE, processes=count) for count in (1, 2, 4)]
+    one, two, four = found
+    assert [each.processes for each in found] == [1, 2, 4]
+    assert [each.parameters for each in found] == [one.parameters] * 3
+    assert [each.pass_bytes for each in found] == [one.pass_bytes] * 3, "each has a batch of its own"
+    assert one.gathered_bytes == one.network_bytes == 0 < two.gathered_bytes
+    params = list(model().parameters())
+    for found_of, count in ((one, 1), (two, 2), (four, 4)):
+        # A range begins at a multiple of 64 elements; norms are small, and whole everywhere.
+        ranges = [p.numel() if p.dim() == 1 else round_up(-(-p.numel() // count), 64) for p in params]
+        each = sum(round_up(4 * numel) for numel in ranges)
+        assert found_of.kept == Kept(each, each, 0, 2 * each)
+        assert 0 <= found_of.states_bytes - 4 * each <= PAGE, "buffers"
+    # Two gathers and a reduction of all but the range that a process has.
+    large = sum(p.nbytes for p in model().parameters() if p.dim() > 1)
+    assert two.network_bytes == 3 * large // 2
+    assert four.network_bytes == 3 * large * 3 // 4
+    wide = estimate(model(torch.bfloat16), master_weights=True, page_size=PAGE, processes=2).kept
+    assert wide.masters_bytes == wide.gradients_bytes == wide.optimizer_bytes // 2
+
+
+def test_processes_too_many_for_ranges_have_all_of_it() -> None:
+    most = max(p.numel() for p in model().parameters())
+    one, many = (estimate(model(), page_size=PAGE, processes=count) for count in (1, most))
+    assert many.kept.parameters_bytes == sum(round_up(p.nbytes) for p in model().parameters())
+    assert many.states_bytes == one.states_bytes
+    assert many.network_bytes == 0
+
+
+@pytest.mark.parametrize("processes", [0, -2])
+def test_no_processes(processes: int) -> None:
+    said = f"processes: got {processes}; write how many train one model together, 1 or more."
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        estimate(model(), page_size=PAGE, processes=processes)
+
+
+def test_processes_on_the_command_line(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    arguments = ["estimate", str(tmp_path), "--page_size", "4096"]
+    alone = CliRunner().invoke(cli.app, arguments).output
+    assert CliRunner().invoke(cli.app, [*arguments, "--processes", "1"]).output == alone
+    assert "of 1 processes" not in alone
+    told = json.loads(CliRunner().invoke(cli.app, [*arguments, "--processes", "2", "--json"]).output)
+    found = estimate(model(), BATCH, page_size=PAGE, processes=2)
+    assert told["kept"] == asdict(found.kept)
+    assert (told["processes"], told["least_bytes"]) == (2, found.least_bytes)
+    shown = CliRunner().invoke(cli.app, [*arguments, "--processes", "2"]).output
+    kept, least, below = found.kept, 2 * found.least_bytes, 2 * found.below_bytes
+    said = [
+        "each of 2 processes with shard: full; below, the one that has most",
+        f"its states {format_bytes(found.states_bytes)} of these parameters {format_bytes(kept.parameters_bytes)}, "
+        f"optimizer state {format_bytes(kept.optimizer_bytes)}, gradients {format_bytes(kept.gradients_bytes)} all in",
+        f"of the least, for whole layers {format_bytes(found.gathered_bytes)}, beside those in use",
+        f"2 on one machine at least {format_bytes(least)} of memory, and {format_bytes(below)} of disk",
+        f"over the network {format_bytes(found.network_bytes)} to each process in a micro-batch",
+    ]
+    for row in said:
+        assert row in " ".join(shown.split())
 
 
 def test_smaller_pages_need_less(tmp_path: Path) -> None:

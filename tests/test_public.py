@@ -114,4 +114,8 @@ def test_the_adapters() -> None:
         "reason",
         "below_bytes",
         "pass_bytes",
+        "processes",
+        "kept",
+        "gathered_bytes",
+        "network_bytes",
     ]

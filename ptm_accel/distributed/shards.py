@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -109,12 +108,6 @@ class Shards:
                     f"rank 0 has {len(every[0])} parameters and buffers, rank {rank} has {len(other)}: with shard: "
                     "full all ranks need the same model. Build the same one in each process."
                 )
-
-    def most_wholes(self, slots: Iterable[ParamSlot]) -> int:
-        """Returns how many whole blocks stay that nobody has pinned: those of a layer, and the next one."""
-        groups = dict.fromkeys(slot.group for slot in slots if slot.sharded)
-        layers = Counter(group.name.rpartition("[")[0] for group in groups if len(group.shapes) > 1)
-        return 1 + max(layers.values(), default=1)
 
     def mark(self, model: nn.Module, *, ends: bool = False) -> None:
         """Has transformers keep ranks together: they generate until the longest text ends, and skip no layers.

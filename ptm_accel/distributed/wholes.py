@@ -8,8 +8,8 @@ gathered one access before its own, and nobody has to agree.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable
 
 import torch
 
@@ -17,6 +17,7 @@ from ptm_accel.distributed.ranks import Ranks
 from ptm_accel.memory.block import Block, Place
 from ptm_accel.memory.cut import Cut
 from ptm_accel.model.groups import Share
+from ptm_accel.model.slots import ParamSlot
 from ptm_accel.runtime.executor import Executor
 
 _AHEAD = 1
@@ -186,3 +187,10 @@ class Wholes:
     def pinned(self) -> list[Block]:
         """Blocks that are in use."""
         return [block for block in self._here if block.pins]
+
+
+def most_wholes(slots: Iterable[ParamSlot]) -> int:
+    """Returns how many whole blocks stay that nobody has pinned: those of a layer, and the next one."""
+    groups = dict.fromkeys(slot.group for slot in slots if slot.sharded)
+    layers = Counter(group.name.rpartition("[")[0] for group in groups if len(group.shapes) > 1)
+    return 1 + max(layers.values(), default=1)

@@ -70,6 +70,7 @@ class Floor:
         away_bytes: the same without buffers: what may need room below. Small tensors do when a checkpoint is saved.
         whole_bytes: the budget under which nothing ever moves.
         reason: which tensor or phase decides.
+        gathered_bytes: of what is fixed, room for whole blocks of sharded groups beside those in use.
     """
 
     total_bytes: int
@@ -79,6 +80,7 @@ class Floor:
     away_bytes: int
     whole_bytes: int
     reason: str
+    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def least_budget(
     away = sum(_states(s, optimizer_memory, masters) for s in slots)
     states = buffers + away
     whole = states + landing + gathered + max(forward.nbytes, worst_update.nbytes)
-    return Floor(fixed + worst.nbytes, fixed, worst.nbytes, states, away, whole, worst.reason)
+    return Floor(fixed + worst.nbytes, fixed, worst.nbytes, states, away, whole, worst.reason, gathered)
 
 
 def _states(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool) -> int:
@@ -134,13 +136,13 @@ def _states(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool) -
     value = slot.own
     if not slot.param.requires_grad:
         return value.slot_bytes
-    wide = _wide(value, masters)
+    wide = wide_itemsize(value, masters)
     total = value.slot_bytes + value.bytes_as(wide if masters else value.dtype.itemsize)
     total += optimizer_memory.state_tensors * value.bytes_as(wide)
     return total + (value.bytes_as(wide) if wide > value.dtype.itemsize else 0)
 
 
-def _wide(value: Part, masters: bool) -> int:
+def wide_itemsize(value: Part, masters: bool) -> int:
     """Bytes per element of what the optimizer updates."""
     return max(value.dtype.itemsize, 4) if masters else value.dtype.itemsize
 
@@ -262,7 +264,7 @@ def _accumulation(trainable: list[ParamSlot], masters: bool) -> _StepNeed:
         if not slot.group.movable:
             continue
         nbytes = block.slot_bytes
-        if _wide(value, masters) > value.dtype.itemsize:
+        if wide_itemsize(value, masters) > value.dtype.itemsize:
             # The second gradient makes an fp32 sum out of the narrow first one.
             nbytes += round_up(block.numel * 4)
         if nbytes > best.nbytes:
@@ -273,7 +275,7 @@ def _accumulation(trainable: list[ParamSlot], masters: bool) -> _StepNeed:
 def _update(slot: ParamSlot, optimizer_memory: OptimizerMemory, masters: bool, window_bytes: int) -> _StepNeed:
     """Returns the largest need of one parameter's update: that of its first, in which the state is made."""
     value = slot.own
-    wide = _wide(value, masters)
+    wide = wide_itemsize(value, masters)
     elements = value.numel
     if not optimizer_memory.whole:
         elements = min(elements, window_elements(window_bytes, wide))
