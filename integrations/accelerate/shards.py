@@ -23,12 +23,12 @@ def may_be_cut(config: PTMConfig, processes: int) -> bool:
 
 
 def refuse_saving(config: PTMConfig, processes: int, asked: Iterable[str]) -> None:
-    """Refuses to save layers that are cut over processes, and to resume with them.
+    """Refuses to save layers that are cut over processes.
 
     Args:
         config: the options.
         processes: how many train together.
-        asked: what would save or resume; nothing is refused without.
+        asked: what would save; nothing is refused without.
 
     Raises:
         UnsupportedError: names it.
@@ -36,8 +36,8 @@ def refuse_saving(config: PTMConfig, processes: int, asked: Iterable[str]) -> No
     names = ", ".join(asked)
     if names and are_cut(config, processes):
         raise UnsupportedError(
-            f"layers that are cut over {processes} processes (shard: full) cannot be saved yet, nor resumed with; "
-            f"leave out {names}, or set shard to none."
+            f"layers that are cut over {processes} processes (shard: full) cannot be saved yet; leave out {names}, or "
+            "set shard to none."
         )
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -32,12 +32,13 @@ from ptm_accel.engine import Engine, engine_holding
 from ptm_accel.errors import CheckpointError, ConfigError, PTMError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from .resuming import are_several, refuse_other_files, tell_of_processes
 from .sharded_saving import NotedFiles, cut_engine, gathered_state, save_cut
-from .shards import refuse_saving
 
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+_T = TypeVar("_T")
 
 
 class PagedStates(Accelerator):  # type: ignore[misc]
@@ -215,13 +216,15 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         Raises:
             CheckpointError: the directory has no optimizer state, or that of another model or optimizer, or is damaged.
                 Nothing has been changed then.
-            UnsupportedError: layers are cut over processes.
         """
-        refuse_saving(self.ptm_config, self.num_processes, ["load_state()"])
-        source = self._latest() if input_dir is None else Path(os.path.expanduser(os.fspath(input_dir)))
-        if source is not None and source.is_dir():
+        source = one_for_all(self._latest) if input_dir is None else Path(os.path.expanduser(os.fspath(input_dir)))
+        if source is not None:
             folder = source
+            # What one process does not see, the others have to learn of.
             one_for_all(lambda: self._check_states(folder))
+            refuse_other_files(folder)
+            if self.is_main_process and folder.is_dir() and not self.split_batches:
+                tell_of_processes(folder, self.num_processes)
         with self._without_optimizers() as optimizers:
             # Where each process has a card, accelerate would read all weights onto it, beside the pages.
             kwargs.setdefault("map_location", "cpu")
@@ -251,6 +254,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         return found[-1]
 
     def _check_states(self, source: Path) -> None:
+        if not source.is_dir():
+            return
         try:
             if self.ptm_config.checkpoint_hashes:
                 check_manifest(source)
@@ -293,21 +298,21 @@ def _newest_whole(source: Path) -> str:
     return "There is no whole one beside it."
 
 
-def one_for_all(check: Callable[[], None]) -> None:
-    """Has one process look through what all of them are about to read; what it raises, all raise."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    error: Exception | None = None
+def one_for_all(check: Callable[[], _T]) -> _T:
+    """Has one process look through what all of them are about to read; what it returns or raises, all do."""
+    several = are_several()
+    told: list[Any] = [None, None]
     if not several or torch.distributed.get_rank() == 0:
         try:
-            check()
+            told[0] = check()
         except (PTMError, OSError) as found:
-            error = found
+            told[1] = found
     if several:
-        told = [error]
         torch.distributed.broadcast_object_list(told, 0)
-        error = told[0]
-    if error is not None:
-        raise error
+    if told[1] is not None:
+        raise told[1]
+    result: _T = told[0]
+    return result
 
 
 def _paged(optimizer: AcceleratedOptimizer) -> PagedOptimizer:

@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ptm_accel.checkpoint.directory import is_complete, remove, remove_incomplete, staged
+from ptm_accel.checkpoint.directory import remove, remove_incomplete, staged
 from ptm_accel.checkpoint.index import INDEX_NAME, read_index
 from ptm_accel.checkpoint.manifest import Sums
 from ptm_accel.checkpoint.plain_state import check_either_state, load_either_state
@@ -33,6 +33,7 @@ from ptm_accel.engine import Engine, engine_of
 from ptm_accel.errors import CheckpointError
 from ptm_accel.optim.optimizer import PagedOptimizer
 
+from ..accelerate.resuming import refuse_other_files, tell_of_processes
 from ..accelerate.sharded_saving import save_cut
 from ..accelerate.shards import are_cut
 from ..accelerate.states import one_for_all
@@ -40,7 +41,7 @@ from .loading import load_weights
 from .loop import comes_with
 from .own_loading import own_loading, own_saving
 from .pipelines import PipelinedLoop, gathered
-from .resuming import check_checkpoint, last_state, newest_whole
+from .resuming import find_whole, last_state
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,6 @@ _WRITTEN = re.compile(
     rf"{re.escape(TRAINER_STATE_NAME)}|{re.escape(INDEX_NAME)}|{OUTDATED.pattern}"
 )
 """What a save writes for itself: what is there of these from before is out of date. All else may be somebody's."""
-_NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 class PagedCheckpoints(PipelinedLoop):
@@ -114,61 +114,30 @@ class PagedCheckpoints(PipelinedLoop):
         self.accelerator.wait_for_everyone()
 
     def _find_checkpoint(self, asked: str | bool) -> str | bool:
-        """The complete checkpoint to resume from.
+        """The complete checkpoint to resume from, which all processes see.
 
         Raises:
-            CheckpointError: the one asked for is not complete.
+            CheckpointError: the one asked for is not complete, damaged, or not everywhere; on all processes.
         """
-        if not isinstance(asked, bool):
-            path = Path(asked)
-            if path.is_dir() and not _whole(path):
-                within = [found.name for found in _numbered(path) if _whole(found)]
-                if within:
-                    raise CheckpointError(
-                        f"{path} is no checkpoint, but holds {', '.join(within)}. Resume from one of them: "
-                        f"{path / within[0]}."
-                    )
-                raise CheckpointError(
-                    f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no "
-                    f"{TRAINER_STATE_NAME}, which is written last. Resume from another one, or pass "
-                    f"resume_from_checkpoint=True for the newest that is complete. "
-                    f"{newest_whole(self._others(path), hashes=self._hashes)}"
-                )
-            self._check_whole(path)
-            return asked
-        found = _numbered(Path(self._get_output_dir(None)))
-        for path in found:
-            if _whole(path):
-                self._check_whole(path)
-                return str(path)
-            logger.warning("%s is incomplete (no %s); it is not resumed from.", path, TRAINER_STATE_NAME)
-        if found:
-            raise CheckpointError(
-                f"cannot resume: all {len(found)} checkpoints in {found[0].parent} are incomplete (no "
-                f"{TRAINER_STATE_NAME}), such as {found[0].name}. Set output_dir to where complete ones are, or train "
-                "without resume_from_checkpoint."
-            )
-        # The Trainer says that there is none.
+        run_dir = Path(self._get_output_dir(None))
+        name = one_for_all(lambda: find_whole(asked, run_dir, hashes=self._hashes))
+        if isinstance(asked, bool):
+            if name is None:
+                # The Trainer says that there is none.
+                return asked
+            asked = str(run_dir / name)
+        path = Path(asked)
+        refuse_other_files(path)
+        # Stages of a pipeline, and processes that divide a batch, have as many samples as ever.
+        grows = self._ranks is None and not self.accelerator.split_batches
+        if grows and self.args.process_index == 0 and path.is_dir():
+            each = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+            tell_of_processes(path, self.args.world_size, each)
         return asked
-
-    def _check_whole(self, path: Path) -> None:
-        """Looks through a checkpoint, before anything of the run is changed.
-
-        Raises:
-            CheckpointError: something in it is damaged.
-        """
-        if not path.is_dir():
-            return
-        one_for_all(lambda: check_checkpoint(path, self._others(path), hashes=self._hashes))
 
     @property
     def _hashes(self) -> bool:
         return self.ptm_config is None or bool(self.ptm_config.checkpoint_hashes)
-
-    @staticmethod
-    def _others(path: Path) -> list[Path]:
-        """The complete checkpoints beside one, newest first."""
-        return [other for other in _numbered(path.absolute().parent) if _whole(other) and other.name != path.name]
 
 
 if TYPE_CHECKING:
@@ -455,15 +424,3 @@ def _put_before_stock(cls: type) -> None:
 def _has_weights(directory: Path) -> bool:
     """Whether there are safetensors of a whole model."""
     return any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-
-
-def _whole(path: Path) -> bool:
-    return is_complete(path) and (path / TRAINER_STATE_NAME).is_file()
-
-
-def _numbered(run_dir: Path) -> list[Path]:
-    """The directories of `run_dir` that are named as checkpoints are, newest first."""
-    if not run_dir.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _NUMBERED.match(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]

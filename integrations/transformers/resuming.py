@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +17,11 @@ import torch
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ptm_accel.checkpoint.crc import regular_file
+from ptm_accel.checkpoint.directory import is_complete
 from ptm_accel.checkpoint.index import damaged, reason_of
 from ptm_accel.checkpoint.manifest import check_manifest
 from ptm_accel.checkpoint.plain_state import check_either_state
@@ -26,13 +30,83 @@ from ptm_accel.errors import CheckpointError
 
 from .weights import read_headers, weight_files
 
+logger = logging.getLogger(__name__)
+
 PLAIN_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+_NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError, UnpicklingError)
 
 
 def last_state(folder: Path) -> Path | None:
     """The optimizer state in a folder of a checkpoint that was saved last."""
     return saved_last(folder, [folder / name for name in PLAIN_OPTIMIZER])
+
+
+def find_whole(asked: str | bool, run_dir: Path, *, hashes: bool = True) -> str | None:
+    """Looks through the checkpoint that is to be resumed from.
+
+    Args:
+        asked: it; True for the newest that is complete.
+        run_dir: where those lie that are numbered.
+        hashes: as for `check_checkpoint`.
+
+    Returns:
+        its name; None where there is none.
+
+    Raises:
+        CheckpointError: it is not complete, or damaged.
+    """
+    if not isinstance(asked, bool):
+        path = Path(asked)
+        if path.is_dir():
+            _refuse_incomplete(path, hashes)
+            check_checkpoint(path, _others(path), hashes=hashes)
+        return path.name
+    found = _numbered(run_dir)
+    for path in found:
+        if _whole(path):
+            check_checkpoint(path, _others(path), hashes=hashes)
+            return path.name
+        logger.warning("%s is incomplete (no %s); it is not resumed from.", path, TRAINER_STATE_NAME)
+    if found:
+        raise CheckpointError(
+            f"cannot resume: all {len(found)} checkpoints in {found[0].parent} are incomplete (no "
+            f"{TRAINER_STATE_NAME}), such as {found[0].name}. Set output_dir to where complete ones are, or train "
+            "without resume_from_checkpoint."
+        )
+    return None
+
+
+def _refuse_incomplete(path: Path, hashes: bool) -> None:
+    if _whole(path):
+        return
+    within = [found.name for found in _numbered(path) if _whole(found)]
+    if within:
+        raise CheckpointError(
+            f"{path} is no checkpoint, but holds {', '.join(within)}. Resume from one of them: {path / within[0]}."
+        )
+    raise CheckpointError(
+        f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no {TRAINER_STATE_NAME}, "
+        "which is written last. Resume from another one, or pass resume_from_checkpoint=True for the newest that is "
+        f"complete. {newest_whole(_others(path), hashes=hashes)}"
+    )
+
+
+def _whole(path: Path) -> bool:
+    return is_complete(path) and (path / TRAINER_STATE_NAME).is_file()
+
+
+def _numbered(run_dir: Path) -> list[Path]:
+    """The directories of `run_dir` that are named as checkpoints are, newest first."""
+    if not run_dir.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _NUMBERED.match(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _others(path: Path) -> list[Path]:
+    """The complete checkpoints beside one, newest first."""
+    return [other for other in _numbered(path.absolute().parent) if _whole(other) and other.name != path.name]
 
 
 def check_checkpoint(directory: Path, others: Iterable[Path] = (), *, hashes: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The Trainer's part where layers are cut over processes (`shard: full`): how it would save and resume."""
+"""The Trainer's part where layers are cut over processes (`shard: full`): how it would save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..accelerate.shards import refuse_own_directories, refuse_saving
 
 
 def saving_asked(args: TrainingArguments) -> list[str]:
-    """Returns the arguments by which the Trainer saves or resumes, for messages."""
+    """Returns the arguments by which the Trainer saves, for messages."""
     asked = {
         "enable_jit_checkpoint": args.enable_jit_checkpoint,
     }
@@ -18,7 +18,7 @@ def saving_asked(args: TrainingArguments) -> list[str]:
 
 
 def refuse_saving_shards(config: PTMConfig, args: TrainingArguments, processes: int) -> None:
-    """Refuses to save layers that are cut over processes, and to resume with them, before anything is trained.
+    """Refuses to save layers that are cut over processes, before anything is trained.
 
     Args:
         config: the options.

@@ -22,7 +22,6 @@ from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator
 from ..accelerate.pipelines import PipelineAccelerator
-from ..accelerate.shards import refuse_saving
 from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
@@ -157,10 +156,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another model or optimizer.
             BudgetError, DiskError: memory or disk does not suffice.
-            UnsupportedError: it would resume with layers that are cut over processes.
         """
-        if resume_from_checkpoint:
-            refuse_saving(self.accelerator.ptm_config, self.accelerator.num_processes, ["resume_from_checkpoint"])
         self._clear_leftovers(kwargs.get("trial", args[0] if args else None))
         if resume_from_checkpoint:
             resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ptm_accel.checkpoint.plain_state import load_either_state
 from ptm_accel.checkpoint.training_state import INDEX_NAME, SavedState, save_optimizer_state, saved_last
 from ptm_accel.engine import Engine
+from ptm_accel.errors import CheckpointError
 from ptm_accel.memory.block import Part
 from ptm_accel.optim.optimizer import PagedOptimizer
 from tests.distributed.cases import DTYPES, SMALL_BYTES, Case
@@ -33,6 +35,8 @@ from tests.distributed.twin import is_cut, span
 from tests.plain_loop import same_bits
 
 PLAIN_STATE = "optimizer.pt"
+OTHER = "other"
+"""The folder of a checkpoint of another model, which the first case is given as well."""
 
 
 def make(case: Case, source: str, folder: Path) -> None:
@@ -105,6 +109,27 @@ def load_paged(case: Case, folder: Path, engine: Engine, optimizer: PagedOptimiz
     assert saved is not None
     load_either_state(optimizer, saved)
     check_ranges(case, folder, engine, optimizer)
+    if (other := folder / OTHER).is_dir():
+        refuse(other, engine, optimizer)
+        check_ranges(case, folder, engine, optimizer)
+
+
+def refuse(folder: Path, engine: Engine, optimizer: PagedOptimizer) -> None:
+    """A checkpoint of another model is refused on each rank, with the same text."""
+    with pytest.raises(CheckpointError, match="is of shape") as weights:
+        load_weights(engine.model, folder)
+    with pytest.raises(CheckpointError, match="of another") as plain:
+        load_either_state(optimizer, folder / PLAIN_STATE)
+    groups = optimizer.param_groups
+    numbers = iter(range(10**6))
+    saved = {"param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]}
+    saved["state"] = {0: {"step": torch.tensor(1.0), "master": torch.zeros(3)}}
+    with pytest.raises(CheckpointError, match=r"has shape \(3,\)") as master:
+        optimizer.load_state_dict(saved)
+    texts = [str(caught.value) for caught in (weights, plain, master)]
+    every: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(every, texts)
+    assert all(other == texts for other in every), every
 
 
 def check_ranges(case: Case, folder: Path, engine: Engine, optimizer: PagedOptimizer) -> None:
@@ -144,6 +169,9 @@ def main(folder: Path, cases: list[tuple[str, Case]]) -> None:
         saved.mkdir(exist_ok=True)
         if dist.get_rank() == 0:
             make(case, source, saved)
+            if number == 0:
+                (saved / OTHER).mkdir()
+                make(Case("llama-wide"), "plain", saved / OTHER)
         dist.barrier()
         theirs = train_plain(case, begin=partial(load_plain, case, saved))
         ours = train_paged(case, folder, begin=partial(load_paged, case, saved))

@@ -48,28 +48,42 @@ def model() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Without saving, and without clipping, whose norms are others than of whole gradients."""
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 5,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return TrainingArguments(**{**given, **changes})
+
+
+def trainer_of(trained: nn.Module, args: TrainingArguments, options: dict[str, Any] | None, **more: Any) -> Any:
+    """Ours with options, or the stock one."""
+    kind, own = (transformers.Trainer, {}) if options is None else (Trainer, {"ptm_config": options})
+    return kind(model=trained, args=args, train_dataset=Texts(), eval_dataset=Texts(), **own, **more)
+
+
+def losses(trainer: Any) -> list[float]:
+    """What was logged."""
+    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
+
+
 def train(folder: Path, options: dict[str, Any] | None) -> tuple[list[Any], nn.Module]:
     """Returns what was logged, and the model."""
-    args = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        max_steps=5,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-    )
     trained = model()
-    kind, own = (transformers.Trainer, {}) if options is None else (Trainer, {"ptm_config": options})
-    trainer = kind(model=trained, args=args, train_dataset=Texts(), eval_dataset=Texts(), **own)
+    trainer = trainer_of(trained, arguments(folder), options)
     trainer.train()
-    logged = [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
-    return logged, trained
+    return losses(trainer), trained
 
 
 def main(folder: Path) -> None:
