@@ -113,6 +113,8 @@ class GivenValues:
                 self._forget(each)
             elif written:
                 slot.write(values.detach())
+                # A master follows.
+                slot.changed()
                 each.agree()
             if lets_go:
                 each.values = None

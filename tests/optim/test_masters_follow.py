@@ -58,6 +58,27 @@ def test_a_write_from_outside_reaches_the_master(way: str, tmp_path: Path) -> No
     engine.check_integrity()
 
 
+def test_a_write_to_a_value_of_a_state_dictionary_reaches_the_master(tmp_path: Path) -> None:
+    """Also where the value is a copy, since its parameter is away."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8))).to(torch.bfloat16)
+    config = PTMConfig(host_memory="384KiB", disk=str(tmp_path), page_size=4096, master_weights="fp32")
+    engine = Engine.attach(model, config)
+    optimizer = engine.bind_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    for written in (None, 0.5):
+        state = model.state_dict()
+        assert written is None or not all(slot.value.place.resident for slot in engine.slots)
+        for value in state.values():
+            value.fill_(value[0, 0] if written is None else written)
+        model(torch.ones(1, 96, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for number, kept in optimizer.state_dict()["state"].items():
+        assert kept["master"].eq(0.5).all(), number
+    assert all(param.eq(0.5).all() for param in model.parameters())
+    engine.check_integrity()
+
+
 def test_reading_changes_no_master(tmp_path: Path) -> None:
     model, _, optimizer = prepared(tmp_path)
     before = optimizer.state_dict()["state"][0]["master"].clone()
