@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -30,7 +30,7 @@ from ptm_accel.pipeline.layer_slices import slice_layers
 
 from ..peft import refuse_adapters
 from .before import Before
-from .shards import may_be_cut, refuse_own_directories, tell_of_one
+from .shards import may_be_cut, refuse_beside_cut, tell_of_one
 from .states import PagedStates
 
 logger = logging.getLogger(__name__)
@@ -124,8 +124,8 @@ class PTMAccelerator(PagedStates):
 
     scaler: torch.amp.GradScaler | None
     pipelines = False
-    shards = True
-    """Whether `shard: auto` may cut layers over processes: nothing is asked for that cannot be done with them."""
+    beside_cut: Sequence[str] = ()
+    """What is asked for and cannot be done where layers are cut: `shard: auto` does not cut them then."""
     alike: torch.distributed.ProcessGroup | None = None
     """The processes that have the same parameters as this one; None for all."""
 
@@ -158,7 +158,9 @@ class PTMAccelerator(PagedStates):
                 f"ptm_accel was given the device {self.device}; it has pages for CUDA and for the CPU only. "
                 "Set use_cpu=True (Accelerator: cpu=True)."
             )
-        refuse_own_directories(self.ptm_config, self.num_processes, asked=self._saves_on_each_node)
+        if self.project_configuration.save_on_each_node:
+            self.beside_cut = ["save_on_each_node=True"]
+        refuse_beside_cut(self.ptm_config, self.num_processes, self.beside_cut)
         self._put_scaler_on_pages()
 
     def _put_scaler_on_pages(self) -> None:
@@ -234,11 +236,7 @@ class PTMAccelerator(PagedStates):
 
     @property
     def _may_cut(self) -> bool:
-        return self.shards and not self._saves_on_each_node and may_be_cut(self.ptm_config, self.num_processes)
-
-    @property
-    def _saves_on_each_node(self) -> bool:
-        return bool(self.project_configuration.save_on_each_node)
+        return not self.beside_cut and may_be_cut(self.ptm_config, self.num_processes)
 
     def _decide_to_cut(self, refused: BudgetError | None) -> None:
         logger.warning(

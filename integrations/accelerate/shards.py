@@ -1,4 +1,4 @@
-"""Layers that are cut over processes (`shard: full`): whether they are, and what cannot be done with them yet."""
+"""Layers that are cut over processes (`shard: full`): whether they are, and what cannot be done with them."""
 
 from __future__ import annotations
 
@@ -22,41 +22,22 @@ def may_be_cut(config: PTMConfig, processes: int) -> bool:
     return config.shard == AUTO and processes > 1 and other == (None, None, None)
 
 
-def refuse_saving(config: PTMConfig, processes: int, asked: Iterable[str]) -> None:
-    """Refuses to save layers that are cut over processes.
+def refuse_beside_cut(config: PTMConfig, processes: int, asked: Iterable[str]) -> None:
+    """Refuses what cannot be done where layers are cut over processes.
 
     Args:
         config: the options.
         processes: how many train together.
-        asked: what would save; nothing is refused without.
+        asked: names of arguments by which it is asked for; nothing is refused without.
 
     Raises:
-        UnsupportedError: names it.
+        UnsupportedError: names them.
     """
-    names = ", ".join(asked)
+    names = " and ".join(asked)
     if names and are_cut(config, processes):
         raise UnsupportedError(
-            f"layers that are cut over {processes} processes (shard: full) cannot be saved yet; leave out {names}, or "
-            "set shard to none."
-        )
-
-
-def refuse_own_directories(config: PTMConfig, processes: int, *, asked: bool) -> None:
-    """Refuses output directories that not all processes see where layers are cut over them.
-
-    Args:
-        config: the options.
-        processes: how many train together.
-        asked: each machine is to write into a directory of its own (`save_on_each_node`).
-
-    Raises:
-        UnsupportedError: names it.
-    """
-    if asked and are_cut(config, processes):
-        raise UnsupportedError(
-            f"save_on_each_node=True: layers are cut over {processes} processes (shard: full), and each writes its "
-            "part into the one output directory. Leave it out, with a directory that every machine sees, or set shard "
-            "to none."
+            f"{names}: layers are cut over {processes} processes (shard: full), which save between the same two steps, "
+            f"into one directory that all of them see. Leave {names} out, or set shard to none."
         )
 
 

@@ -22,6 +22,7 @@ from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator
 from ..accelerate.pipelines import PipelineAccelerator
+from ..accelerate.shards import refuse_beside_cut
 from ..trl import refuse_arguments
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
@@ -30,7 +31,7 @@ from .loop import KnownLoop, step_follows
 from .optimizers import refuse_optimizer
 from .pipelines import refuse_with_pipeline
 from .pseudo_to_real import PseudoToReal, recipe_of, refuse_others
-from .shards import refuse_own_directories_of_nodes, refuse_saving_shards, saving_asked
+from .shards import beside_cut
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
             self.add_callback(PTMCallback)
         if self._ranks is not None:
             refuse_with_pipeline(self)
-        refuse_saving_shards(self.ptm_config, self.args, self.accelerator.num_processes)
-        refuse_own_directories_of_nodes(self.ptm_config, self.args, self.accelerator.num_processes)
+        refuse_beside_cut(self.ptm_config, self.accelerator.num_processes, beside_cut(self.args))
         if self.ptm_config.pseudo_to_real is not None:
             refuse_others(self.args, self.model if self.model_init is None else None)
             asked = PseudoToRealConfig.load(self.ptm_config.pseudo_to_real)
@@ -107,8 +107,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         kind = PTMAccelerator if self.ptm_config.pipeline is None else PipelineAccelerator
         with _accelerator_is(functools.partial(kind, ptm_config=self.ptm_config)):
             super().create_accelerator_and_postprocess()
-        # What would be refused later is no reason to cut layers where they do not fit.
-        self.accelerator.shards = not (saving_asked(self.args) or self.args.save_on_each_node)
+        self.accelerator.beside_cut = beside_cut(self.args)
         if self.args.n_gpu > 1:
             logger.warning(
                 "%d GPUs are visible; ptm_accel trains on one of them, and per_device_train_batch_size is for that "

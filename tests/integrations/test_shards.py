@@ -10,9 +10,9 @@ import pytest
 import torch
 from accelerate.utils import ProjectConfiguration  # type: ignore[import-untyped]
 from ptm_accel.integrations.accelerate import PTMAccelerator
-from ptm_accel.integrations.accelerate.shards import tell_of_one
+from ptm_accel.integrations.accelerate.shards import refuse_beside_cut, tell_of_one
 from ptm_accel.integrations.transformers import Trainer
-from ptm_accel.integrations.transformers.shards import refuse_own_directories_of_nodes, refuse_saving_shards
+from ptm_accel.integrations.transformers.shards import beside_cut
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.errors import UnsupportedError
@@ -27,73 +27,34 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PTMAccelerator, "num_processes", property(lambda self: 2))
 
 
-ASKED: list[tuple[dict[str, Any], str]] = [
-    ({"save_strategy": "steps"}, r"save_strategy='steps' \(set it to 'no'\)"),
-    ({"save_strategy": "epoch"}, r"save_strategy='epoch' \(set it to 'no'\)"),
-    ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
-    ({"push_to_hub": True}, "push_to_hub"),
-    (
-        {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True},
-        r"save_strategy='epoch' \(set it to 'no'\), load_best_model_at_end",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "names"), ASKED)
-def test_arguments_that_save(changes: dict[str, Any], names: str, tiny: ModuleType, tmp_path: Path) -> None:
-    args = tiny.arguments(tmp_path, **changes)
-    message = (
-        r"^layers that are cut over 3 processes \(shard: full\) cannot be saved yet; leave out "
-        rf"{names}, or set shard to none\.$"
+def refused(names: str) -> str:
+    return (
+        rf"^{names}: layers are cut over [23] processes \(shard: full\), which save between the same two steps, "
+        rf"into one directory that all of them see\. Leave {names} out, or set shard to none\.$"
     )
-    with pytest.raises(UnsupportedError, match=message):
-        refuse_saving_shards(FULL, args, 3)
-    refuse_saving_shards(FULL, args, 1)
-    for shard in ("auto", "none"):
-        refuse_saving_shards(PTMConfig(shard=shard), args, 3)
 
 
-def test_arguments_that_do_not_save(tiny: ModuleType, tmp_path: Path) -> None:
-    refuse_saving_shards(FULL, tiny.arguments(tmp_path, resume_from_checkpoint="checkpoint-2"), 3)
+OWN_DIRECTORIES = refused("save_on_each_node=True")
 
 
-@pytest.mark.usefixtures("two")
-def test_a_trainer_is_refused_before_it_trains(tiny: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="leave out save_strategy='steps'"):
-        Trainer(tiny.model(), tiny.arguments(tmp_path, save_strategy="steps"), ptm_config={"shard": "full"})
-    Trainer(tiny.model(), tiny.arguments(tmp_path, save_strategy="steps"), ptm_config={"shard": "none"})
-
-
-@pytest.mark.usefixtures("two")
-def test_a_trainer_that_is_told_later(tiny: ModuleType, tmp_path: Path) -> None:
-    trainer = Trainer(tiny.model(), tiny.arguments(tmp_path), train_dataset=tiny.data(), ptm_config={"shard": "full"})
-    with pytest.raises(UnsupportedError, match=r"leave out save_model\(\), or set shard to none"):
-        trainer.save_model(str(tmp_path / "saved"))
-    assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.usefixtures("two")
-def test_states_of_an_accelerator(tmp_path: Path) -> None:
-    accelerator = PTMAccelerator(cpu=True, ptm_config=FULL)
-    with pytest.raises(UnsupportedError, match=r"leave out save_state\(\), or set shard to none"):
-        accelerator.save_state(str(tmp_path / "state"))
-    assert not list(tmp_path.iterdir())
-
-
-OWN_DIRECTORIES = (
-    r"^save_on_each_node=True: layers are cut over [23] processes \(shard: full\), and each writes its part into the "
-    r"one output directory\. Leave it out, with a directory that every machine sees, or set shard to none\.$"
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"save_on_each_node": True}, "save_on_each_node=True"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True"),
+    ],
 )
-
-
-def test_directories_that_not_all_processes_see(tiny: ModuleType, tmp_path: Path) -> None:
-    args = tiny.arguments(tmp_path, save_on_each_node=True)
-    with pytest.raises(UnsupportedError, match=OWN_DIRECTORIES):
-        refuse_own_directories_of_nodes(FULL, args, 3)
-    refuse_own_directories_of_nodes(FULL, args, 1)
-    refuse_own_directories_of_nodes(FULL, tiny.arguments(tmp_path), 3)
+def test_arguments_that_are_refused(changes: dict[str, Any], names: str, tiny: ModuleType, tmp_path: Path) -> None:
+    asked = beside_cut(tiny.arguments(tmp_path, **changes))
+    with pytest.raises(UnsupportedError, match=refused(names)):
+        refuse_beside_cut(FULL, 3, asked)
+    refuse_beside_cut(FULL, 1, asked)
     for shard in ("auto", "none"):
-        refuse_own_directories_of_nodes(PTMConfig(shard=shard), args, 3)
+        refuse_beside_cut(PTMConfig(shard=shard), 3, asked)
+
+
+def test_arguments_that_are_not(tiny: ModuleType, tmp_path: Path) -> None:
+    assert not beside_cut(tiny.arguments(tmp_path, resume_from_checkpoint="checkpoint-2", save_strategy="steps"))
 
 
 @pytest.mark.usefixtures("two")
