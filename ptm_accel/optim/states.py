@@ -112,6 +112,8 @@ class States:
         if key == MASTER_KEY and state.master is not None:
             self.executor.fault(state.master, write=True).copy_(value)
             state.mastered = slot.own.numel
+            # What was written to the parameter between the last step and the save is in the parameter alone.
+            state.doubt()
             return
         if not is_full(slot, value):
             state.small[key] = value

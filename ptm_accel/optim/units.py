@@ -48,6 +48,10 @@ class ParamState:
         """Whether the parameter may not be what its master rounds to; where it is not, that is taken from it anew."""
         return self.writes != self.slot.writes
 
+    def doubt(self) -> None:
+        """The parameter may not be what its master rounds to, as after both were loaded."""
+        self.writes = -1
+
     def agree(self) -> None:
         """The parameter is what its master rounds to."""
         self.writes = self.slot.writes

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ptm_accel.integrations.transformers.weights import load_weights
+from safetensors.torch import save_file
 from torch import nn
 
+from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.outside import gathered
@@ -77,6 +80,25 @@ def test_a_write_to_a_value_of_a_state_dictionary_reaches_the_master(tmp_path: P
         assert kept["master"].eq(0.5).all(), number
     assert all(param.eq(0.5).all() for param in model.parameters())
     engine.check_integrity()
+
+
+def test_a_write_before_a_save_is_not_lost_on_resuming(tmp_path: Path) -> None:
+    """The master that is saved does not have it yet: the next update would have given it to it."""
+    found = []
+    for resumes in (False, True):
+        model, engine, optimizer = prepared(tmp_path)
+        with torch.no_grad():
+            model.weight[0] = 2.0
+        if resumes:
+            save_file(model.state_dict(), tmp_path / "model.safetensors")
+            save_optimizer_state(optimizer, tmp_path)
+            model, engine, optimizer = prepared(tmp_path)
+            load_weights(model, tmp_path)
+            load_optimizer_state(optimizer, tmp_path)
+        found.append(step(model, optimizer))
+        engine.check_integrity()
+    assert torch.equal(*found)
+    assert found[0][0].eq(2.0 - 1e-3).all()
 
 
 def test_reading_changes_no_master(tmp_path: Path) -> None:
