@@ -107,6 +107,9 @@ class NotedFiles:
         Raises:
             DiskError: a disk is full or failed.
         """
+        for engine in self._engines:
+            assert engine.training.shards is not None
+            engine.training.shards.wholes.keep_changes()
 
         def make() -> list[SharedFile]:
             return [make_file(path, self._outlines.described(tensors), texts) for path, tensors, texts in self._found]

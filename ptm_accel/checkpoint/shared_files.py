@@ -128,7 +128,8 @@ def make_file(path: Path, tensors: Mapping[str, torch.Tensor | Pieces], metadata
                 at += count * tensor.described.dtype.itemsize
         elif tensor.nbytes:
             file.wholes[at] = octets(tensor)
-    with path.open("wb") as opened:
+    # Readable as well: where a file system cannot reserve room, the C library reads and writes to do so.
+    with path.open("w+b") as opened:
         # A disk that is full is met before anybody has written.
         os.posix_fallocate(opened.fileno(), 0, file.nbytes)
     return file

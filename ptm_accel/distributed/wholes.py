@@ -175,6 +175,14 @@ class Wholes:
                 own.view(-1)[piece.own_start : piece.own_start + cut.length].copy_(whole[at : at + cut.length])
         block.become(Place.CLEAN)
 
+    def keep_changes(self) -> None:
+        """Keeps what this rank owns of blocks that were changed, which stay: it is about to be read."""
+        self._forget_gone()
+        for block in self._here:
+            block.note_changes()
+            if block.place is Place.DIRTY:
+                self._write_back(block)
+
     def drop_all(self) -> None:
         """Ends a step: drops all blocks that nobody has pinned, since what ranks own of them is about to change."""
         self._forget_gone()

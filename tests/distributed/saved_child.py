@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from ptm_accel.integrations.accelerate.sharded_saving import save_cut
 from ptm_accel.integrations.transformers import saving
@@ -33,15 +34,20 @@ _UNLIKE = ("README.md", "adapter_config.json")
 def save(case: Case, saved: Path, engine: Engine, optimizer: PagedOptimizer) -> None:
     """Loads what one process has saved, saves it with all, and compares."""
     load_paged(case, saved, engine, optimizer)
-    ranks = engine.training.shards.ranks
+    ranks, model = engine.training.shards.ranks, engine.model
     whole = saved / "whole"
     if ranks.rank == 0:
         # As it was built: one that is read is saved with its tensors in another order.
         built = case.build()
         built.load_state_dict(whole_model(case, saved).state_dict())
+        for param in list(built.parameters())[-3:] if not case.masters else ():
+            change(param)
         built.save_pretrained(whole, max_shard_size=_SHARDS)
+    # All but the last of them are in a layer that is there, and has changed.
+    for param in list(model.parameters())[-3:] if not case.masters else ():
+        change(param)
     for is_known in (True, False):
-        ours, model, before = saved / f"ours-{is_known}", engine.model, ranks.stats.gathers
+        ours, before = saved / f"ours-{is_known}", ranks.stats.gathers
         ours.mkdir(exist_ok=True)
         with engine.saving():
             write = partial(model.save_pretrained, ours, max_shard_size=_SHARDS)
@@ -58,6 +64,12 @@ def save(case: Case, saved: Path, engine: Engine, optimizer: PagedOptimizer) -> 
                 for name, each in sums.items():
                     assert sum_file(ours / name, pool) == each, name
         dist.barrier()
+
+
+def change(param: torch.nn.Parameter) -> None:
+    """What somebody does to a parameter between two steps, in every process."""
+    with torch.no_grad():
+        param.add_(0.5)
 
 
 def compare(ours: Path, whole: Path, state: list[Path]) -> None:

@@ -124,11 +124,14 @@ def trainers_save_the_same(folder: Path) -> None:
             engine = engine_of(ours.model)
             assert engine is not None
             assert engine.training.shards is not None
+            before = engine.training.shards.stats.gathers
             for trainer, each in zip((plain, ours), folders, strict=True):
                 trainer.save_model(str(each / "final"))
                 trainer.args.push_to_hub = False
                 if build is model:
                     trainer.push_to_hub()
+            gathered = engine.training.shards.stats.gathers - before
+            assert (gathered > 0) == (build is own_saving), f"{gathered} gathers"
             for part in ("checkpoint-2", "final"):
                 same_files(folders[1] / part, folders[0] / part)
             if dist.get_rank() == 0:
