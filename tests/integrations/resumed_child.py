@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import ptm_accel
+from ptm_accel.checkpoint.plain_state import write_plain_state
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import CheckpointError
 from tests.integrations.sharded_child import Texts, arguments, losses, model, trainer_of
@@ -160,6 +161,31 @@ def replicas(folder: Path) -> None:
     engine_of(ours.model).detach()
 
 
+def save(folder: Path) -> None:
+    """A checkpoint of several processes that each have a part of the model; plain state is written beside it."""
+    options = {**FULL, "disk": str(folder)}
+    trainer = trainer_of(model(), arguments(folder / "cut", **SAVES), options)
+    trainer.train()
+    assert engine_of(trainer.model).training.shards is not None
+    engine_of(trainer.model).detach()
+    if dist.get_rank() == 0:
+        write_plain_state(folder / "cut" / CALLS, folder / "cut" / CALLS / "optimizer.pt")
+
+
+def saved_by_two(folder: Path) -> None:
+    """What two have saved is gone on from by as many, by more and by one, as the stock Trainer does."""
+    told, count = Told(), dist.get_world_size() if dist.is_initialized() else 1
+    stock = resumed(folder, "cut", model, None)
+    ours = resumed(folder, "cut", model, {**(FULL if count > 1 else ONE), "disk": str(folder)})
+    bound = losses(stock) if count < 3 else pytest.approx(losses(stock), rel=1e-5)
+    assert losses(ours) == bound, (losses(ours), losses(stock))
+    assert count > 2 or same(whole(ours.model), whole(stock.model))
+    text = f"{folder / 'cut' / CALLS} was saved by 2 processes, and {count} train{'s' if count == 1 else ''} now"
+    said = [each.split(":")[0] for each in told.texts]
+    assert said == [text] * (count != 2 and (count == 1 or dist.get_rank() == 0)), told.texts
+    engine_of(ours.model).detach()
+
+
 def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any]:
     """A model, its optimizer, and its data."""
     trained = model()
@@ -269,7 +295,8 @@ def states_refused(folder: Path) -> None:
 
 
 DOES: dict[str, Callable[[Path], None]] = {
-    each.__name__: each for each in (make, trainers, as_many, replicas, accelerators, refusals, states_refused)
+    each.__name__: each
+    for each in (make, save, trainers, as_many, replicas, saved_by_two, accelerators, refusals, states_refused)
 }
 
 

@@ -13,14 +13,22 @@ from tests.prepared import run_prepared, run_ranks
 CHILD = Path(__file__).with_name("resumed_child.py")
 
 
+def do(does: str, count: int, folder: Path) -> None:
+    """So many processes do that."""
+    command, environment = (CHILD, folder, *does.split()), {**os.environ, "OMP_NUM_THREADS": "1"}
+    if count == 1:
+        runs = [run_prepared(*command, cwd=folder, env=environment)]
+    else:
+        runs = run_ranks(*command, count=count, cwd=folder, env=environment)
+    for run in runs:
+        assert run.code == 0, "\n".join(each.err[-4000:] for each in runs)
+        assert run.out.splitlines()[-1] == does.split()[-1]
+
+
 def check(does: str, count: int, folder: Path) -> None:
     """So many processes do that, with checkpoints that one has made."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    made = run_prepared(CHILD, folder, "make", cwd=folder, env=environment)
-    assert made.code == 0, made.err[-4000:]
-    for run in run_ranks(CHILD, folder, *does.split(), count=count, cwd=folder, env=environment):
-        assert run.code == 0, run.err[-4000:]
-        assert run.out.splitlines()[-1] == does.split()[-1]
+    do("make", 1, folder)
+    do(does, count, folder)
 
 
 def test_two_processes_go_on_from_one(tmp_path: Path) -> None:
@@ -35,6 +43,13 @@ def test_what_else_two_processes_resume(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_three_processes_go_on_from_one(tmp_path: Path) -> None:
     check("trainers replicas accelerators refusals states_refused", 3, tmp_path)
+
+
+@pytest.mark.process
+def test_what_two_processes_have_saved(tmp_path: Path) -> None:
+    do("save", 2, tmp_path)
+    for count in (2, 3, 1):
+        do("saved_by_two", count, tmp_path)
 
 
 @pytest.mark.parametrize(
