@@ -40,3 +40,13 @@ def test_three_ranks_save_what_one_process_saves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_save_what_one_process_saves_everywhere(ranks: int, tmp_path: Path) -> None:
     check(FORMS, ranks, tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_save_takes_no_more_than_two_groups(ranks: int, tmp_path: Path) -> None:
+    child = CHILD.with_name("saving_memory_child.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for run in run_ranks(child, tmp_path, count=ranks, cwd=tmp_path, env=environment):
+        assert run.code == 0, run.err[-3000:]
+        assert run.out.splitlines()[-1] == "in little memory"
