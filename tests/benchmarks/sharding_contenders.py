@@ -48,12 +48,14 @@ class Trained:
         engine: of what is on pages; None for the others.
     """
 
-    def __init__(self, kind: str, asked: argparse.Namespace, host_memory: str | int = ROOMY) -> None:
+    def __init__(
+        self, kind: str, asked: argparse.Namespace, host_memory: str | int = ROOMY, disk: str | None = None
+    ) -> None:
         model = llama(DTYPES[asked.dtype])
         self.engine: Engine | None = None
         self.called: Any = model
         if kind == "ptm_accel":
-            config = PTMConfig(shard="full", host_memory=host_memory)
+            config = PTMConfig(shard="full", host_memory=host_memory, disk=disk)
             self.engine = Engine.attach(model, config, device=torch.device("cpu"))
             if dist.is_initialized():
                 self.engine.training.replicate()
