@@ -211,15 +211,18 @@ class Forwards:
 
     def _begin_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begins a pass of the whole model, outside of any other."""
+        if self.run_ahead.step.goes_on:
+            return
         if self.between is not None:
             self.between()
         if self.apart:
             self.regroup()
         grad, shapes = torch.is_grad_enabled(), shapes_of(args, kwargs)
-        self._pool.admission.begin_pass(shapes, evaluates=not grad)
         with bare():
             trained = bytes(slot.param.requires_grad for slot in self._slots)
         kind = self.run_ahead.step.next(module.training, grad, trained)
+        shapes *= kind.together or 1
+        self._pool.admission.begin_pass(shapes, evaluates=not kind.gradients)
         self.run_ahead.begin(kind, elements=sum(map(math.prod, shapes)))
         if self._executor.gathers is not None:
             # Not the kind: what is known of a step depends on whether this rank has plans.

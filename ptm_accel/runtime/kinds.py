@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ptm_accel.schedule.updates import GradientSums, UpdateTiming
@@ -32,6 +33,7 @@ class Kind(NamedTuple):
         trained: for each parameter, whether it is trained; disabling an adapter freezes it.
         place: of the micro-batch; None without gradients.
         open_graphs: forwards before this one, up to 2, whose backward has not begun.
+        together: how many micro-batches the pass has, layer by layer; 0 where each has a pass of its own.
     """
 
     training: bool
@@ -39,6 +41,7 @@ class Kind(NamedTuple):
     trained: bytes
     place: Place | None = None
     open_graphs: int = 0
+    together: int = 0
 
     @property
     def evaluates(self) -> bool:
@@ -71,15 +74,34 @@ class StepSoFar:
     Attributes:
         more_follow: tells whether the step has more micro-batches than the next one; None where nobody knows.
         backward: whether a backward has begun since the last forward with gradients.
+        goes_on: whether the next forward is a part of the pass that is under way.
     """
 
     def __init__(self) -> None:
         self.more_follow: Callable[[], bool | None] = lambda: None
         self.backward = False
-        self._forwards = self._open = 0
+        self._forwards = self._open = self._together = 0
+        self.goes_on = False
+
+    @contextmanager
+    def together(self, count: int) -> Iterator[None]:
+        """A context in which all forwards and backwards are one pass.
+
+        Args:
+            count: of micro-batches.
+        """
+        self._together = count
+        try:
+            yield
+        finally:
+            self._together, self.goes_on = 0, False
 
     def next(self, training: bool, gradients: bool, trained: bytes) -> Kind:
         """Returns the kind of a forward that begins, and counts it."""
+        if self._together:
+            # Whatever comes first: a reference without gradients may be computed before.
+            self.goes_on = True
+            return Kind(training, True, trained, Place.ONLY, 0, self._together)
         if self.backward:
             self.backward, self._open = False, 0
         kind = Kind(training, gradients, trained, self._place() if gradients else None, self._open)

@@ -127,6 +127,18 @@ def test_graphs_whose_backward_has_not_begun_make_a_kind() -> None:
     assert step.next(True, True, trained).open_graphs == 0
 
 
+def test_micro_batches_by_layer_are_one_pass() -> None:
+    step, trained = StepSoFar(), b"\1"
+    with step.together(3):
+        # A reference without gradients may come first.
+        assert not step.goes_on
+        assert step.next(True, False, trained) == Kind(True, True, trained, Place.ONLY, 0, 3)
+        assert step.goes_on
+    assert not step.goes_on
+    step.end()
+    assert step.next(True, True, trained).together == 0
+
+
 @pytest.mark.parametrize("rows", [[4, 8, 6], [8, 4, 6]])
 def test_a_plan_is_for_the_largest_batch_so_far(rows: list[int], tmp_path: Path) -> None:
     model = llama(64, layers=8)
