@@ -52,6 +52,10 @@ UPDATE_MODES = ("exact", BLOCKING)
 MASTER_WEIGHTS = ("fp32", "none")
 FULL = "full"
 SHARD_MODES = (AUTO, FULL, "none")
+ONE_BY_ONE = "one_by_one"
+BY_LAYER = "by_layer"
+BY_LAYER_INEXACT = "by_layer_inexact"
+MICRO_BATCHES = (ONE_BY_ONE, BY_LAYER, BY_LAYER_INEXACT)
 YAML_SECTION = "ptm_config"
 
 
@@ -81,6 +85,9 @@ class PTMConfig:
             from. False does neither.
         shard: of several processes, `"full"`: each keeps a part of the parameters, gradients and optimizer state of
             every layer. `"none"`: each keeps all of them. `"auto"`: `"full"` only where a budget is too small for all.
+        micro_batches: with gradient accumulation in the Trainer, `"by_layer"`: all micro-batches of a step go through a
+            layer before the next one, to the bits of `"one_by_one"`. `"by_layer_inexact"` also where these differ by
+            rounding (tied embeddings) or by draws (dropout).
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -97,6 +104,7 @@ class PTMConfig:
     pipeline: PipelineConfig | dict[str, Any] | int | str | None = None
     checkpoint_hashes: bool | str = True
     shard: str = AUTO
+    micro_batches: str = ONE_BY_ONE
 
     def __post_init__(self) -> None:
         """Checks each option, and the options against one another."""
@@ -127,6 +135,14 @@ class PTMConfig:
         check_choice("shard", self.shard, SHARD_MODES)
         if self.shard == FULL:
             self._refuse_beside("shard: layers cut over processes (full)", "pipeline", "pseudo_to_real", "token_slices")
+
+        check_choice("micro_batches", self.micro_batches, MICRO_BATCHES)
+        if self.micro_batches != ONE_BY_ONE:
+            self._refuse_beside("micro_batches: layers that run by layer", "pipeline", "pseudo_to_real", "token_slices")
+            if self.shard == FULL:
+                raise ConfigError(
+                    "micro_batches: layers that run by layer cannot be cut over processes (shard: full); leave one out."
+                )
 
     def _refuse_beside(self, what: str, *others: str) -> None:
         """Refuses options that cannot be set beside another, which `what` names first."""

@@ -42,6 +42,7 @@ TEXT_OPTIONS = {
     "checkpoint_hashes": "true saves and compares CRCs of checkpoints; false does not",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
     "shard": "auto, full or none: whether each of several processes keeps a part of every layer, or all of it",
+    "micro_batches": "one_by_one or by_layer: whether all micro-batches of a step go through a layer before the next",
 }
 """Each option that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
 

@@ -138,4 +138,7 @@ def _living(device: torch.device) -> _Opened | None:
 def _of_memory(config: PTMConfig) -> PTMConfig:
     """Returns the configuration with the defaults for all that is not about memory."""
     apart = replace(config, pseudo_to_real=None, token_slices=None, pipeline=None, checkpoint_hashes=True)
-    return replace(apart, update=PTMConfig().update, master_weights=None, shard=PTMConfig().shard)
+    plain = PTMConfig()
+    return replace(
+        apart, update=plain.update, master_weights=None, shard=plain.shard, micro_batches=plain.micro_batches
+    )

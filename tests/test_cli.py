@@ -207,7 +207,7 @@ def test_flags_go_before_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     script.touch()
     for name, value in {"ACCELERATE_USE_PTM": "1", "PTM_HOST_MEMORY": "1GB", "PTM_UPDATE": "blocking"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("PTM_PAGE_SIZE", "PTM_SHARD", "PTM_CHECKPOINT_HASHES"):
+    for name in ("PTM_PAGE_SIZE", "PTM_SHARD", "PTM_CHECKPOINT_HASHES", "PTM_MICRO_BATCHES"):
         # It is told with its default, and taken away again after this test.
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(__main__, "_run", lambda *given: None)

@@ -22,7 +22,7 @@ from ptm_accel.units import GIB, KIB, MIB
 
 OPTIONS = (
     "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices, pipeline, "
-    "checkpoint_hashes, shard"
+    "checkpoint_hashes, shard, micro_batches"
 )
 
 
@@ -48,6 +48,7 @@ class TestOptions:
             "pipeline": None,
             "checkpoint_hashes": True,
             "shard": "auto",
+            "micro_batches": "one_by_one",
         }
         assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit", "verify"]
 
@@ -134,6 +135,19 @@ class TestOptions:
         (
             {"shard": "full", "token_slices": 4},
             "shard: layers cut over processes (full) cannot do what token_slices asks for; leave one out.",
+        ),
+        (
+            {"micro_batches": "layers"},
+            "micro_batches: got 'layers', which it cannot be; write micro_batches: one_by_one or "
+            "micro_batches: by_layer or micro_batches: by_layer_inexact.",
+        ),
+        (
+            {"micro_batches": "by_layer", "token_slices": 4},
+            "micro_batches: layers that run by layer cannot do what token_slices asks for; leave one out.",
+        ),
+        (
+            {"micro_batches": "by_layer", "shard": "full"},
+            "micro_batches: layers that run by layer cannot be cut over processes (shard: full); leave one out.",
         ),
         ({"token_slices": 0}, "token_slices: got 0; write auto, or how many slices each sequence is cut into."),
         ({"token_slices": "many"}, "token_slices: got 'many'; write auto"),

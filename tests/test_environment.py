@@ -19,6 +19,13 @@ DISKS = st.one_of(
 )
 
 
+def test_micro_batches_are_told() -> None:
+    # Beside none of the options above that it may not stand beside.
+    read = from_environment(to_environment(PTMConfig(micro_batches="by_layer")))
+    assert read is not None
+    assert read.micro_batches == "by_layer"
+
+
 @given(
     st.builds(
         PTMConfig,

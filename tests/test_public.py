@@ -74,6 +74,7 @@ def test_the_options() -> None:
         "pipeline",
         "checkpoint_hashes",
         "shard",
+        "micro_batches",
     ]
     assert [field.name for field in dataclasses.fields(config.PTMConfig)] == names
     assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit", "verify"]

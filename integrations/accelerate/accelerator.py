@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
-from ptm_accel.config import AUTO, FULL, PTMConfig
+from ptm_accel.config import AUTO, FULL, ONE_BY_ONE, PTMConfig
 from ptm_accel.distributed.shards import same_on_all
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed, speak
@@ -123,7 +123,7 @@ class PTMAccelerator(PagedStates):
     """
 
     scaler: torch.amp.GradScaler | None
-    pipelines = False
+    pipelines = by_layer = False
     beside_cut: Sequence[str] = ()
     """What is asked for and cannot be done where layers are cut: `shard: auto` does not cut them then."""
     alike: torch.distributed.ProcessGroup | None = None
@@ -141,6 +141,11 @@ class PTMAccelerator(PagedStates):
             raise UnsupportedError(
                 "a pipeline is trained by the Trainer, which saves its stages as one model; in a loop of your own, "
                 "leave pipeline (PTM_PIPELINE_STAGES) out."
+            )
+        if self.ptm_config.micro_batches != ONE_BY_ONE and not self.by_layer:
+            raise UnsupportedError(
+                f"micro_batches: {self.ptm_config.micro_batches} is what the Trainer does with gradient accumulation; "
+                "in a loop of your own, leave micro_batches (PTM_MICRO_BATCHES) out."
             )
         self._memory = memory
         self._attached: weakref.WeakSet[Engine] = weakref.WeakSet()

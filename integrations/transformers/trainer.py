@@ -24,6 +24,7 @@ from ..accelerate import PTMAccelerator
 from ..accelerate.pipelines import PipelineAccelerator
 from ..accelerate.shards import refuse_beside_cut
 from ..trl import refuse_arguments
+from .by_layer import ByLayerAccelerator, MicroBatches, refuse_by_layer
 from .callback import PTMCallback
 from .checkpoints import PagedCheckpoints
 from .interrupts import SafePoints
@@ -39,7 +40,7 @@ _MADE_IN_TRAINING = ("optimizer", "lr_scheduler", "_created_lr_scheduler")
 """What `train()` makes unless the Trainer was given it."""
 
 
-class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
+class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
     """Puts the model of any Trainer on pages: `class MyTrainer(PTMTrainerMixin, Seq2SeqTrainer): ...`.
 
     The model goes on its pages when it is first trained or evaluated, so that it can be changed until then (frozen,
@@ -93,6 +94,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         if self._ranks is not None:
             refuse_with_pipeline(self)
         refuse_beside_cut(self.ptm_config, self.accelerator.num_processes, beside_cut(self.args))
+        refuse_by_layer(self, self.ptm_config)
         if self.ptm_config.pseudo_to_real is not None:
             refuse_others(self.args, self.model if self.model_init is None else None)
             asked = PseudoToRealConfig.load(self.ptm_config.pseudo_to_real)
@@ -104,7 +106,7 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
         """As in the Trainer, with an accelerator that puts models on pages."""
         refuse_arguments(self.args)
         assert self.ptm_config is not None
-        kind = PTMAccelerator if self.ptm_config.pipeline is None else PipelineAccelerator
+        kind = ByLayerAccelerator if self.ptm_config.pipeline is None else PipelineAccelerator
         with _accelerator_is(functools.partial(kind, ptm_config=self.ptm_config)):
             super().create_accelerator_and_postprocess()
         self.accelerator.beside_cut = beside_cut(self.args)
@@ -247,7 +249,16 @@ class PTMTrainerMixin(PagedCheckpoints, KnownLoop):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer; Ctrl-C ends training before it."""
         self._safe_points.check()
+        if self._batches:
+            return self._step_by_layer(super().training_step, *args, **kwargs)
         return super().training_step(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer."""
+        found = super().get_batch_samples(*args, **kwargs)
+        if self._is_by_layer:
+            self._steps_by_layer(found[0])
+        return found
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer; Ctrl-C ends an evaluation before it."""

@@ -256,7 +256,7 @@ def test_what_was_asked_is_told_to_the_processes(host: ModuleType, tmp_path: Pat
     host._validate_launch_command(host.launch_command_parser().parse_args([*flags, "script.py"]))
     told = {name: value for name, value in os.environ.items() if name in TOLD}
     options = {"PTM_HOST_MEMORY": "4GB", "PTM_UPDATE": "blocking", "PTM_PAGE_SIZE": "4MiB", "PTM_SHARD": "none"}
-    assert told == {**options, "PTM_CHECKPOINT_HASHES": "True"}
+    assert told == {**options, "PTM_CHECKPOINT_HASHES": "True", "PTM_MICRO_BATCHES": "one_by_one"}
     assert os.environ["ACCELERATE_USE_PTM"] == "true"
 
 

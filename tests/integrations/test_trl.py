@@ -97,6 +97,9 @@ _GRPO = functools.partial(Case, trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, given=
 CASES = {
     "sft": _SFT(),
     "sft_accumulated": _SFT(arguments=(("gradient_accumulation_steps", 2),)),
+    "sft_lora_accumulated": _SFT(
+        lora=True, arguments=(("gradient_accumulation_steps", 3), ("gradient_checkpointing", True))
+    ),
     "sft_autocast": _SFT(arguments=(("bf16", True),)),
     "sft_lora": _SFT(lora=True),
     "sft_lora_checkpointed": _SFT(lora=True, arguments=(("gradient_checkpointing", True),)),
@@ -104,6 +107,7 @@ CASES = {
     "dpo_reference": _DPO(reference=True),
     "dpo_precomputed": _DPO(arguments=(("precompute_ref_log_probs", True),)),
     "dpo_lora": _DPO(lora=True),
+    "dpo_lora_accumulated": _DPO(lora=True, arguments=(("gradient_accumulation_steps", 3),)),
     "kto": _KTO(),
     "kto_lora": _KTO(lora=True),
     "reward": _REWARD(),
@@ -252,6 +256,21 @@ def test_same_numbers_as_the_plain_trainer(
         assert engine.pool.stats.evictions > 0
         engine.check_integrity()
     for engine in on_pages:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["sft_accumulated", "sft_lora_accumulated", "dpo_lora_accumulated"])
+def test_micro_batches_by_layer_have_the_numbers_of_the_plain_trainer(
+    name: str, bench: Bench, plain: Callable[[str], tuple[Any, ...]], tmp_path: Path
+) -> None:
+    log, weights = plain(name)
+    options = {**bench.options_of(CASES[name]), "micro_batches": "by_layer"}
+    trainer = bench.run(CASES[name], "class", tmp_path, options)
+    assert trainer._by_layer.order, "micro-batches ran one by one"
+    assert str(figures(trainer)) == log
+    assert bench.tiny.same(bench.tiny.weights(trainer.model), weights)
+    for engine in engines(trainer):
+        engine.check_integrity()
         engine.close()
 
 

@@ -1,0 +1,190 @@
+"""`micro_batches: by_layer` in the Trainer: the log and the weights of the stock Trainer, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from ptm_accel.integrations.accelerate import PTMAccelerator
+from ptm_accel.integrations.transformers import Trainer
+from ptm_accel.integrations.transformers.by_layer import refuse_by_layer
+from transformers import TrainerCallback
+
+from ptm_accel.errors import ConfigError, UnsupportedError
+
+WAYS: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "unclipped": {"max_grad_norm": 0.0},
+    "checkpointed": {"gradient_checkpointing": True},
+    "re-entrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "bf16": {"bf16": True},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    # 40 samples, 2 a batch, 3 batches a step: the last step of an epoch has two.
+    "uneven": {"max_steps": -1, "num_train_epochs": 2},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
+    "one": {"gradient_accumulation_steps": 1},
+    "sgd": {"optim": "sgd"},
+}
+
+
+def trained(cls: Any, tiny: ModuleType, folder: Path, model: Any, changes: dict[str, Any], **given: Any) -> Any:
+    args = tiny.arguments(folder, **{"gradient_accumulation_steps": 3, **changes})
+    trainer = cls(model=model, args=args, train_dataset=tiny.data(), eval_dataset=tiny.data(6), **given)
+    trainer.train()
+    return trainer
+
+
+def by_layer(tiny: ModuleType, folder: Path, budget: str = "tight") -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return {**tiny.budget(budget, folder), "micro_batches": "by_layer"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_log_and_the_weights_are_those_of_the_stock_trainer(way: str, tiny: ModuleType, tmp_path: Path) -> None:
+    plain = trained(transformers.Trainer, tiny, tmp_path, tiny.model(), WAYS[way])
+    options = by_layer(tiny, tmp_path / "disk")
+    ours = trained(Trainer, tiny, tmp_path, tiny.model(), WAYS[way], ptm_config=options)
+    assert tiny.history(ours) == tiny.history(plain)
+    assert tiny.same(tiny.weights(ours.model), tiny.weights(plain.model))
+    if way != "one":
+        assert ours._by_layer is not None
+        layers = [number for number, _ in ours._by_layer.order]
+        assert layers == sorted(layers[: len(layers) // 2]) + sorted(layers[len(layers) // 2 :], reverse=True)
+
+
+def test_the_log_says_it_once(tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "ptm_accel"):
+        trained(Trainer, tiny, tmp_path, tiny.model(), {}, ptm_config=by_layer(tiny, tmp_path / "disk"))
+    # 3 micro-batches of 2 x 24 tokens, 3 layers and an output, 64 wide in fp32.
+    said = "micro-batches by layer: 3 a step, for which weights come as often as for one; layers keep 144.00 KiB of "
+    assert [record.getMessage() for record in caplog.records].count(f"{said}input.") == 1
+
+
+def test_adapters(tiny: ModuleType, tmp_path: Path) -> None:
+    found = []
+    for cls, given in ((transformers.Trainer, {}), (Trainer, {"ptm_config": by_layer(tiny, tmp_path / "disk")})):
+        model = peft.get_peft_model(tiny.model(), peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0))
+        trainer = trained(cls, tiny, tmp_path, model, {"gradient_checkpointing": True}, **given)
+        found.append((tiny.history(trainer), tiny.weights(trainer.model)))
+    assert found[0][0] == found[1][0]
+    assert tiny.same(found[1][1], found[0][1])
+
+
+def test_masters_and_what_fits(tiny: ModuleType, tmp_path: Path) -> None:
+    found = []
+    for number, micro_batches in enumerate(("one_by_one", "by_layer")):
+        folder = tmp_path / str(number)
+        options = {**by_layer(tiny, folder, "roomy"), "micro_batches": micro_batches, "master_weights": "fp32"}
+        trainer = trained(Trainer, tiny, folder, tiny.model().to(torch.bfloat16), {}, ptm_config=options)
+        found.append((tiny.history(trainer), tiny.weights(trainer.model)))
+    assert found[0][0] == found[1][0]
+    assert tiny.same(found[1][1], found[0][1])
+
+
+def test_a_run_resumes_in_the_middle(tiny: ModuleType, tmp_path: Path) -> None:
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    plain = trained(transformers.Trainer, tiny, tmp_path / "plain", tiny.model(), changes)
+    options = by_layer(tiny, tmp_path / "disk")
+    whole = trained(Trainer, tiny, tmp_path / "ours", tiny.model(), changes, ptm_config=options)
+    assert tiny.same(tiny.weights(whole.model), tiny.weights(plain.model))
+    args = tiny.arguments(tmp_path / "ours", gradient_accumulation_steps=3, **changes)
+    resumed = Trainer(model=tiny.model(seed=1), args=args, train_dataset=tiny.data(), ptm_config=options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    assert tiny.same(tiny.weights(resumed.model), tiny.weights(plain.model))
+
+
+def test_a_loss_of_the_users_own(tiny: ModuleType, tmp_path: Path) -> None:
+    class Squared:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
+            return model(**inputs).logits.square().mean()
+
+    found = []
+    for cls, given in ((transformers.Trainer, {}), (Trainer, {"ptm_config": by_layer(tiny, tmp_path / "disk")})):
+        trainer = trained(type("Own", (Squared, cls), {}), tiny, tmp_path, tiny.model(), {}, **given)
+        found.append((tiny.history(trainer), tiny.weights(trainer.model)))
+    assert found[0][0] == found[1][0]
+    assert tiny.same(found[1][1], found[0][1])
+
+
+def test_callbacks_between_micro_batches_see_complete_gradients(tiny: ModuleType, tmp_path: Path) -> None:
+    """A limit: as documented, the first of them comes after the last backward."""
+    seen: list[bool] = []
+
+    class Looks(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.append(all(param.grad is not None for param in given["model"].parameters()))
+
+    trained(Trainer, tiny, tmp_path, tiny.model(), {}, ptm_config=by_layer(tiny, tmp_path / "d"), callbacks=[Looks()])
+    assert seen
+    assert all(seen)
+
+
+def test_dropout_is_refused_before_anything_is_updated(tiny: ModuleType, tmp_path: Path) -> None:
+    model = tiny.model(attention_dropout=0.1)
+    before = tiny.weights(model)
+    with pytest.raises(UnsupportedError, match="Set dropout to 0, or micro_batches to by_layer_inexact"):
+        trained(Trainer, tiny, tmp_path, model, {}, ptm_config=by_layer(tiny, tmp_path / "disk"))
+    assert tiny.same(tiny.weights(model), before)
+    options = {**by_layer(tiny, tmp_path / "disk"), "micro_batches": "by_layer_inexact"}
+    trainer = trained(Trainer, tiny, tmp_path, tiny.model(attention_dropout=0.1), {}, ptm_config=options)
+    assert len([line for line in trainer.state.log_history if "loss" in line]) == 5
+
+
+def test_tied_embeddings(tiny: ModuleType, tmp_path: Path) -> None:
+    tied = {"tie_word_embeddings": True}
+    args = tiny.arguments(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"input and output embeddings are one tensor .* by_layer_inexact"):
+        Trainer(model=tiny.model(**tied), args=args, ptm_config={"micro_batches": "by_layer"})
+    plain = trained(transformers.Trainer, tiny, tmp_path, tiny.model(**tied), {})
+    options = {**by_layer(tiny, tmp_path / "disk"), "micro_batches": "by_layer_inexact"}
+    ours = trained(Trainer, tiny, tmp_path, tiny.model(**tied), {}, ptm_config=options)
+    for mine, theirs in zip(tiny.history(ours), tiny.history(plain), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert mine.get("loss", 0.0) == pytest.approx(theirs.get("loss", 0.0), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"fp16": True}, "fp16=True"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'"),
+    ],
+)
+def test_arguments_that_are_refused(
+    changes: dict[str, Any], name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(model=tiny.model(), args=tiny.arguments(tmp_path), ptm_config={"micro_batches": "by_layer"})
+    for argument, value in changes.items():
+        setattr(trainer.args, argument, value)
+    assert trainer.ptm_config is not None
+    with pytest.raises(UnsupportedError, match=rf"by_layer was not shown to give the numbers .* with {name}\. Leave"):
+        refuse_by_layer(trainer, trainer.ptm_config)
+
+
+def test_several_processes_are_refused(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PTMAccelerator, "num_processes", property(lambda self: 2))
+    with pytest.raises(UnsupportedError, match=r"together with several processes\. Leave"):
+        Trainer(model=tiny.model(), args=tiny.arguments(tmp_path), ptm_config={"micro_batches": "by_layer"})
+
+
+def test_a_training_step_of_the_users_own_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(UnsupportedError, match=r"together with training_step\(\) of Own\. Leave"):
+        Own(model=tiny.model(), args=tiny.arguments(tmp_path), ptm_config={"micro_batches": "by_layer"})
+
+
+def test_a_loop_of_ones_own_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="is what the Trainer does with gradient accumulation"):
+        PTMAccelerator(cpu=True, ptm_config={"micro_batches": "by_layer"})
+    with pytest.raises(ConfigError, match="micro_batches: got 'layers'"):
+        PTMAccelerator(cpu=True, ptm_config={"micro_batches": "layers"})
