@@ -1,0 +1,143 @@
+"""Micro-batches by layer beside one by one, where weights are on a disk: on the clock, and in bytes.
+
+    OMP_WAIT_POLICY=passive chrt -f 5 python tests/benchmarks/micro_batches.py FOLDER [--pairs 10] [--count 4]
+
+LoRA on one Llama in fp32, clipped AdamW, few tokens a micro-batch, and a budget that holds a part of its weights; the
+rest is in FOLDER. Each run is a process of its own, and the two ways take turns. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from machine_facts import facts, ratio_line
+from peft import LoraConfig, get_peft_model
+from ptm_accel.integrations.transformers.by_layer import CaughtOutputs, layers_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ptm_accel.config import PTMConfig
+from ptm_accel.engine import Engine
+from ptm_accel.memory.scratch import ScratchFile
+from ptm_accel.micro_batches.by_layer import ByLayer
+
+VOCABULARY, WARM_UP, STEPS = 2048, 3, 3
+
+
+def slow_down(rate: float) -> None:
+    """Has the disk move so many megabytes a second at most, reads and writes in turns."""
+    stock, lock = ScratchFile._move_all, threading.Lock()
+
+    def move(self: Any, direction: Any, address: int, offset: int, nbytes: int) -> None:
+        with lock:
+            until = time.perf_counter() + nbytes / rate / 1e6
+            stock(self, direction, address, offset, nbytes)
+            time.sleep(max(until - time.perf_counter(), 0.0))
+
+    ScratchFile._move_all = move  # type: ignore[method-assign]
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Trains in one way; prints what was measured as JSON."""
+    slow_down(asked.rate)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, use_cache=False))
+    model = get_peft_model(plain, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    config = PTMConfig(host_memory=asked.memory, disk=asked.folder)
+    engine = Engine.attach(model, config, device=torch.device("cpu"))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = engine.bind_optimizer(torch.optim.AdamW(trained, lr=1e-4))
+    layered = ByLayer(model, layers_of(model), engine, CaughtOutputs(), inexact=False)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, VOCABULARY, (1, asked.length), generator=generator) for _ in range(asked.count)]
+
+    def work(ids: torch.Tensor) -> Callable[[], float]:
+        def forward_and_backward() -> float:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            return loss.item()
+
+        return forward_and_backward
+
+    took, losses = [], []
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            engine.settle()
+            before = engine.metrics._totals()
+        begin = time.perf_counter()
+        works = [work(ids) for ids in batches]
+        losses += layered.run(works) if asked.way == "by layer" else [each() for each in works]
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append(time.perf_counter() - begin)
+    engine.settle()
+    after = engine.metrics._totals()
+    found = {
+        "step_s": sum(took[WARM_UP:]) / STEPS,
+        "stalled_s": (after.stall_s - before.stall_s) / STEPS,
+        "read_mib": (after.disk_read_bytes - before.disk_read_bytes) / STEPS / 2**20,
+        "written_mib": (after.disk_written_bytes - before.disk_written_bytes) / STEPS / 2**20,
+        "threads": len(os.listdir("/proc/self/task")),
+        "python_threads": threading.active_count(),
+        "losses": losses[-asked.count :],
+        "params": sum(param.numel() for param in model.parameters()),
+    }
+    print(json.dumps(found))
+
+
+def main() -> None:
+    """Starts the runs, or is one of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--count", type=int, default=4)
+    parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--memory", default="128MiB")
+    parser.add_argument("--rate", type=float, default=500.0)
+    parser.add_argument("--way", choices=["one by one", "by layer"])
+    asked = parser.parse_args()
+    if asked.way:
+        run(asked)
+        return
+    ways = ("one by one", "by layer")
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for pair in range(asked.pairs):
+        for way in ways[:: 1 if pair % 2 else -1]:
+            command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+            found[way].append(json.loads(done.stdout))
+    assert all(each["losses"] == found[ways[0]][0]["losses"] for way in ways for each in found[way]), "other numbers"
+    print("# Micro-batches by layer\n")
+    print(facts(f"python tests/benchmarks/{Path(__file__).name} FOLDER --pairs {asked.pairs} --count {asked.count}"))
+    params = found[ways[0]][0]["params"]
+    print(f"\n{params / 1e6:.1f}M parameters in fp32, {params * 4 / 2**20:.0f} MiB, under {asked.memory}. A step has")
+    print(f"{asked.count} micro-batches of {asked.length} tokens. The disk is as slow as {asked.rate:.0f} MB/s: its")
+    print("threads wait for what is missing to that. Losses are the same to the bit.\n")
+    print("| | step | of it waited | read | written | threads of the process |\n| --- | --- | --- | --- | --- | --- |")
+    for way in ways:
+        names = [name for name in found[way][0] if name != "losses"]
+        middle = {name: statistics.median(each[name] for each in found[way]) for name in names}
+        waited = middle["stalled_s"] / middle["step_s"]
+        moved = f"{middle['read_mib']:.0f} MiB | {middle['written_mib']:.0f} MiB"
+        print(f"| {way} | {middle['step_s']:.3f} s | {waited:.0%} | {moved} | {middle['threads']:.0f} |")
+    print(f"\n| ratio | first | second | median of pairs | middle half | pairs |\n| --- {'| --- ' * 5}|")
+    one, layered = ([each["step_s"] for each in found[way]] for way in ways)
+    print(ratio_line("step by layer / one by one", layered, one))
+
+
+if __name__ == "__main__":
+    main()
