@@ -2,7 +2,7 @@
 
 The first rank makes the files with their headers, so that they are the same whatever the number of ranks is. Nothing
 is gathered. Every rank says which bytes it has written and their CRCs, and the first one puts these together: a byte
-that nobody or two have written is an error.
+that nobody or two have written is an error. The header is written last: without it nobody takes zeros for weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,9 @@ from ptm_accel.checkpoint.shards import Described, header, octets
 from ptm_accel.distributed.ranks import Ranks
 from ptm_accel.distributed.together import on_each, on_first
 from ptm_accel.errors import CheckpointError, DiskError
+
+_HEAD = 0
+"""Where the header begins."""
 
 
 class Run(NamedTuple):
@@ -119,7 +123,7 @@ def make_file(path: Path, tensors: Mapping[str, torch.Tensor | Pieces], metadata
     }
     head, places = header(described, metadata)
     file = SharedFile(path, len(head) + sum(each.nbytes for each in described.values()), [])
-    file.wholes[0] = memoryview(head)
+    file.wholes[_HEAD] = memoryview(head)
     for name, begin in places.items():
         tensor, at = tensors[name], len(head) + begin
         if isinstance(tensor, Pieces):
@@ -176,23 +180,37 @@ def write_together(
     def put_together() -> None:
         for number, file in enumerate(files):
             sums[file.path] = _sum_of(file, sorted(each for parts in every for each in parts[number]))
+        for file in files:
+            _write_head(file)
 
     on_first(ranks, put_together)
     return sums
 
 
 def _write(file: SharedFile, owned: Callable[[str], Owned], pool: Executor) -> list[Written]:
-    """Writes what this rank has of a file, and brings it to the disk.
+    """Writes what this rank has of a file but for the header, and brings it to the disk.
 
     Raises:
         DiskError: the disk is full or failed.
     """
     written: list[Written] = []
+    with _opened(file) as descriptor:
+        for at, part in _parts(file, owned):
+            written += _write_part(descriptor, at, part, pool)
+    return written
+
+
+@contextmanager
+def _opened(file: SharedFile) -> Iterator[int]:
+    """Opens a file that is there; what is written is brought to the disk.
+
+    Raises:
+        DiskError: the disk is full or failed.
+    """
     try:
         descriptor = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            for at, part in _parts(file, owned):
-                written += _write_part(descriptor, at, part, pool)
+            yield descriptor
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -201,7 +219,16 @@ def _write(file: SharedFile, owned: Callable[[str], Owned], pool: Executor) -> l
             raise
         text = os.strerror(error.errno or errno.EIO)
         raise DiskError(error.errno or errno.EIO, f"cannot write {file.path.name}: {text}", str(file.path)) from error
-    return written
+
+
+def _write_head(file: SharedFile) -> None:
+    """Writes the header of a file, of which all the rest is there.
+
+    Raises:
+        DiskError: the disk failed.
+    """
+    with _opened(file) as descriptor:
+        _write_all(descriptor, file.wholes[_HEAD], _HEAD)
 
 
 def _parts(file: SharedFile, owned: Callable[[str], Owned]) -> Iterator[tuple[int, memoryview]]:
@@ -221,14 +248,16 @@ def _parts(file: SharedFile, owned: Callable[[str], Owned]) -> Iterator[tuple[in
 
 
 def _write_part(descriptor: int, at: int, part: memoryview, pool: Executor) -> Iterable[Written]:
-    """Writes bytes, cut where pieces of the file end; CRCs are computed beside."""
+    """Writes bytes, but for the header, cut where pieces of the file end; CRCs are computed beside."""
+    is_head = at == _HEAD
     crcs, cuts = [], []
     done = 0
     while done < part.nbytes:
         cut = part[done : done + PIECE_BYTES - (at + done) % PIECE_BYTES]
         crcs.append(pool.submit(zlib.crc32, cut))
         cuts.append((at + done, cut.nbytes))
-        _write_all(descriptor, cut, at + done)
+        if not is_head:
+            _write_all(descriptor, cut, at + done)
         done += cut.nbytes
     return [Written(start, nbytes, crc.result()) for (start, nbytes), crc in zip(cuts, crcs, strict=True)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from ptm_accel.checkpoint import crc, shared_files
 from ptm_accel.checkpoint.crc import sum_file, threads
@@ -71,6 +72,10 @@ def test_any_number_of_ranks_writes_what_one_process_writes(seed: int, count: in
     pieces = {n: Pieces(Described.of(t), [(n, 0, t.numel())]) for n, t in cut.items()}
     file = make_file(tmp_path / "ranks", {**small, **pieces}, {"format": "pt"})
     written = written_by_ranks(file, cut, count)
+    # A save that ends here, in a folder of somebody's, leaves no zeros that can be loaded.
+    with pytest.raises(SafetensorError):
+        safetensors.torch.load_file(tmp_path / "ranks")
+    shared_files._write_head(file)
     assert (tmp_path / "ranks").read_bytes() == (tmp_path / "one").read_bytes()
     with threads() as pool:
         assert shared_files._sum_of(file, written) == sum_file(tmp_path / "one", pool)
@@ -82,6 +87,7 @@ def test_a_tensor_may_be_made_of_parts_of_others(tmp_path: Path) -> None:
     pieces = Pieces(Described.of(swapped), [("fused", 3 * 64, 3 * 64), ("fused", 0, 3 * 64)])
     file = make_file(tmp_path / "ranks", {"swapped": pieces}, {})
     shared_files._sum_of(file, written_by_ranks(file, source, 3))
+    shared_files._write_head(file)
     assert torch.equal(safetensors.torch.load_file(tmp_path / "ranks")["swapped"], swapped)
 
 
