@@ -39,6 +39,8 @@ _SAVE_FILE = (
 )
 """Where saving code has `safetensors.torch.save_file` from."""
 
+_PROMPT = "get_prompt_embedding_to_save"
+
 State = dict[str, Any]
 
 
@@ -73,12 +75,18 @@ class NotedFiles:
 
     def state_dict(self, engine: Engine) -> State:
         """Returns the state dictionary of a model, with outlines of what is cut."""
+        with self.outlined(engine):
+            return engine.model.state_dict()
+
+    @contextmanager
+    def outlined(self, engine: Engine) -> Iterator[None]:
+        """A context in which state dictionaries of a model, and of its parts, have outlines of what is cut."""
 
         def outline(slot: ParamSlot) -> torch.Tensor:
             return self._outlines.of(self._names[slot], slot.value.shape, slot.value.dtype)
 
         with self._outlines, engine.state_dicts.sharded_as(outline):
-            return engine.model.state_dict()
+            yield
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -152,25 +160,46 @@ def save_cut(
 
     def by_outlines() -> bool:
         try:
-            with noted.noting():
-                save(noted.state_dict(engine))
+            # PEFT asks modules that it saves as a whole for their state again.
+            with noted.noting(), noted.outlined(engine):
+                save(engine.model.state_dict())
         except Exception:
             if noted.asked is None:
                 raise
         return noted.asked is None
-
-    if is_known and on_first(ranks, by_outlines):
-        return noted.write()
-    on_first(ranks, lambda: folder.mkdir(parents=True, exist_ok=True))
-    values = _gathered(engine, [folder])
 
     def by_values() -> None:
         # Code may ask the model for its state again.
         with engine.state_dicts.sharded_as(values.__getitem__):
             save(engine.model.state_dict())
 
-    on_first(ranks, by_values)
+    with _prompts_known(engine.model):
+        if is_known and on_first(ranks, by_outlines):
+            return noted.write()
+        on_first(ranks, lambda: folder.mkdir(parents=True, exist_ok=True))
+        values = _gathered(engine, [folder])
+        on_first(ranks, by_values)
     return {}
+
+
+@contextmanager
+def _prompts_known(model: nn.Module) -> Iterator[None]:
+    """A context in which PEFT has the prompts that it saves: it gets them by a forward, which all processes make."""
+    with torch.no_grad():
+        made: Any = getattr(model, _PROMPT, None)
+        known = {name: made(name) for name in getattr(model, "prompt_encoder", ())}
+
+    def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def prompt(asked: nn.Module, adapter_name: str) -> torch.Tensor:
+            return known[adapter_name] if asked is model else original(asked, adapter_name)
+
+        return prompt
+
+    with ExitStack() as stack:
+        if known:
+            stack.enter_context(one_at_a_time)
+            stack.enter_context(exchanged(sys.modules["peft.peft_model"].PeftModel, _PROMPT, make))
+        yield
 
 
 def gathered_state(engine: Engine, folders: Sequence[Path]) -> State:
@@ -194,6 +223,7 @@ def _gathered(engine: Engine, folders: Sequence[Path]) -> dict[ParamSlot, torch.
     """Gathers one parameter after the other; returns copies on the first process, and nothing on the others."""
     assert engine.training.shards is not None
     ranks = engine.training.shards.ranks
+    engine.slots.given.take_over_all()
     is_first, values = ranks.rank == 0, {}
     sharded = [slot for slot in engine.slots if slot.sharded]
     nbytes = sum(slot.value.nbytes for slot in sharded)

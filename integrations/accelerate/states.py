@@ -101,6 +101,8 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             return
         noted = NotedFiles(engines)
         noted.ranks.agree("saves the state")
+        for engine in engines:
+            engine.slots.given.take_over_all()
         self._state_of = noted.state_dict if self.is_main_process else lambda engine: {}
 
         def save() -> None:

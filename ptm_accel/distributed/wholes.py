@@ -162,6 +162,7 @@ class Wholes:
         block.note_changes()
         if block.place is Place.DIRTY:
             self._write_back(block)
+            block.become(Place.CLEAN)
         self._pool.leave(block)
 
     def _write_back(self, block: Block) -> None:
@@ -173,10 +174,12 @@ class Wholes:
             for piece in share.pieces:
                 cut, at = piece.cut, piece.start + piece.cut.start
                 own.view(-1)[piece.own_start : piece.own_start + cut.length].copy_(whole[at : at + cut.length])
-        block.become(Place.CLEAN)
 
     def keep_changes(self) -> None:
-        """Keeps what this rank owns of blocks that were changed, which stay: it is about to be read."""
+        """Keeps what this rank owns of blocks that were changed, which stay: it is about to be read.
+
+        They count as changed until they leave: torch does not count what is written through `p.data` that somebody has.
+        """
         self._forget_gone()
         for block in self._here:
             block.note_changes()

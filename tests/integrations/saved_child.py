@@ -6,7 +6,7 @@ Started by torchrun with one argument: a folder.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from ptm_accel.integrations.accelerate import PTMAccelerator
 from ptm_accel.integrations.transformers import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
+
+import ptm_accel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from ptm_accel.checkpoint.manifest import check_manifest
@@ -59,7 +61,17 @@ def same_files(ours: Path, theirs: Path) -> None:
 
 def lora() -> nn.Module:
     torch.manual_seed(0)
-    return get_peft_model(model(), LoraConfig(target_modules=["q_proj", "up_proj"], r=8, init_lora_weights=False))
+    config = LoraConfig(
+        target_modules=["q_proj", "up_proj"], r=8, init_lora_weights=False, modules_to_save=["embed_tokens"]
+    )
+    return get_peft_model(model(), config)
+
+
+def prompts() -> nn.Module:
+    # Enough of them to be cut.
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=32)
+    torch.manual_seed(0)
+    return get_peft_model(model(), config)
 
 
 def mixtral() -> nn.Module:
@@ -117,7 +129,7 @@ def trainers_save_the_same(folder: Path) -> None:
     """Checkpoints, `save_model` and what is uploaded."""
     with pytest.MonkeyPatch.context() as patch:
         hub = LocalHub(folder / "hub", patch)
-        for build in (model, lora, mixtral, Wrapping, own_saving):
+        for build in (model, lora, prompts, mixtral, Wrapping, own_saving):
             folders = [folder / build.__name__ / way for way in ("plain", "ours")]
             plain = trained(build, folders[0], None)
             ours = trained(build, folders[1], options(folder))
@@ -159,6 +171,13 @@ def stock_trainer_goes_on(folder: Path) -> None:
         assert torch.equal(value, there[name]), name
 
 
+def change(values: Iterable[torch.Tensor]) -> None:
+    """What somebody does to a model's values between two steps, in every process."""
+    with torch.no_grad():
+        for value in values:
+            value.mul_(0.75)
+
+
 def accelerators_save_the_same(folder: Path) -> None:
     """`save_state`, `save_model`, and the state dictionary of the main process."""
     ways: dict[str, Any] = {
@@ -175,23 +194,31 @@ def accelerators_save_the_same(folder: Path) -> None:
                 accelerator.backward(network(**batch).loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            bare = accelerator.unwrap_model(network)
+            change(bare.state_dict().values())
             accelerator.save_state(base / "state")
+            with ptm_accel.gathered(bare, write=True):
+                values = [param.data for param in bare.parameters()]
+                for part in ("once", "twice"):
+                    # Of which torch counts nothing.
+                    change(values)
+                    accelerator.save_state(base / part)
             accelerator.save_state(base / "pickled", safe_serialization=False)
             accelerator.save_model(network, base / "model", max_shard_size="300KB")
             hook = accelerator.register_save_state_pre_hook(lambda models, weights, at: weights.reverse())
             accelerator.save_state(base / "hooked")
             hook.remove()
+            change(bare.state_dict().values())
             state = accelerator.get_state_dict(network)
             assert bool(state) == (accelerator.is_main_process or way == "plain")
             if build is model:
-                bare = accelerator.unwrap_model(network)
                 bare.save_pretrained(base / "own", is_main_process=accelerator.is_main_process, state_dict=state)
                 if way == "ours":
                     with pytest.raises(UnsupportedError, match=r"accelerator\.save_state"):
                         optimizer.state_dict()
             accelerator.free_memory(network, optimizer, batches)
         ours, plain = (folder / f"accelerate-{build.__name__}" / way for way in ("ours", "plain"))
-        for part in ("state", "model", "hooked", *(["own"] if build is model else [])):
+        for part in ("state", "once", "twice", "model", "hooked", *(["own"] if build is model else [])):
             same_files(ours / part, plain / part)
         if dist.get_rank() == 0:
             here, there = (torch.load(each / "pickled" / "pytorch_model.bin") for each in (ours, plain))
