@@ -30,7 +30,7 @@ from ptm_accel.pipeline.layer_slices import slice_layers
 
 from ..peft import refuse_adapters
 from .before import Before
-from .shards import may_be_cut, refuse_beside_cut, tell_of_one
+from .shards import may_be_cut, refuse_beside_cut, refuse_unknown_processes, tell_of_one
 from .states import PagedStates
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,9 @@ class PTMAccelerator(PagedStates):
             )
         if self.project_configuration.save_on_each_node:
             self.beside_cut = ["save_on_each_node=True"]
-        refuse_beside_cut(self.ptm_config, self.num_processes, self.beside_cut)
+        if self.ptm_config.shard == FULL:
+            refuse_beside_cut(self.ptm_config, self.num_processes, self.beside_cut)
+            refuse_unknown_processes(self.ptm_config, self.num_processes)
         self._put_scaler_on_pages()
 
     def _put_scaler_on_pages(self) -> None:

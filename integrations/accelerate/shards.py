@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+import torch.distributed as dist
+
 from ptm_accel.config import AUTO, FULL, PTMConfig
 from ptm_accel.errors import UnsupportedError
 
@@ -38,6 +40,26 @@ def refuse_beside_cut(config: PTMConfig, processes: int, asked: Iterable[str]) -
         raise UnsupportedError(
             f"{names}: layers are cut over {processes} processes (shard: full), which save between the same two steps, "
             f"into one directory that all of them see. Leave {names} out, or set shard to none."
+        )
+
+
+def refuse_unknown_processes(config: PTMConfig, processes: int) -> None:
+    """Refuses processes that torch has connected and accelerate takes for one each: layers would be cut over them.
+
+    Args:
+        config: the options.
+        processes: how many train together, as accelerate has it.
+
+    Raises:
+        UnsupportedError: there are such.
+    """
+    if config.shard != FULL or not (dist.is_available() and dist.is_initialized()):
+        return
+    if (connected := dist.get_world_size()) > processes:
+        raise UnsupportedError(
+            f"shard: full: torch.distributed connects {connected} processes, and accelerate takes each for the only "
+            "one, as it does without a GPU: all would train on the same batches. Set use_cpu=True (Accelerator: "
+            "cpu=True) or ACCELERATE_USE_CPU=true, or start them by accelerate launch."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from accelerate.utils import ProjectConfiguration  # type: ignore[import-untyped]
 from ptm_accel.integrations.accelerate import PTMAccelerator
-from ptm_accel.integrations.accelerate.shards import refuse_beside_cut, tell_of_one
+from ptm_accel.integrations.accelerate.shards import refuse_beside_cut, refuse_unknown_processes, tell_of_one
 from ptm_accel.integrations.transformers import Trainer
 from ptm_accel.integrations.transformers.shards import beside_cut
 
@@ -103,6 +104,18 @@ def test_a_loop_in_one_process_is_told_once(
         model = tiny.model(seed)
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert caplog.messages.count(SAID) == times
+
+
+@pytest.mark.parametrize(("shard", "connected", "known"), [("full", 2, 1), ("full", 2, 2), ("none", 2, 1)])
+def test_processes_that_accelerate_takes_for_one_each(
+    shard: str, connected: int, known: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: connected)
+    said = r"connects 2 processes, and accelerate takes each for the only one, .* Set use_cpu=True"
+    refuses = shard == "full" and known < connected
+    with pytest.raises(UnsupportedError, match=said) if refuses else nullcontext():
+        refuse_unknown_processes(PTMConfig(shard=shard), known)
 
 
 def test_several_processes_are_not_told_of_one(caplog: pytest.LogCaptureFixture) -> None:
