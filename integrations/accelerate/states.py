@@ -68,6 +68,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
                 "save_state was given no output_dir, and automatic_checkpoint_naming is off; give one, or set it in "
                 "ProjectConfiguration."
             )
+        self._come_together("saves the state")
         final = self._next_directory() if naming or output_dir is None else Path(os.fspath(output_dir))
         sums: Sums | None = {} if self.ptm_config.checkpoint_hashes else None
         with self._shared_staging(final, sums) as staging:
@@ -93,14 +94,13 @@ class PagedStates(Accelerator):  # type: ignore[misc]
 
     def _save_stock(self, staging: Path, sums: Sums | None, *args: Any, **kwargs: Any) -> None:
         """As accelerate saves; of models whose layers are cut, processes write the weights together."""
-        engines = [engine for model in self._models if (engine := cut_engine(model)) is not None]
+        engines = self._cut_engines
         given = inspect.signature(Accelerator.save_state).bind_partial(self, None, *args, **kwargs).arguments
         # Hooks are given values, and what is pickled has them.
         if not engines or self._save_model_state_pre_hook or not given.get("safe_serialization", True):
             super().save_state(str(staging), *args, **kwargs)
             return
         noted = NotedFiles(engines)
-        noted.ranks.agree("saves the state")
         for engine in engines:
             engine.slots.given.take_over_all()
         self._state_of = noted.state_dict if self.is_main_process else lambda engine: {}
@@ -116,6 +116,17 @@ class PagedStates(Accelerator):  # type: ignore[misc]
         found = noted.write()
         if sums is not None:
             sums |= {path.relative_to(staging).as_posix(): each for path, each in found.items()}
+
+    @property
+    def _cut_engines(self) -> list[Engine]:
+        """Of the models whose layers are cut over processes."""
+        return [engine for model in self._models if (engine := cut_engine(model)) is not None]
+
+    def _come_together(self, what: str) -> None:
+        """Has processes that have parts of models say that one of them is here alone: it would wait for the others."""
+        for engine in self._cut_engines[:1]:
+            assert engine.training.shards is not None
+            engine.training.shards.ranks.agree(what)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """As `Accelerator.get_state_dict`; of a model whose layers are cut, the main process alone gets values.
@@ -219,6 +230,7 @@ class PagedStates(Accelerator):  # type: ignore[misc]
             CheckpointError: the directory has no optimizer state, or that of another model or optimizer, or is damaged.
                 Nothing has been changed then.
         """
+        self._come_together("loads a state")
         source = one_for_all(self._latest) if input_dir is None else Path(os.path.expanduser(os.fspath(input_dir)))
         if source is not None:
             folder = source

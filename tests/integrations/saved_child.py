@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +228,23 @@ def accelerators_save_the_same(folder: Path) -> None:
         dist.barrier()
 
 
+def one_alone_is_told(folder: Path) -> None:
+    """Whoever saves or loads alone does not wait for the others until torch gives up."""
+    accelerator = PTMAccelerator(cpu=True, ptm_config=options(folder))
+    network = model()
+    network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters()))
+    for call, what in ((accelerator.save_state, "saves the state"), (accelerator.load_state, "loads a state")):
+        other = partial(accelerator.save_model, network)
+        with pytest.raises(UnsupportedError, match=rf"rank 0 {what} ") as raised:
+            (call if accelerator.is_main_process else other)(folder / "alone")
+        assert "rank 1 saves the model " in str(raised.value)
+    accelerator.free_memory(network, optimizer)
+
+
 def main(folder: Path) -> None:
     trainers_save_the_same(folder)
     accelerators_save_the_same(folder)
+    one_alone_is_told(folder)
     assert isinstance(lora(), PeftModel)
     sys.stdout.write("saved alike\n")
 
