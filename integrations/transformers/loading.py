@@ -52,11 +52,11 @@ Opened = tuple[ResolvedConfig, Memory]
 
 _PLACED = "the budgets decide where parameters are; set host_memory, device_memory and disk instead"
 _QUANTISED = "quantised parameters cannot be put on pages; load the model in a floating-point dtype"
-_DIVIDED = "pages of one model are not shared among processes yet; leave it out"
+_DIVIDED = "tensor and expert parallelism are not there; leave it out, and set shard: full to cut layers over processes"
 _NOT_ON_PAGES = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder"), _PLACED),
     **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), _QUANTISED),
-    **dict.fromkeys(("distributed_config", "tp_plan"), _DIVIDED),
+    **dict.fromkeys(("distributed_config", "tp_plan", "tp_size"), _DIVIDED),
     "gguf_file": "only safetensors can be read onto pages; convert the model once with save_pretrained()",
     "state_dict": "it is in memory already; call AutoModel.from_pretrained and attach the engine to the model",
 }

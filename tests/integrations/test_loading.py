@@ -245,7 +245,8 @@ def test_another_thread_reads_a_plain_model_meanwhile(saved: Save, tmp_path: Pat
         ),
         ({"gguf_file": "a.gguf"}, r"does not take gguf_file='a.gguf': only safetensors can be read onto pages"),
         ({"load_in_8bit": True}, r"does not take load_in_8bit=True: quantised parameters cannot be put on pages"),
-        ({"tp_plan": "auto"}, r"does not take tp_plan='auto': "),
+        ({"tp_plan": "auto"}, r"does not take tp_plan='auto': .* set shard: full to cut layers over processes\."),
+        ({"tp_size": 2}, r"does not take tp_size=2: tensor and expert parallelism are not there; "),
         # Expert parallelism is asked for by it as well.
         (
             {"distributed_config": DistributedConfig()},
