@@ -25,6 +25,7 @@ from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.micro_batches.by_layer import ByLayer
+from tests.tiers import open_memory
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -371,6 +372,22 @@ def test_pages_change_no_bit(count: int, memory: str, how: dict[str, Any], tmp_p
         losses, _ = trained(model, count, engine, by_layer(model, engine), autocast=autocast)
         assert all(map(torch.equal, losses, expected))
         assert same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("memory", ["mock+host", "mock+host+disk"])
+@pytest.mark.parametrize("device_bytes", [5 << 20, 8 << 20])
+def test_a_device_with_late_copies_changes_no_bit(memory: str, device_bytes: int, tmp_path: Path) -> None:
+    plain, model = built("large"), built("large")
+    expected, _ = trained(plain, 3, None, None)
+    page_bytes = 64 << 10
+    tiers = open_memory(memory, device_bytes, tmp_path, seed=device_bytes, host_bytes=64 << 20, page_bytes=page_bytes)
+    engine = Engine.attach(model, PTMConfig(page_size=page_bytes), memory=tiers)
+    losses, _ = trained(model, 3, engine, by_layer(model, engine))
+    assert all(map(torch.equal, losses, expected))
+    assert same(model.state_dict(), plain.state_dict())
+    assert engine.pool.stats.loaded_bytes
+    engine.check_integrity()
+    engine.close()
 
 
 def test_weights_come_twice_a_step_however_many_micro_batches(tmp_path: Path) -> None:
