@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 _REPLACED = ("training_step", "_prepare_inputs", "get_batch_samples")
 _KNOWN_TO_REPLACE = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
-"""Modules whose trainers replace these, and were compared with plain accumulation."""
+"""Modules whose trainers may replace these: they were compared with plain accumulation."""
 
 
 class MicroBatches(_Host):
-    """The part of the Trainer's mixin that runs the micro-batches of a step layer by layer, if it is to."""
+    """The part of the Trainer's mixin for the option `micro_batches`."""
 
     ptm_config: PTMConfig | None = None
     _by_layer: ByLayer | None = None
@@ -44,7 +44,7 @@ class MicroBatches(_Host):
 
     @property
     def _is_by_layer(self) -> bool:
-        """Whether it is to."""
+        """Whether micro-batches run by layer."""
         return self.ptm_config is not None and self.ptm_config.micro_batches != ONE_BY_ONE
 
     def _steps_by_layer(self, batches: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ class MicroBatches(_Host):
 
 
 class ByLayerAccelerator(PTMAccelerator):
-    """Of a Trainer, which runs micro-batches by layer if it is to."""
+    """The accelerator of a Trainer, for which the option `micro_batches` is not refused."""
 
     by_layer = True
 
@@ -182,8 +182,7 @@ def refuse_by_layer(trainer: transformers.Trainer, config: PTMConfig) -> None:
         f"optim={optim!r}": "lomo" in optim or "layerwise" in optim,
         "auto_find_batch_size": args.auto_find_batch_size,
     }
-    if not any(cls.__module__ in _KNOWN_TO_REPLACE for cls in type(trainer).__mro__):
-        found |= {f"{name}() of {type(trainer).__name__}": not comes_with(trainer, name) for name in _REPLACED}
+    found |= {f"{name}() of {type(trainer).__name__}": not _is_known(trainer, name) for name in _REPLACED}
     asked = [name for name, is_set in found.items() if is_set]
     if asked:
         raise UnsupportedError(
@@ -192,6 +191,15 @@ def refuse_by_layer(trainer: transformers.Trainer, config: PTMConfig) -> None:
         )
     if trainer.model is not None and config.micro_batches == BY_LAYER:
         _refuse_tied(trainer.model)
+
+
+def _is_known(trainer: transformers.Trainer, name: str) -> bool:
+    """Returns whether a method is the Trainer's own, or that of a trainer of TRL that was compared."""
+    if name in vars(trainer):
+        return False
+    ours = __name__.rpartition(".")[0]
+    owners = (cls.__module__ for cls in type(trainer).__mro__ if name in vars(cls))
+    return comes_with(trainer, name) or next(each for each in owners if not each.startswith(ours)) in _KNOWN_TO_REPLACE
 
 
 def _refuse_tied(model: nn.Module) -> None:

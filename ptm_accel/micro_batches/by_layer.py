@@ -55,7 +55,7 @@ class ByLayer:
         layers: its layers, in the order in which each is called once.
         engine: of the pages that it is on; None where it is in ordinary memory.
         caught: what hooks catch of what happens within layers.
-        inexact: layers may draw random numbers: other ones than in plain accumulation.
+        inexact: layers may draw random numbers, which then differ from those of plain accumulation.
 
     Attributes:
         model: see above.
@@ -114,7 +114,7 @@ class ByLayer:
                         "micro_batches out."
                     )
                 draws = not before.same_as(RandomStates(device))
-                if draws and not self._inexact and len(jobs) > 1:
+                if draws and not (self._inexact or len(jobs) == 1):
                     raise UnsupportedError(
                         "micro_batches: by_layer: random numbers are drawn in a forward (dropout), other ones for each "
                         "micro-batch than in plain accumulation. Set dropout to 0, or micro_batches to "
@@ -248,7 +248,8 @@ class ByLayer:
                 f"micro_batches: by_layer: layer {number} is not given what layer {number - 1} has returned. Leave "
                 "micro_batches out."
             )
-        output, kept = run_first(layer, call, args, kwargs, self._caught)
+        may_draw = self._inexact or len(self._jobs) == 1
+        output, kept = run_first(layer, call, args, kwargs, self._caught, may_draw=may_draw)
         job.calls.append(kept)
         self.kept_bytes += kept.given.nbytes
         if number == len(self._layers) - 1:

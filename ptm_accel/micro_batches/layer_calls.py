@@ -47,7 +47,7 @@ class LayerCall:
         module: the layer.
         given: its hidden states, as the model's loop gave them.
         args, kwargs: all other arguments.
-        random: states of random numbers before the call.
+        random: states of random numbers before the call; None where none may be drawn.
         autocast: as it was then.
         variables: context variables, as they were then.
         leaves: what it has returned, and what was caught meanwhile.
@@ -57,7 +57,7 @@ class LayerCall:
     given: torch.Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: RandomStates
+    random: RandomStates | None
     autocast: Autocast
     variables: contextvars.Context
     leaves: list[torch.Tensor]
@@ -112,7 +112,7 @@ class Autocast:
 
 
 def run_first(
-    module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, caught: Caught
+    module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, caught: Caught, *, may_draw: bool
 ) -> tuple[Any, LayerCall]:
     """Runs a layer for one micro-batch, with gradients, of which nothing is kept.
 
@@ -122,6 +122,7 @@ def run_first(
         args: its arguments; hidden states come first.
         kwargs: its named ones.
         caught: what hooks catch meanwhile.
+        may_draw: whether it may draw random numbers.
 
     Returns:
         what the layer returns, as leaves; and the call.
@@ -135,7 +136,8 @@ def run_first(
     rest, kwargs = tree_map(_checked, (tuple(others), dict(kwargs)), is_leaf=_is_cache)
     device = given.device
     variables = contextvars.copy_context()
-    kept = LayerCall(module, given, rest, kwargs, RandomStates(device), Autocast(device), variables, [])
+    random = RandomStates(device) if may_draw else None
+    kept = LayerCall(module, given, rest, kwargs, random, Autocast(device), variables, [])
     before = [(tensor, tensor._version) for tensor in (given, *module.buffers())]
     counts = caught.counts()
     # What gets out beside the output (by hooks, by attributes) and into the loss is met by `_lost` in its backward;
@@ -179,6 +181,7 @@ def run_backward(kept: LayerCall, call: Callable[..., Any], caught: Caught, *, d
         return None
     given = kept.given.detach().requires_grad_(kept.given.requires_grad)
     if draws:
+        assert kept.random is not None, "draws are refused where they are not kept"
         kept.random.restore()
 
     def again() -> tuple[Any, list[Any]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases import Case
-from tests.prepared import run_ranks
+from tests.distributed.runs import printed
 
 CHILD = Path(__file__).with_name("resumed_child.py")
 SOURCES = ("plain", "pages")
@@ -38,14 +36,9 @@ THREE = [("pages", replace(FORMS[3], uneven=True)), ("plain", FORMS[2])]
 
 def check(cases: Sequence[tuple[str, Case]], ranks: int, folder: Path) -> None:
     """Each case is loaded, and trained on, in so many processes."""
-    asked = json.dumps([(source, asdict(case)) for source, case in cases])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    runs = run_ranks(CHILD, folder, asked, count=ranks, cwd=folder, env=environment)
-    # What one rank raises, the others only hear of.
-    assert not any(run.code for run in runs), "\n".join(f"{run.out}{run.err[-4000:]}" for run in runs)
-    for run in runs:
-        expected = [f"{case} from {source}: {case.steps * case.accumulation} losses agree" for source, case in cases]
-        assert run.out.splitlines() == expected
+    expected = [f"{case} from {source}: {case.steps * case.accumulation} losses agree" for source, case in cases]
+    for lines in printed(CHILD, [(source, asdict(case)) for source, case in cases], ranks, folder):
+        assert lines == expected
 
 
 def test_two_ranks_go_on_from_one_process(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases import Case
+from tests.distributed.runs import printed
 from tests.distributed.test_resumed import FORMS
 from tests.prepared import run_ranks
 
@@ -19,13 +19,9 @@ CHILD = Path(__file__).with_name("saved_child.py")
 
 def check(cases: Sequence[Case], ranks: int, folder: Path) -> None:
     """Each case is saved by so many processes."""
-    asked = json.dumps([asdict(case) for case in cases])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    runs = run_ranks(CHILD, folder, asked, count=ranks, cwd=folder, env=environment)
-    # What one rank raises, the others only hear of.
-    assert not any(run.code for run in runs), "\n".join(f"{run.out}{run.err[-4000:]}" for run in runs)
-    for run in runs:
-        assert run.out.splitlines() == [f"{case}: every byte is the same" for case in cases]
+    expected = [f"{case}: every byte is the same" for case in cases]
+    for lines in printed(CHILD, [asdict(case) for case in cases], ranks, folder):
+        assert lines == expected
 
 
 def test_two_ranks_save_what_one_process_saves(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ Cases that are trained by as many processes are trained one after another by the
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases import Case
-from tests.prepared import run_ranks
+from tests.distributed.runs import printed
 
 CHILD = Path(__file__).with_name("sharded_child.py")
 
@@ -74,14 +72,9 @@ def of_model(model: str) -> list[Case]:
 
 def check(cases: Sequence[Case], ranks: int, folder: Path) -> None:
     """Trains each case in so many processes."""
-    asked = json.dumps([asdict(case) for case in cases])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    runs = run_ranks(CHILD, folder, asked, count=ranks, cwd=folder, env=environment)
-    # What one rank raises, the others only hear of.
-    assert not any(run.code for run in runs), "\n".join(f"{run.out}{run.err[-4000:]}" for run in runs)
-    for run in runs:
-        expected = [f"{case}: {case.steps * case.accumulation} losses agree" for case in cases]
-        assert run.out.splitlines() == expected
+    expected = [f"{case}: {case.steps * case.accumulation} losses agree" for case in cases]
+    for lines in printed(CHILD, [asdict(case) for case in cases], ranks, folder):
+        assert lines == expected
 
 
 @pytest.mark.process

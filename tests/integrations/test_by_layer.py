@@ -183,6 +183,18 @@ def test_a_training_step_of_the_users_own_is_refused(tiny: ModuleType, tmp_path:
         Own(model=tiny.model(), args=tiny.arguments(tmp_path), ptm_config={"micro_batches": "by_layer"})
 
 
+def test_a_training_step_over_that_of_trl_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(Trainer, self).training_step(*args, **kwargs)
+
+    compared = type("Compared", (Trainer,), {"training_step": step, "__module__": "trl.trainer.sft_trainer"})
+    given: dict[str, Any] = {"args": tiny.arguments(tmp_path), "ptm_config": {"micro_batches": "by_layer"}}
+    compared(model=tiny.model(), **given)
+    over = type("Over", (compared,), {"training_step": step})
+    with pytest.raises(UnsupportedError, match=r"together with training_step\(\) of Over\. Leave"):
+        over(model=tiny.model(), **given)
+
+
 def test_a_loop_of_ones_own_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="is what the Trainer does with gradient accumulation"):
         PTMAccelerator(cpu=True, ptm_config={"micro_batches": "by_layer"})

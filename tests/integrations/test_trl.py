@@ -107,6 +107,7 @@ CASES = {
     "dpo_reference": _DPO(reference=True),
     "dpo_precomputed": _DPO(arguments=(("precompute_ref_log_probs", True),)),
     "dpo_lora": _DPO(lora=True),
+    "dpo_accumulated": _DPO(arguments=(("gradient_accumulation_steps", 2),)),
     "dpo_lora_accumulated": _DPO(lora=True, arguments=(("gradient_accumulation_steps", 3),)),
     "kto": _KTO(),
     "kto_lora": _KTO(lora=True),
@@ -259,7 +260,7 @@ def test_same_numbers_as_the_plain_trainer(
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["sft_accumulated", "sft_lora_accumulated", "dpo_lora_accumulated"])
+@pytest.mark.parametrize("name", ["sft_accumulated", "sft_lora_accumulated", "dpo_accumulated", "dpo_lora_accumulated"])
 def test_micro_batches_by_layer_have_the_numbers_of_the_plain_trainer(
     name: str, bench: Bench, plain: Callable[[str], tuple[Any, ...]], tmp_path: Path
 ) -> None:
