@@ -6,6 +6,7 @@ environment, and the files for what it prints. The answer is a line of JSON with
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -32,6 +33,8 @@ def become(job: dict[str, Any]) -> None:
         opened = os.open(path, flags)
         os.dup2(opened, number)
         os.close(opened)
+    # A crash tells in which line.
+    faulthandler.enable()
     os.chdir(job["cwd"])
     if job["group"] is not None:
         Path(job["group"], "cgroup.procs").write_text("0")

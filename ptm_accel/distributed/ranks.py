@@ -112,7 +112,22 @@ class Collectives:
 
     def done(self) -> bool:
         """See `Transfer`."""
-        return all(work.is_completed() for work in self._works) and not self._is_held()
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self._held is not None:
+            self._end()
+        return not self._is_held()
+
+    def _end(self) -> None:
+        """Waits for them, and drops them, since each holds its memory as long as it is there."""
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._held = None
+            self._error = diverged(self._rank, self._what, error)
+            self._error.__cause__ = error
 
     def _is_held(self) -> bool:
         if self._held is None:
@@ -128,23 +143,16 @@ class Collectives:
 
     def order(self) -> None:
         """See `Transfer`. A rank that has ended is an error here."""
+        begin = time.perf_counter()
+        self._end()
+        until = begin + _LETS_GO_S
+        while self._is_held() and time.perf_counter() < until:
+            time.sleep(1e-5)
+        # Whoever has it still is none of gloo's threads.
+        self._held = None
+        self._stats.waited_s += time.perf_counter() - begin
         if self._error is not None:
             raise self._error
-        works, self._works = self._works, []
-        begin = time.perf_counter()
-        try:
-            while works:
-                works.pop().wait()
-            until = begin + _LETS_GO_S
-            while self._is_held() and time.perf_counter() < until:
-                time.sleep(1e-5)
-            # Whoever has it still is none of gloo's threads.
-            self._held = None
-        except RuntimeError as error:
-            self._error = diverged(self._rank, self._what, error)
-            raise self._error from error
-        finally:
-            self._stats.waited_s += time.perf_counter() - begin
 
 
 def _groups(device_type: str) -> tuple[dist.ProcessGroup, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.distributed.ranks import Collectives, ShardStats
+from ptm_accel.errors import UnsupportedError
 
 
 class Work:
@@ -50,6 +51,41 @@ def test_memory_is_nobody_elses_after_a_collective() -> None:
     assert users(memory) == before
     assert collectives.done()
     thread.join()
+
+
+class Keeping(Work):
+    """One that keeps its memory as long as it is there itself, as torch's do."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory.detach()
+
+
+def test_a_collective_that_has_ended_is_done_before_anybody_waits() -> None:
+    memory = torch.zeros(64)
+    before = users(memory)
+    collectives = Collectives(
+        [Keeping(memory)], 0, "gathers a layer", ShardStats(), (StorageWeakRef(memory.untyped_storage()), before)
+    )
+    assert users(memory) > before
+    assert collectives.done()
+    assert users(memory) == before
+
+
+class Broken(Work):
+    """One whose other ranks have ended."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection reset")
+
+
+def test_a_collective_that_has_failed_is_done_and_raises_whenever_it_is_waited_for() -> None:
+    memory = torch.zeros(64)
+    held = StorageWeakRef(memory.untyped_storage()), users(memory)
+    collectives = Collectives([Broken()], 1, "gathers a layer", ShardStats(), held)
+    assert collectives.done()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="rank 1 gathers a layer.*connection reset"):
+            collectives.order()
 
 
 def test_a_view_of_somebody_else_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
