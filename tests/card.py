@@ -163,11 +163,14 @@ class OnCard(TorchDispatchMode):
     Args:
         card: the card.
         workspace: bytes that an operation takes beside its results while it runs, by its name.
+
+    Attributes:
+        card: see above.
     """
 
     def __init__(self, card: Card, workspace: dict[str, int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._card = card
+        self.card = card
         self._workspace = workspace or {}
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -175,22 +178,22 @@ class OnCard(TorchDispatchMode):
         before = {storage_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         workspace = self._workspace.get(func._schema.name.removeprefix("aten::"))
-        piece = None if workspace is None else self._card.malloc(workspace)
+        piece = None if workspace is None else self.card.malloc(workspace)
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and storage_key(value) not in before:
                 self._follow(value)
         if piece is not None:
-            self._card.free(piece)
+            self.card.free(piece)
         return result
 
     def _follow(self, tensor: torch.Tensor) -> None:
         key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         if not nbytes or key in self._known:
             return
-        piece = self._card.malloc(nbytes)
+        piece = self.card.malloc(nbytes)
 
         def died(ref: weakref.ref[Any]) -> None:
-            self._card.free(piece)
+            self.card.free(piece)
             if self._known.get(key) is ref:
                 del self._known[key]
 

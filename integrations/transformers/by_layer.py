@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.training_args import OptimizerNames
 from transformers.utils import output_capturing
@@ -16,6 +17,7 @@ from transformers.utils import output_capturing
 from ptm_accel.config import BY_LAYER, BY_LAYER_INEXACT, ONE_BY_ONE, PTMConfig
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.activation_reserve import Shapes
 from ptm_accel.micro_batches.by_layer import ByLayer
 from ptm_accel.units import format_bytes
 
@@ -89,21 +91,35 @@ class MicroBatches(_Host):
         def work(batch: Any) -> Callable[[], torch.Tensor]:
             return lambda: stock(model, batch, num_items_in_batch)
 
+        shapes = [
+            tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+            for batch in batches
+        ]
         try:
             # The sum is complete with the last of them, in each layer.
             losses = self._by_layer.run(
-                [work(batch) for batch in batches], lambda number: state._set_sync_gradients(number == last)
+                [work(batch) for batch in batches], lambda number: state._set_sync_gradients(number == last), shapes
             )
         finally:
             state._set_sync_gradients(before)
         if first and self.is_world_process_zero():
-            logger.info(
-                "micro-batches by layer: %d a step, for which weights come as often as for one; layers keep %s of "
-                "input.",
-                len(batches),
-                format_bytes(self._by_layer.kept_bytes),
-            )
+            _say(self._by_layer, shapes)
         return losses
+
+
+def _say(by_layer: ByLayer, shapes: Sequence[Shapes]) -> None:
+    """Logs what steps like the first one keep, and what they save."""
+    chunks = by_layer.chunks.cut(shapes)
+    logger.info(
+        "micro-batches by layer: %d a step run through %d layers %s and keep up to %s of hidden states; weights "
+        "come in %d times a step instead of %d.",
+        len(shapes),
+        len({number for number, _ in by_layer.order}),
+        "together" if len(chunks) == 1 else f"in {len(chunks)} chunks",
+        format_bytes(by_layer.kept_bytes * max(chunks) // len(shapes)),
+        2 * len(chunks),
+        2 * len(shapes),
+    )
 
 
 class ByLayerAccelerator(PTMAccelerator):

@@ -74,6 +74,11 @@ class ActivationReserve:
         return min(self.total_bytes, self._wanted_bytes)
 
     @property
+    def trained_bytes(self) -> int:
+        """Most bytes reserved beside pages so far in training."""
+        return self._marks[False]
+
+    @property
     def high_water_bytes(self) -> int:
         """Most bytes reserved beside pages so far, in training or in evaluation."""
         return self._marks[self._evaluates]
@@ -91,7 +96,7 @@ class ActivationReserve:
             DeviceBudgetError: other memory leaves less than the least that pages can work with.
         """
         self.sample()
-        size, factor = _size_of(shapes), MARGIN if evaluates else 1.0
+        size, factor = size_of(shapes), MARGIN if evaluates else 1.0
         if self._is_known(size, factor, evaluates=False):
             # A batch that was trained on needs no more where it is evaluated.
             self._begin_known(evaluates=False)
@@ -107,7 +112,7 @@ class ActivationReserve:
 
     def knows(self, shapes: Shapes, *, evaluates: bool) -> bool:
         """Returns whether a batch is no larger than those before it, so that what it takes has been seen."""
-        size, factor = _size_of(shapes), MARGIN if evaluates else 1.0
+        size, factor = size_of(shapes), MARGIN if evaluates else 1.0
         trained = self._is_known(size, factor, evaluates=False)
         return trained or (evaluates and self._is_known(size, factor, evaluates=True))
 
@@ -142,6 +147,13 @@ class ActivationReserve:
         """Raises the high-water mark to what is reserved beside pages now."""
         if self._note() and not self.warming:
             self._set_capacity()
+
+    def expect(self, nbytes: int) -> None:
+        """Raises the mark of training to what a pass will have reserved beside pages, as if that had been seen."""
+        if nbytes > self._marks[False]:
+            self._marks[False] = nbytes
+            if not self.warming:
+                self._set_capacity()
 
     def end_step(self) -> None:
         """Called after every optimizer step."""
@@ -190,7 +202,7 @@ class ActivationReserve:
         self._card.confine(max(left_bytes - self._lent_bytes, 0))
 
 
-def _size_of(shapes: Shapes) -> Sequence[float]:
+def size_of(shapes: Shapes) -> Sequence[float]:
     """Sizes a batch: elements, longest dimension, and the geometric mean of both (for attention's squares)."""
     numel, longest = sum(map(math.prod, shapes)), max((size for shape in shapes for size in shape), default=0)
     return numel, longest, math.sqrt(numel * longest)

@@ -362,6 +362,16 @@ class Admission:
         if self.activation_reserve is not None:
             self._adjust(self.activation_reserve.look)
 
+    def sample(self) -> None:
+        """Looks at it now, where what has been taken decides about the next pass."""
+        if self.activation_reserve is not None:
+            self._adjust(self.activation_reserve.sample)
+
+    def expect(self, nbytes: int) -> None:
+        """Leaves so much to it from now on (`ActivationReserve.expect`)."""
+        if self.activation_reserve is not None:
+            self._adjust(partial(self.activation_reserve.expect, nbytes))
+
     def begin_pass(self, shapes: Shapes, *, evaluates: bool) -> None:
         """A forward begins whose activations may need more than those before it (`ActivationReserve.begin_pass`).
 

@@ -19,6 +19,8 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import UnsupportedError
+from ptm_accel.memory.activation_reserve import Shapes
+from ptm_accel.micro_batches.borders import Chunks
 from ptm_accel.micro_batches.layer_calls import (
     Autocast,
     Caught,
@@ -61,6 +63,7 @@ class ByLayer:
         model: see above.
         order: the layers that have run, with the number of the micro-batch; of the last step.
         kept_bytes: what layers have been given, and what the last one has returned, in the last step.
+        chunks: the micro-batches that run together.
     """
 
     def __init__(
@@ -75,15 +78,23 @@ class ByLayer:
         self._calls = None if engine is None else engine.pool.calls
         self._caught = caught
         self._inexact = inexact
+        self.chunks = Chunks(None if engine is None else engine.pool)
+        self._first = 0
         self._workers: list[Worker] = []
         self._jobs: dict[threading.Thread, _Job] = {}
 
-    def run(self, works: Sequence[Callable[[], Any]], turn: Callable[[int], None] = lambda number: None) -> list[Any]:
-        """Runs one step.
+    def run(
+        self,
+        works: Sequence[Callable[[], Any]],
+        turn: Callable[[int], None] = lambda number: None,
+        shapes: Sequence[Shapes] = (),
+    ) -> list[Any]:
+        """Runs one step, in chunks whose borders a device has room for.
 
         Args:
             works: forward and backward of each micro-batch, as plain accumulation calls them.
             turn: is told the number of the micro-batch that runs next.
+            shapes: of the tensors of each micro-batch; by default all are alike.
 
         Returns:
             what they return.
@@ -93,7 +104,22 @@ class ByLayer:
             Exception: of a micro-batch.
         """
         self.order.clear()
-        self.kept_bytes = 0
+        self.kept_bytes = self._first = 0
+        results: list[Any] = []
+        sizes = shapes or [()] * len(works)
+        while (first := len(results)) < len(works):
+            self._first, before = first, self.kept_bytes
+            end = first + self.chunks.next(sizes[first:])
+            results += self._chunk(works[first:end], lambda number: turn(self._first + number), of=len(works))
+            self.chunks.ran(sizes[first:end], self.kept_bytes - before)
+        return results
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._workers.clear()
+
+    def _chunk(self, works: Sequence[Callable[[], Any]], turn: Callable[[int], None], *, of: int) -> list[Any]:
+        """Runs micro-batches together; `of` is how many the step has."""
         while len(self._workers) < len(works):
             self._workers.append(Worker(f"ptm_accel micro-batch {len(self._workers)}"))
         jobs = [_Job(worker) for worker in self._workers[: len(works)]]
@@ -101,7 +127,7 @@ class ByLayer:
         device = next(self._layers[0].parameters()).device
         states, before, autocast = states_of(self._layers), RandomStates(device), Autocast(device)
         me = None if self._calls is None else self._calls.thread.me
-        with self._layers_stop(), self._one_pass(len(works)):
+        with self._layers_stop(), self._one_pass(len(works), more=self._first + len(works) < of):
             try:
                 for job, work in zip(jobs, works, strict=True):
                     job.worker.begin(work, (autocast.entered, lambda: self._acting(me)))
@@ -114,7 +140,7 @@ class ByLayer:
                         "micro_batches out."
                     )
                 draws = not before.same_as(RandomStates(device))
-                if draws and not (self._inexact or len(jobs) == 1):
+                if draws and not (self._inexact or of == 1):
                     raise UnsupportedError(
                         "micro_batches: by_layer: random numbers are drawn in a forward (dropout), other ones for each "
                         "micro-batch than in plain accumulation. Set dropout to 0, or micro_batches to "
@@ -129,10 +155,6 @@ class ByLayer:
                 self._jobs = {}
                 if self._calls is not None and me is not None:
                     me.number = threading.get_ident()
-
-    def close(self) -> None:
-        """Ends its threads."""
-        self._workers.clear()
 
     def _with_gradients(self) -> int:
         """Counts the parameters of layers that have a gradient."""
@@ -178,10 +200,10 @@ class ByLayer:
         else:
             job.worker.turn()
 
-    def _one_pass(self, count: int) -> AbstractContextManager[None]:
+    def _one_pass(self, count: int, *, more: bool) -> AbstractContextManager[None]:
         """A context in which all that runs is one pass to the pages, and planned as such."""
         engine = None if self._engine is None else self._engine()
-        return nullcontext() if engine is None else engine.run_ahead.step.together(count)
+        return nullcontext() if engine is None else engine.run_ahead.step.together(count, more=more)
 
     @contextmanager
     def _layers_stop(self) -> Iterator[None]:
@@ -218,6 +240,9 @@ class ByLayer:
                 first = not job.calls
                 turn(number)
                 self._turn(job)
+                if job.worker.over and job.calls and (last := job.calls[-1]) is not None:
+                    # Its head has been there and back.
+                    last.let_go()
                 # Where a job has stopped, others meet what it has set for all.
                 if (first or job.worker.over) and states_of(self._layers) != states:
                     raise UnsupportedError(
@@ -235,7 +260,7 @@ class ByLayer:
             # Generation, or a reference that a change of the model surrounds: others get no turn within it.
             return call(*args, **kwargs)
         job.worker.stop()
-        self.order.append((number, self._workers.index(job.worker)))
+        self.order.append((number, self._first + self._workers.index(job.worker)))
         if number != len(job.calls):
             raise UnsupportedError(
                 f"micro_batches: by_layer: layer {number} is call {len(job.calls)} of layers in a micro-batch: layers "
@@ -271,7 +296,7 @@ class ByLayer:
                 kept, job.calls[number] = job.calls[number], None
                 assert kept is not None
                 turn(index)
-                self.order.append((number, index))
+                self.order.append((number, self._first + index))
                 layer = kept.module
                 gradient = run_backward(
                     kept, lambda *a, layer=layer, **k: nn.Module._call_impl(layer, *a, **k), self._caught, draws=draws

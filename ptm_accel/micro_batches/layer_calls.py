@@ -11,7 +11,7 @@ import contextvars
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,7 @@ class LayerCall:
         autocast: as it was then.
         variables: context variables, as they were then.
         leaves: what it has returned, and what was caught meanwhile.
+        gradients: of the leaves, once those have been let go of.
     """
 
     module: nn.Module
@@ -61,6 +62,12 @@ class LayerCall:
     autocast: Autocast
     variables: contextvars.Context
     leaves: list[torch.Tensor]
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        """Takes the gradients of what it has returned, which nobody uses any more."""
+        if self.leaves:
+            self.gradients, self.leaves = [leaf.grad for leaf in self.leaves], []
 
 
 class RandomStates:
@@ -174,9 +181,8 @@ def run_backward(kept: LayerCall, call: Callable[..., Any], caught: Caught, *, d
     Returns:
         the gradient of its hidden states; None where there is none.
     """
-    gradients = [leaf.grad for leaf in kept.leaves]
-    for leaf in kept.leaves:
-        leaf.grad = None
+    kept.let_go()
+    gradients, kept.gradients = kept.gradients, []
     if all(gradient is None for gradient in gradients):
         return None
     given = kept.given.detach().requires_grad_(kept.given.requires_grad)

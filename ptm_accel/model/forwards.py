@@ -221,9 +221,8 @@ class Forwards:
         with bare():
             trained = bytes(slot.param.requires_grad for slot in self._slots)
         kind = self.run_ahead.step.next(module.training, grad, trained)
-        shapes *= kind.together or 1
         self._pool.admission.begin_pass(shapes, evaluates=not kind.gradients)
-        self.run_ahead.begin(kind, elements=sum(map(math.prod, shapes)))
+        self.run_ahead.begin(kind, elements=sum(map(math.prod, shapes)) * (kind.together or 1))
         if self._executor.gathers is not None:
             # Not the kind: what is known of a step depends on whether this rank has plans.
             self._executor.gathers.begin((module.training, grad, trained))

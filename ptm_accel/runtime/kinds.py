@@ -81,16 +81,18 @@ class StepSoFar:
         self.more_follow: Callable[[], bool | None] = lambda: None
         self.backward = False
         self._forwards = self._open = self._together = 0
+        self._more = False
         self.goes_on = False
 
     @contextmanager
-    def together(self, count: int) -> Iterator[None]:
+    def together(self, count: int, *, more: bool = False) -> Iterator[None]:
         """A context in which all forwards and backwards are one pass.
 
         Args:
             count: of micro-batches.
+            more: whether the step has more of them after that.
         """
-        self._together = count
+        self._together, self._more = count, more
         try:
             yield
         finally:
@@ -101,10 +103,12 @@ class StepSoFar:
         if self._together:
             # Whatever comes first: a reference without gradients may be computed before.
             self.goes_on = True
-            return Kind(training, True, trained, Place.ONLY, 0, self._together)
+            place = self._place(self._more)
+            self._forwards += 1
+            return Kind(training, True, trained, place, 0, self._together)
         if self.backward:
             self.backward, self._open = False, 0
-        kind = Kind(training, gradients, trained, self._place() if gradients else None, self._open)
+        kind = Kind(training, gradients, trained, self._place(self.more_follow()) if gradients else None, self._open)
         if gradients:
             self._forwards += 1
             self._open = min(self._open + 1, _MOST_OPEN)
@@ -115,8 +119,7 @@ class StepSoFar:
         self.backward = False
         self._forwards = self._open = 0
 
-    def _place(self) -> Place:
-        more = self.more_follow()
+    def _place(self, more: bool | None) -> Place:
         if more is None:
             return Place.LATER if self._forwards else Place.FIRST
         if self._forwards:

@@ -16,6 +16,7 @@ from ptm_accel.integrations.transformers.by_layer import refuse_by_layer
 from transformers import TrainerCallback
 
 from ptm_accel.errors import ConfigError, UnsupportedError
+from ptm_accel.micro_batches.borders import Chunks
 
 WAYS: dict[str, dict[str, Any]] = {
     "clipped": {},
@@ -61,8 +62,23 @@ def test_the_log_says_it_once(tiny: ModuleType, tmp_path: Path, caplog: pytest.L
     with caplog.at_level("INFO", "ptm_accel"):
         trained(Trainer, tiny, tmp_path, tiny.model(), {}, ptm_config=by_layer(tiny, tmp_path / "disk"))
     # 3 micro-batches of 2 x 24 tokens, 3 layers and an output, 64 wide in fp32.
-    said = "micro-batches by layer: 3 a step, for which weights come as often as for one; layers keep 144.00 KiB of "
-    assert [record.getMessage() for record in caplog.records].count(f"{said}input.") == 1
+    said = "micro-batches by layer: 3 a step run through 3 layers together and keep up to 144.00 KiB of hidden states; "
+    said += "weights come in 2 times a step instead of 6."
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+
+
+def test_chunks_of_a_step_change_no_bit(
+    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Chunks, "_fitting", lambda chunks, shapes: min(2, len(shapes)))
+    plain = trained(transformers.Trainer, tiny, tmp_path, tiny.model(), {})
+    with caplog.at_level("INFO", "ptm_accel"):
+        ours = trained(Trainer, tiny, tmp_path, tiny.model(), {}, ptm_config=by_layer(tiny, tmp_path / "disk"))
+    assert tiny.history(ours) == tiny.history(plain)
+    assert tiny.same(tiny.weights(ours.model), tiny.weights(plain.model))
+    assert [number for layer, number in ours._by_layer.order if layer == 0] == [0, 1, 0, 1, 2, 2]
+    said = "3 a step run through 3 layers in 2 chunks and keep up to 96.00 KiB of hidden states; weights come in 4"
+    assert said in caplog.text
 
 
 def test_adapters(tiny: ModuleType, tmp_path: Path) -> None:

@@ -152,6 +152,19 @@ def test_what_is_charged_and_is_torchs_to_allocate_is_not_counted_twice() -> Non
     assert budget.capacity_bytes == card.allowed == 1000 * MIB, "never more than there is"
 
 
+def test_what_is_expected_is_left_free_before_it_is_taken() -> None:
+    reserve, budget, card = make()
+    reserve.expect(200 * MIB)
+    assert budget.capacity_bytes == 100 * MIB, "it is warming"
+    card.beside = 100 * MIB
+    reserve.end_step()
+    assert budget.capacity_bytes == card.allowed == 1000 * MIB - kept_free(200 * MIB)
+    reserve.expect(400 * MIB)
+    reserve.expect(300 * MIB)
+    assert reserve.trained_bytes == 400 * MIB
+    assert budget.capacity_bytes == card.allowed == 1000 * MIB - kept_free(400 * MIB)
+
+
 def test_an_activation_reserve_that_leaves_too_little_is_an_error_with_numbers() -> None:
     reserve, _, card = make()
     card.beside = 900 * MIB

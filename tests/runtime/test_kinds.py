@@ -137,6 +137,14 @@ def test_micro_batches_by_layer_are_one_pass() -> None:
     assert not step.goes_on
     step.end()
     assert step.next(True, True, trained).together == 0
+    step.end()
+    # A step in chunks, whose gradients are added up.
+    kinds = []
+    for count, more in ((3, True), (2, True), (2, False)):
+        with step.together(count, more=more):
+            kinds.append(step.next(True, True, trained))
+    assert [kind.place for kind in kinds] == [Place.FIRST, Place.MIDDLE, Place.LAST]
+    assert [kind.together for kind in kinds] == [3, 2, 2]
 
 
 @pytest.mark.parametrize("rows", [[4, 8, 6], [8, 4, 6]])
