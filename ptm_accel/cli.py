@@ -161,13 +161,14 @@ def estimate(
         except Exception as error:  # whatever a model raises that wants another batch, or cannot be traced
             reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
             unknown = f"{type(meta).__name__} does not take the batch of text that was made up ({reason}): {own}"
+    borders = host.kept_by_layer(meta, batch_size, length) if processes == 1 else None
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "unknown": unknown}, indent=1))
+        typer.echo(json.dumps({**asdict(found), "border_bytes": borders, "unknown": unknown}, indent=1))
         return
-    _show_estimate(found, f"{batch_size} x {length}", unknown)
+    _show_estimate(found, f"{batch_size} x {length}", borders, unknown)
 
 
-def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
+def _show_estimate(found: Estimate, batch: str, borders: int | None, unknown: str | None) -> None:
     held = "not known beforehand" if found.pass_bytes is None else format_bytes(found.pass_bytes)
     several = found.processes > 1
     rows = {
@@ -178,11 +179,24 @@ def _show_estimate(found: Estimate, batch: str, unknown: str | None) -> None:
         "what makes it the least": found.reason,
         **(_beside_ranges(found) if several else {}),
         f"beside it, a batch of {batch}": held,
+        **_by_layer(borders),
     }
     _show(rows)
     typer.echo("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
     if unknown is not None:
         typer.echo(unknown)
+
+
+def _by_layer(borders: int | None, together: int | None = None) -> dict[str, str]:
+    """What micro-batches keep that run layer by layer.
+
+    Args:
+        borders: bytes of one; None for a model that cannot be run so.
+        together: how many fit a device; None without one.
+    """
+    fits = "" if together is None else f"; at most {together} fit device_memory together"
+    row = f"{format_bytes(borders or 0)} for each micro-batch of a step{fits}"
+    return {} if borders is None else {"kept with micro_batches: by_layer": row}
 
 
 def _states_of_one(found: Estimate) -> dict[str, str]:
@@ -235,6 +249,7 @@ def plan(
 
     from ptm_accel.config import DiskConfig, resolve
     from ptm_accel.estimate import estimate as work_out
+    from ptm_accel.micro_batches.borders import most_together
     from ptm_accel.opening import default_device
     from ptm_accel.outlook import measured_speeds, outlook
 
@@ -255,7 +270,16 @@ def plan(
     if speeds is None:
         raise ConfigError("disk: without a GPU layers leave for a disk; give --disk a folder on an SSD.")
     batch: Any = host.text_batch(meta, batch_size, length)
-    passing = None if resolved.device_bytes is None or batch is None else work_out(meta, batch).pass_bytes
+    passing = together = None
+    borders = host.kept_by_layer(meta, batch_size, length)
+    if resolved.device_bytes is not None and batch is not None:
+        passing = work_out(meta, batch).pass_bytes
+        if borders is not None:
+            # Layers are recomputed then.
+            meta_again = host.meta_model(model, _dtype_of(dtype), checkpointing=True)
+            needed = work_out(meta_again, batch, master_weights=masters, page_size=page_size)
+            room, beside = resolved.device_bytes - needed.least_bytes, max((needed.pass_bytes or 0) - borders, 0)
+            together = most_together(room, borders, beside)
     found = outlook(
         meta,
         resolved.host_bytes if resolved.device_bytes is None else resolved.device_bytes,
@@ -271,6 +295,7 @@ def plan(
             "a step, simulated": f"{found.step_s:.3g} s, of which {found.arithmetic_s:.3g} s are arithmetic",
             "moved in and out": f"{format_bytes(found.in_bytes)}, {format_bytes(found.out_bytes)}",
             **dict(part.split(": ", 1) for part in found.layers.split("; ")),
+            **_by_layer(borders, together),
         }
     )
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import BertConfig, LlamaConfig, ViTConfig
 from typer.testing import CliRunner
 
 import ptm_accel
-from ptm_accel import __main__, cli, outlook
+from ptm_accel import __main__, cli, config, outlook
 from ptm_accel.checkpoint.training_state import save_optimizer_state
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
@@ -313,6 +314,19 @@ def test_the_plan_of_a_model(layered: Path) -> None:
     assert "a step, simulated" in tight
     assert re.search(r"that leave .*model\.layers\.[\d,-]+", tight)
     assert re.search(r"optimizer state that stays .* of ", tight)
+
+
+@pytest.mark.usefixtures("given_speeds")
+def test_the_plan_on_a_device_tells_how_many_micro_batches_fit(layered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = config.resolve
+    kept = "kept with micro_batches: by_layer 1.12 MiB for each micro-batch of a step"
+    given = ("--batch_size", "2", "--length", "128", "--checkpointing")
+    assert planned(layered, "--host_memory", "200MiB", *given).endswith(f"{kept} ")
+    for mib, fits in ((8, 2), (32, 21)):
+        monkeypatch.setattr(
+            config, "resolve", lambda asked, mib=mib, **how: replace(resolve(asked, **how), device_bytes=mib << 20)
+        )
+        assert planned(layered, *given).endswith(f"{kept}; at most {fits} fit device_memory together ")
 
 
 @pytest.mark.usefixtures("given_speeds")

@@ -84,6 +84,10 @@ def test_on_the_command_line(extra: list[str], tmp_path: Path) -> None:
     told = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).output)
     assert told["parameters"] == sum(p.numel() for p in model().parameters())
     assert told["pass_bytes"] > 0
+    # Three layers and an output of 2 x 24 tokens, 64 wide.
+    assert told["border_bytes"] == 4 * 2 * 24 * 64 * (2 if "bfloat16" in extra else 4)
+    said = f"kept with micro_batches: by_layer {format_bytes(told['border_bytes'])} for each micro-batch of a step"
+    assert said in " ".join(shown.output.split())
 
 
 def test_each_of_several_processes_keeps_a_part() -> None:
@@ -129,6 +133,7 @@ def test_processes_on_the_command_line(tmp_path: Path) -> None:
     alone = CliRunner().invoke(cli.app, arguments).output
     assert CliRunner().invoke(cli.app, [*arguments, "--processes", "1"]).output == alone
     assert "of 1 processes" not in alone
+    assert "by_layer" in alone
     told = json.loads(CliRunner().invoke(cli.app, [*arguments, "--processes", "2", "--json"]).output)
     found = estimate(model(), BATCH, page_size=PAGE, processes=2)
     assert told["kept"] == asdict(found.kept)
@@ -145,6 +150,7 @@ def test_processes_on_the_command_line(tmp_path: Path) -> None:
     ]
     for row in said:
         assert row in " ".join(shown.split())
+    assert "by_layer" not in shown
 
 
 def test_smaller_pages_need_less(tmp_path: Path) -> None:
@@ -164,6 +170,7 @@ def test_other_kinds_of_models(tmp_path: Path) -> None:
     T5Config(**sizes, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
     told = json.loads(CliRunner().invoke(cli.app, ["estimate", str(tmp_path), "--length", "8", "--json"]).output)
     assert told["pass_bytes"] > 0
+    assert told["border_bytes"] is None, "an encoder-decoder is not run so"
 
 
 def test_what_cannot_be_asked(tmp_path: Path) -> None:

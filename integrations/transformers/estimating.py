@@ -9,8 +9,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ptm_accel.errors import ConfigError
+from ptm_accel.errors import ConfigError, UnsupportedError
+from ptm_accel.micro_batches.borders import border_bytes
 from ptm_accel.model.forecast import ShapeSpec
+
+from .by_layer import layers_of
 
 
 def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = False) -> PreTrainedModel:
@@ -56,6 +59,24 @@ def text_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Shap
     if getattr(model.config, "is_encoder_decoder", False):
         names.append("decoder_input_ids")
     return {name: ShapeSpec((rows, length)) for name in names}
+
+
+def kept_by_layer(model: PreTrainedModel, rows: int, length: int) -> int | None:
+    """What a micro-batch keeps with `micro_batches: by_layer`; None for a model that cannot be run so.
+
+    Args:
+        model: the model.
+        rows: of the micro-batch.
+        length: of a row.
+    """
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    if width is None or text_batch(model, rows, length) is None:
+        return None
+    try:
+        layers = len(layers_of(model))
+    except UnsupportedError:
+        return None
+    return border_bytes(layers, batch=rows, length=length, width=width, element_bytes=model.dtype.itemsize)
 
 
 def some_layers(id_or_path: str, dtype: torch.dtype, count: int, device: torch.device) -> PreTrainedModel:
