@@ -96,7 +96,8 @@ class Following:
     def forward_ended(self) -> None:
         """The whole model's forward has returned; limits the accesses that still belong to the pass."""
         if self._recorder is not None and self._most is None:
-            self._most = _MOST_AFTER * len(self._recorder) + _FEW
+            # By layer, each micro-batch of a step adds to the same pass.
+            self._most = _MOST_AFTER * self.step.at_once * len(self._recorder) + _FEW
 
     def give_up(self) -> None:
         """Aborts the pass without recording it: an exception ended it, or it has no end."""

@@ -98,6 +98,11 @@ class StepSoFar:
         finally:
             self._together, self.goes_on = 0, False
 
+    @property
+    def at_once(self) -> int:
+        """How many micro-batches the pass under way has."""
+        return max(self._together, 1)
+
     def next(self, training: bool, gradients: bool, trained: bytes) -> Kind:
         """Returns the kind of a forward that begins, and counts it."""
         if self._together:

@@ -36,15 +36,18 @@ from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.device import CopyDirection
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.memory.transfer import Buffer
+from ptm_accel.micro_batches.by_layer import ByLayer
 from ptm_accel.model import attach
 from ptm_accel.optim.host_updates import HostUpdates
 from ptm_accel.units import GIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from integrations.transformers.by_layer import CaughtOutputs, layers_of
 from tests.card import Card, CardAllocator, CardTier
 
 SCALE = 1024
+LAYERS, HIDDEN = 32, 4096
 TOKENS = 2048
 """Of a micro-batch, unless `--tokens` says otherwise."""
 FLOPS = 4.4e14
@@ -218,7 +221,7 @@ class Backward(torch.autograd.Function):
 def model_of(tokens: int) -> LlamaForCausalLM:
     """8B, its matrices smaller by 32 in both dimensions."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": LAYERS}
     config = LlamaConfig(hidden_size=128, intermediate_size=448, vocab_size=4008, use_cache=False, **heads)
     model: LlamaForCausalLM = LlamaForCausalLM(config).to(torch.bfloat16)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -235,20 +238,34 @@ def model_of(tokens: int) -> LlamaForCausalLM:
 
 
 def step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, engine: Engine | None = None, accum: int = 1
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    engine: Engine | None = None,
+    accum: int = 1,
+    layered: ByLayer | None = None,
 ) -> dict[str, float]:
     """One step of some micro-batches; seconds of what it was about."""
-    ids, began, busy = torch.zeros(1, 8, dtype=torch.long), (now(), time.thread_time()), dict(DEVICE.busy)
+    ids, began, busy = torch.zeros(1, 8, dtype=torch.long), (now(), time.process_time()), dict(DEVICE.busy)
     forward = backward = 0.0
-    for number in range(accum):
+
+    def micro_batch(number: int) -> None:
+        nonlocal forward, backward
         if engine is not None:
-            engine.training.more_follow = partial(bool, accum - number - 1)
+            left = accum - number - 1 if layered is None else 0
+            engine.training.more_follow = partial(bool, left)
         at = now()
         loss = model(input_ids=ids, labels=ids).loss
         between = now()
         with nullcontext() if engine is None else engine.training.backward():
             loss.backward()
         forward, backward = forward + between - at, backward + now() - between
+
+    works = [partial(micro_batch, number) for number in range(accum)]
+    if layered is None:
+        for work in works:
+            work()
+    else:
+        layered.run(works)
     if engine is None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     else:
@@ -257,7 +274,7 @@ def step(
     optimizer.step()
     optimizer.zero_grad()
     DEVICE.settle()
-    found = {"step": now() - began[0], "the thread's own": time.thread_time() - began[1]}
+    found = {"step": now() - began[0], "the CPU's own": time.process_time() - began[1]}
     found |= {"forward": forward, "backward": backward}
     return found | {row: DEVICE.busy[row] - busy[row] for row in busy}
 
@@ -299,6 +316,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-batch")
     parser.add_argument("--accum", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--by-layer", action="store_true", help="micro-batches by layer; what is kept has its room")
     parser.add_argument(
         "--cpu", type=float, default=CPU_BYTES_S / 1e9, help="GB/s of memory that updates on the CPU have; 0: none"
     )
@@ -319,7 +337,8 @@ def main() -> None:
     del optimizer, model
     model = model_of(options.tokens)
     states = 4 * sum(p.nbytes for p in model.parameters())
-    pages = int(states * options.share)
+    borders = (LAYERS + 1) * options.accum * options.tokens * HIDDEN * 2 if options.by_layer else 0
+    pages = int(states * options.share) - borders // SCALE
     tier = SimulatedTier(Card(2 * pages, 64))
     memory = build_memory(Capacities(page_bytes=PAGE_BYTES, host_bytes=GIB, device_bytes=pages), tier)
     attach._SMALL_SHARE = SMALL_SHARE
@@ -329,10 +348,11 @@ def main() -> None:
     if options.cpu:
         updates_on_cpu(engine, options.cpu * 1e9)
     optimizer = engine.bind_optimizer(adamw(model))
-    warm = [step(model, optimizer, engine, options.accum)["step"] for _ in range(WARM_UP)]
+    layered = ByLayer(model, layers_of(model), engine, CaughtOutputs(), inexact=False) if options.by_layer else None
+    warm = [step(model, optimizer, engine, options.accum, layered)["step"] for _ in range(WARM_UP)]
     stats, calls, collected = engine.pool.stats, DEVICE.calls.copy(), [g["collections"] for g in gc.get_stats()]
     before = stats.faults, stats.hits, stats.loaded_bytes
-    row("paged", [step(model, optimizer, engine, options.accum) for _ in range(options.steps)])
+    row("paged", [step(model, optimizer, engine, options.accum, layered) for _ in range(options.steps)])
     count = options.steps
     print(f"\nPages have {pages * SCALE / GIB:.1f} of {states * SCALE / GIB:.1f} GiB. Warm-up:", end=" ")
     print(", ".join(f"{seconds:.2f}" for seconds in warm), "s. A step of these:", end=" ")

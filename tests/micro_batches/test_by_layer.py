@@ -402,6 +402,16 @@ def test_weights_come_twice_a_step_however_many_micro_batches(tmp_path: Path) ->
     assert loaded[8, False] > 1.5 * loaded[2, False], loaded
 
 
+def test_a_step_of_a_deep_model_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch adds to all gradients within one pass, which is many times as long as its forward."""
+    monkeypatch.setattr("ptm_accel.runtime.following._FEW", 0)
+    monkeypatch.setattr("ptm_accel.runtime.following._MOST_AFTER", 8)
+    model = built("large")
+    with on_pages(model, tmp_path, "5MiB") as engine:
+        trained(model, 8, engine, by_layer(model, engine))
+        assert any(route.has_plan for route in engine.run_ahead.routes.values())
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("phase", ["embeddings", "layer", "head", "recomputation"])
 def test_an_error_leaves_no_thread_and_no_pin(error: type[BaseException], phase: str, tmp_path: Path) -> None:
