@@ -355,6 +355,9 @@ class Training:
         one = self.optimizer is not None and self.replicas is None and self.shards is None
         return one and self._may_overlap() and self.updates_in_backward()
 
+    def _may_begin_updates(self) -> bool:
+        return not self._forbidden and self._step_follows()
+
     # ---- a step -----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -377,7 +380,9 @@ class Training:
             return
         with self._pool.calls.during(Call.BACKWARD, self._pool):
             updates: AbstractContextManager[object] = nullcontext()
-            if self.optimizer is not None and not self._forbidden and self._step_follows():
+            # Of micro-batches that run layer by layer this is of what is above the layers (`backward_by_layer`).
+            by_layer = self._pages.run_ahead.step.goes_on
+            if self.optimizer is not None and not by_layer and self._may_begin_updates():
                 updates = self.optimizer.updates.in_backward()
             on_host = self.gradients.on_host
             on_host.begin()
@@ -386,6 +391,23 @@ class Training:
                     yield
             finally:
                 on_host.end()
+
+    @contextmanager
+    def backward_by_layer(self) -> Iterator[None]:
+        """Around the backward of all layers for all micro-batches: updates begin with what the last one brings.
+
+        What is above the layers has its gradients already.
+        """
+        optimizer = self.optimizer
+        if self.plain.active or self.gradients is None or optimizer is None or not self._may_begin_updates():
+            yield
+            return
+        updates = optimizer.updates
+        with updates.in_backward():
+            with self._pool.calls.during(Call.BACKWARD, self._pool):
+                for grad in self.gradients.present():
+                    updates.take(grad)
+            yield
 
     @torch.no_grad()
     def clip_grad_norm_(

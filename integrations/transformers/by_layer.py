@@ -43,6 +43,7 @@ class MicroBatches(_Host):
     _by_layer: ByLayer | None = None
     _batches: Sequence[Any] = ()
     _losses: Sequence[torch.Tensor] = ()
+    _whole_step = False
 
     @property
     def _is_by_layer(self) -> bool:
@@ -95,12 +96,15 @@ class MicroBatches(_Host):
             tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
             for batch in batches
         ]
+        # Where a data set ends in the middle of a step, no update may follow.
+        self._whole_step = len(batches) == self.args.gradient_accumulation_steps
         try:
             # The sum is complete with the last of them, in each layer.
             losses = self._by_layer.run(
                 [work(batch) for batch in batches], lambda number: state._set_sync_gradients(number == last), shapes
             )
         finally:
+            self._whole_step = False
             state._set_sync_gradients(before)
         if first and self.is_world_process_zero():
             _say(self._by_layer, shapes)

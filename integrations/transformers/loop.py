@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +25,20 @@ _HERE = os.path.dirname(__file__)
 _STOCK = ("_inner_training_loop", "_run_epoch", "training_step", "_get_grad_norm", "_clip_grad_norm")
 """The methods of the Trainer between the forward of a step and its update. Whoever replaces one may do anything there.
 (`compute_loss` may be replaced: it comes before backward.)"""
+_BEFORE_STEP = ("on_substep_end", "on_pre_optimizer_step")
+"""The callbacks between a backward and its update; the first one where several micro-batches have run at once."""
 
 
 class KnownLoop(_Host):
-    """The part of the Trainer's mixin that knows which backward is that of a step."""
+    """The part of the Trainer's mixin that knows which backward is that of a step.
+
+    Attributes:
+        _steps: how many training steps are under way.
+        _whole_step: whether all micro-batches of a step run now, layer by layer, and their update comes next.
+    """
 
     _steps = 0
+    _whole_step = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in the Trainer; updates may begin in its backward, and in no other."""
@@ -52,7 +60,7 @@ def step_follows(trainer: transformers.Trainer) -> Callable[[], bool]:
 
     def follows() -> bool:
         alive = known()
-        return isinstance(alive, KnownLoop) and alive._steps == 1 and known_loop(alive)
+        return isinstance(alive, KnownLoop) and (alive._whole_step or alive._steps == 1) and known_loop(alive)
 
     return follows
 
@@ -67,10 +75,13 @@ def known_loop(trainer: transformers.Trainer) -> bool:
     if getattr(accelerator, "ranks", None) is not None:
         # In a pipeline each gradient arrives once for each slice.
         return False
-    once = args.gradient_accumulation_steps == 1 and accelerator.gradient_accumulation_steps == 1
+    whole = isinstance(trainer, KnownLoop) and trainer._whole_step
+    once = (args.gradient_accumulation_steps == 1 or whole) and accelerator.gradient_accumulation_steps == 1
     # With auto_find_batch_size an exception in the middle of a step is no end of the training.
     unchanged = not args.max_grad_norm and accelerator.scaler is None and not args.auto_find_batch_size
-    return once and unchanged and _is_stock(trainer) and not any(map(_looks_before_step, _callbacks(trainer)))
+    between = _BEFORE_STEP if whole else _BEFORE_STEP[1:]
+    looked_at = any(_has_one_of(between, callback) for callback in _callbacks(trainer))
+    return once and unchanged and _is_stock(trainer) and not looked_at
 
 
 def _is_stock(trainer: transformers.Trainer) -> bool:
@@ -103,6 +114,6 @@ def _callbacks(trainer: transformers.Trainer) -> list[TrainerCallback]:
     return list(trainer.callback_handler.callbacks)
 
 
-def _looks_before_step(callback: TrainerCallback) -> bool:
-    method = getattr(callback.on_pre_optimizer_step, "__func__", None)
-    return method is not TrainerCallback.on_pre_optimizer_step
+def _has_one_of(names: Sequence[str], callback: TrainerCallback) -> bool:
+    methods = (getattr(getattr(callback, name), "__func__", None) for name in names)
+    return any(method is not getattr(TrainerCallback, name) for name, method in zip(names, methods, strict=True))

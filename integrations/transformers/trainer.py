@@ -247,8 +247,10 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
         return isinstance(accelerator, PTMAccelerator) and accelerator.take_back()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the Trainer; Ctrl-C ends training before it."""
-        self._safe_points.check()
+        """As in the Trainer; Ctrl-C ends training before it, or after the step that it is a part of."""
+        if not self._losses:
+            # Otherwise updates may have begun, and the step is soon over.
+            self._safe_points.check()
         if self._batches:
             return self._step_by_layer(super().training_step, *args, **kwargs)
         return super().training_step(*args, **kwargs)

@@ -127,7 +127,8 @@ class ByLayer:
         device = next(self._layers[0].parameters()).device
         states, before, autocast = states_of(self._layers), RandomStates(device), Autocast(device)
         me = None if self._calls is None else self._calls.thread.me
-        with self._layers_stop(), self._one_pass(len(works), more=self._first + len(works) < of):
+        more = self._first + len(works) < of
+        with self._layers_stop(), self._one_pass(len(works), more=more):
             try:
                 for job, work in zip(jobs, works, strict=True):
                     job.worker.begin(work, (autocast.entered, lambda: self._acting(me)))
@@ -146,7 +147,8 @@ class ByLayer:
                         "micro-batch than in plain accumulation. Set dropout to 0, or micro_batches to "
                         "by_layer_inexact to train with other draws."
                     )
-                self._backward(jobs, turn, draws=draws)
+                with nullcontext() if more else self._updates():
+                    self._backward(jobs, turn, draws=draws)
                 return [job.worker.result for job in jobs]
             finally:
                 for job in jobs:
@@ -204,6 +206,11 @@ class ByLayer:
         """A context in which all that runs is one pass to the pages, and planned as such."""
         engine = None if self._engine is None else self._engine()
         return nullcontext() if engine is None else engine.run_ahead.step.together(count, more=more)
+
+    def _updates(self) -> AbstractContextManager[None]:
+        """A context in which updates begin with gradients that the last micro-batch completes, where they may."""
+        engine = None if self._engine is None else self._engine()
+        return nullcontext() if engine is None else engine.training.backward_by_layer()
 
     @contextmanager
     def _layers_stop(self) -> Iterator[None]:

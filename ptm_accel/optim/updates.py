@@ -1,10 +1,11 @@
 """Decides when updates run: in `step()`, beside the next forward, or as gradients become final.
 
 Without clipping, accumulation and loss scaling, and in a loop that is known (`Training.updates_in_backward`), what the
-optimizer will do with a gradient is settled as soon as the gradient is whole. That it is whole is known twice over: the
-trace of such a pass has one arrival of it, and no use of its parameter after that; and should a pass turn out otherwise
-that is an error, and never a wrong number. State then streams beside backward as well, and a gradient's memory is free
-again before the next but one arrives.
+optimizer will do with a gradient is settled as soon as the gradient is whole. Where all micro-batches of a step are one
+pass (`ptm_accel.micro_batches`) that is so with accumulation too, as the last of them arrives. That it is whole is
+known twice over: the trace of such a pass has one arrival of it, and no use of its parameter after that; and should a
+pass turn out otherwise that is an error, and never a wrong number. State then streams beside backward as well, and a
+gradient's memory is free again before the next but one arrives.
 
 What is different for the user: an exception in the middle of such a backward leaves the weights between two steps, as
 one in the middle of `optimizer.step()` does. A step that was lost is no state to save.
@@ -24,7 +25,7 @@ import torch
 from ptm_accel.errors import LostStepError, UnsupportedError
 from ptm_accel.memory.block import Block
 from ptm_accel.model.grad_slot import GradSlot
-from ptm_accel.model.norms import NORM_TYPE
+from ptm_accel.model.norms import NORM_TYPE, is_narrow
 from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.hyperparameters import kept_hyperparameters, still_hold
@@ -199,7 +200,8 @@ class Updates:
         """Makes known what updates during the next backward use; returns whether there are any that can begin there."""
         states = [state for state in self._states if self._can_wait(state)]
         if states:
-            self._follow(states, {state.block_name: state.slot.own.block.slot_bytes for state in states})
+            wide = self._states.masters and self._run_ahead.step.at_once > 1
+            self._follow(states, {s.block_name: _sum_bytes(s.slot.own.block, wide=wide) for s in states})
         return bool(states)
 
     @contextmanager
@@ -222,9 +224,14 @@ class Updates:
             self._arrived.clear()
 
     def take(self, grad: GradSlot) -> None:
-        """A gradient has arrived: the updates of its group begin if all of them have, each for the first time."""
+        """A gradient has arrived: the updates of its group begin if all of them have, each for the first time.
+
+        Where more micro-batches follow, none does.
+        """
         block = grad.slot.own.block
         if self._groups is None or block.name not in self._run_ahead.final_gradients:
+            return
+        if self._run_ahead.step.more_follow():
             return
         grads = self._arrived.setdefault(block, [])
         grads.append(grad)
@@ -328,6 +335,16 @@ class Updates:
         self.end_early()
         if self.queue is not None:
             self.queue.give_up()
+
+
+def _sum_bytes(values: Block, *, wide: bool) -> int:
+    """Bytes of the sum of gradients for a block of values.
+
+    Args:
+        values: the block.
+        wide: sums are in fp32, also of narrower gradients.
+    """
+    return values.slot_bytes * 4 // values.dtype.itemsize if wide and is_narrow(values.dtype) else values.slot_bytes
 
 
 def _is_viewed(value: Block) -> bool:

@@ -153,7 +153,10 @@ class Following:
         if recorder.writes:
             self._marks.append(self._clock.mark())
             held = self._held_bytes()
-            recorder.record(tensor.name, tensor.slot_bytes, use, held_bytes=held, backward=backward, parts=tensor.parts)
+            last, parts = not self.step.more_follow(), tensor.parts
+            recorder.record(
+                tensor.name, tensor.slot_bytes, use, held_bytes=held, backward=backward, parts=parts, last=last
+            )
         else:
             recorder.count()
         route = self._route

@@ -53,6 +53,7 @@ class Access:
         held_bytes: what else must be there meanwhile: other tensors that are pinned, and memory that is not ours.
         backward: whether it belongs to the backward.
         update: whether it belongs to an update that is carried out beside the pass, and not to the pass itself.
+        last: whether no micro-batch of its step comes after the one that it belongs to.
     """
 
     item: int
@@ -61,6 +62,7 @@ class Access:
     held_bytes: int = 0
     backward: bool = False
     update: bool = False
+    last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,17 @@ class Recorder:
         assert not self.writes, "a trace that is written down has all uses"
         self._count += 1
 
-    def record(self, name: str, nbytes: int, use: Use, *, held_bytes: int, backward: bool, parts: int = 1) -> None:
+    def record(
+        self,
+        name: str,
+        nbytes: int,
+        use: Use,
+        *,
+        held_bytes: int,
+        backward: bool,
+        parts: int = 1,
+        last: bool = True,
+    ) -> None:
         """Writes down one use.
 
         Args:
@@ -169,13 +181,14 @@ class Recorder:
             use: what was done.
             held_bytes: see `Access`.
             backward: see `Access`.
+            last: see `Access`.
         """
         self._count += 1
         number = self._index.get(name)
         if number is None:
             number = self._index[name] = len(self._items)
             self._items.append(Item(name, nbytes, parts))
-        self._accesses.append(Access(number, use, held_bytes=held_bytes, backward=backward))
+        self._accesses.append(Access(number, use, held_bytes=held_bytes, backward=backward, last=last))
 
     def finish(self, times_s: Sequence[float]) -> Trace:
         """Returns the trace.

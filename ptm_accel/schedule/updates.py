@@ -126,25 +126,35 @@ def with_updates_in_backward(
 def final_gradients(trace: Trace) -> dict[int, str]:
     """Returns the arrivals of gradients after which a backward has no more to do with the parameter.
 
-    Each part of them arrives once (of a shared weight whose uses are recomputed one by one there are several arrivals),
-    and the parameter is not read any more.
+    In the last micro-batch each part of them arrives once (of a shared weight whose uses are recomputed one by one
+    there are several arrivals), and the parameter is not read any more.
 
     Returns:
         the name of the parameter, by the access that is the arrival of the last part.
     """
     parameters = {f"{item.name}{GRAD_SUFFIX}": number for number, item in enumerate(trace.items)}
+    ends = max((index for index, access in enumerate(trace.accesses) if access.backward), default=-1)
     places: dict[int, list[int]] = {}
-    for index, access in enumerate(trace.accesses):
-        if access.backward:
-            places.setdefault(access.item, []).append(index)
+    # Layers that are run again for their backward are read outside of it.
+    for index, access in enumerate(trace.accesses[: ends + 1]):
+        places.setdefault(access.item, []).append(index)
     final: dict[int, str] = {}
     for number, item in enumerate(trace.items):
-        parameter, arrivals = parameters.get(item.name), places.get(number, [])
-        if parameter is None or len(arrivals) != item.parts or trace.accesses[arrivals[0]].use is not Use.CREATE:
+        parameter, used = parameters.get(item.name), places.get(number, [])
+        if parameter is None or not used or trace.accesses[used[0]].use is not Use.CREATE:
             continue
-        if places.get(parameter, [-1])[-1] < arrivals[-1]:
-            final[arrivals[-1]] = trace.items[parameter].name
+        if places.get(parameter, [-1])[-1] < used[-1] and _arrivals(trace, used) == item.parts:
+            final[used[-1]] = trace.items[parameter].name
     return dict(sorted(final.items()))
+
+
+def _arrivals(trace: Trace, used: Sequence[int]) -> int:
+    """Returns how many parts of a gradient arrive in the last micro-batch; 0 if others come after those."""
+    last = [trace.accesses[index].use for index in used if trace.accesses[index].last]
+    if not trace.accesses[used[-1]].last:
+        return 0
+    # A sum that is read is read to be made anew in fp32, which is no arrival.
+    return len(last) - 2 * last.count(Use.READ)
 
 
 class _Items:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +17,10 @@ from ptm_accel.integrations.transformers import Trainer
 from ptm_accel.integrations.transformers.by_layer import refuse_by_layer
 from transformers import TrainerCallback
 
+from ptm_accel.engine import engine_of
 from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.micro_batches.borders import Chunks
+from ptm_accel.optim.updates import Updates
 
 WAYS: dict[str, dict[str, Any]] = {
     "clipped": {},
@@ -216,3 +220,104 @@ def test_a_loop_of_ones_own_is_refused() -> None:
         PTMAccelerator(cpu=True, ptm_config={"micro_batches": "by_layer"})
     with pytest.raises(ConfigError, match="micro_batches: got 'layers'"):
         PTMAccelerator(cpu=True, ptm_config={"micro_batches": "layers"})
+
+
+# ---- updates in backward ---------------------------------------------------------------------------------------------
+
+
+def begun_by_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many updates had begun as each step was asked for."""
+    found: list[int] = []
+    step = Updates.step
+
+    def noted(self: Updates, *args: Any, **kwargs: Any) -> None:
+        found.append(0 if self.early is None else len(self.early.work))
+        step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Updates, "step", noted)
+    return found
+
+
+class Substeps(TrainerCallback):
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "callbacks", "begin"),
+    [
+        ({"max_grad_norm": 0.0}, [], True),
+        ({"max_grad_norm": 0.0, "optim": "sgd", "optim_args": "momentum=0.9"}, [], True),
+        ({"max_grad_norm": 0.0, "bf16": True}, [], True),
+        ({"max_grad_norm": 1.0}, [], False),
+        ({"max_grad_norm": 0.0}, [Substeps()], False),
+        ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 3}, [], True),
+    ],
+    ids=["adamw", "sgd", "bf16", "clipped", "callback", "uneven"],
+)
+def test_updates_begin_in_backward_where_the_loop_is_known(
+    changes: dict[str, Any],
+    callbacks: Any,
+    begin: bool,
+    tiny: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 40 samples, a step has 3 micro-batches of 2 (or of 3), the last of an epoch two: there none begins."""
+    changes = {"max_steps": 9, **changes}
+    plain = trained(transformers.Trainer, tiny, tmp_path, tiny.model(), changes)
+    begun = begun_by_step(monkeypatch)
+    options = by_layer(tiny, tmp_path / "disk")
+    ours = trained(Trainer, tiny, tmp_path, tiny.model(), changes, ptm_config=options, callbacks=callbacks)
+    assert tiny.history(ours) == tiny.history(plain)
+    assert tiny.same(tiny.weights(ours.model), tiny.weights(plain.model))
+    whole = sum(slot.group.movable for slot in engine_of(ours.model).slots) if begin else 0
+    uneven = {6} if changes.get("per_device_train_batch_size") != 3 else {4}
+    assert begun == [0 if step == 0 or step in uneven else whole for step in range(9)]
+
+
+def test_ctrl_c_ends_training_after_the_step_whose_updates_have_begun(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pressed(Trainer):
+        losses = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.losses += 1
+            if self.losses == 3 * 3 + 1:
+                signal.raise_signal(signal.SIGINT)
+            return super().compute_loss(*args, **kwargs)
+
+    changes = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    plain = trained(transformers.Trainer, tiny, tmp_path, tiny.model(), {**changes, "max_steps": 4})
+    begun = begun_by_step(monkeypatch)
+    args = tiny.arguments(tmp_path, gradient_accumulation_steps=3, **changes)
+    options = by_layer(tiny, tmp_path / "disk")
+    ours = Pressed(model=tiny.model(), args=args, train_dataset=tiny.data(), ptm_config=options)
+    with pytest.raises(KeyboardInterrupt):
+        ours.train()
+    assert begun[3] > 0
+    assert ours.state.global_step == 4
+    assert tiny.same(tiny.weights(ours.model), tiny.weights(plain.model))
+    assert ours.optimizer.state_dict()["state"]
+
+
+def test_a_data_set_that_ends_in_the_middle_of_a_step_has_no_update_begun(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a data set without a length: gradients that are left at its end are added to those of the next epoch."""
+
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(tiny.data(10))
+
+    args = tiny.arguments(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.0, max_steps=6)
+    plain = transformers.Trainer(model=tiny.model(), args=args, train_dataset=Rows())
+    plain.train()
+    begun = begun_by_step(monkeypatch)
+    options = by_layer(tiny, tmp_path / "disk")
+    ours = Trainer(model=tiny.model(), args=args, train_dataset=Rows(), ptm_config=options)
+    ours.train()
+    assert tiny.history(ours) == tiny.history(plain)
+    assert tiny.same(tiny.weights(ours.model), tiny.weights(plain.model))
+    assert len(begun) == 6

@@ -405,7 +405,7 @@ def test_weights_come_twice_a_step_however_many_micro_batches(tmp_path: Path) ->
 def test_a_step_of_a_deep_model_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each micro-batch adds to all gradients within one pass, which is many times as long as its forward."""
     monkeypatch.setattr("ptm_accel.runtime.following._FEW", 0)
-    monkeypatch.setattr("ptm_accel.runtime.following._MOST_AFTER", 8)
+    monkeypatch.setattr("ptm_accel.runtime.following._MOST_AFTER", 3)
     model = built("large")
     with on_pages(model, tmp_path, "5MiB") as engine:
         trained(model, 8, engine, by_layer(model, engine))

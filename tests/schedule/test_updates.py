@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.plan import plan_pass
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
@@ -193,6 +195,49 @@ def test_a_gradient_is_final_if_it_arrives_once_and_backward_is_done_with_its_pa
     assert planned == with_updates_in_backward(trace, updates(), most_bytes=60), "its norm is taken as it arrives"
     added = Trace(None, trace.items, tuple(Access(a.item, Use.WRITE) if a.item == grad else a for a in trace.accesses))
     assert "w3" not in final_gradients(added).values(), "a sum of several"
+
+
+def by_layer(count: int, *, widened: bool = False) -> Trace:
+    """The micro-batches of a step, layer by layer; layers are read outside of the backward, which runs them again."""
+    first = recorded()
+    accesses = [access for access in first.accesses if not access.backward]
+    for n in reversed(range(LAYERS)):
+        for micro_batch in range(count):
+            last, grad = micro_batch == count - 1, LAYERS + n
+            uses = [Use.WRITE] if micro_batch else [Use.CREATE]
+            if widened and micro_batch == 1:
+                uses = [Use.READ, Use.CREATE, Use.WRITE]
+            accesses += [Access(n, Use.READ, 1.0, 3, last=last)]
+            accesses += [Access(grad, use, 1.0, 3, backward=True, last=last) for use in uses]
+    return replace(first, accesses=tuple(accesses))
+
+
+@pytest.mark.parametrize(("count", "widened"), [(2, False), (4, False), (2, True), (3, True)])
+def test_the_gradient_of_the_last_micro_batch_is_final(count: int, widened: bool) -> None:
+    trace = by_layer(count, widened=widened)
+    every = [f"w{n}" for n in range(LAYERS)]
+    final = final_gradients(trace)
+    assert sorted(final.values()) == every
+    for index, name in final.items():
+        uses = [at for at, access in enumerate(trace.accesses) if trace.items[access.item].name == f"{name}.grad"]
+        assert index == uses[-1]
+    planned = with_updates_in_backward(trace, updates(), most_bytes=60)
+    assert [access for access in planned.accesses if not access.update] == list(trace.accesses)
+    for name in every:
+        uses_up = text(planned).index(f"consume {name}.grad")
+        assert f"read {name}" not in text(planned)[uses_up:]
+    grad = LAYERS + 3
+    for late in (
+        # A lower layer uses it, with a gradient or without.
+        Access(3, Use.READ),
+        Access(grad, Use.WRITE, backward=True),
+        # Only in a micro-batch before the last.
+        Access(grad, Use.WRITE, backward=True, last=False),
+    ):
+        changed = replace(trace, accesses=(*trace.accesses[:-1], late, trace.accesses[-1]))
+        assert set(every) - set(final_gradients(changed).values()) == {"w3"}
+    unfinished = replace(trace, accesses=tuple(replace(access, last=False) for access in trace.accesses))
+    assert not final_gradients(unfinished)
 
 
 def test_gradients_that_are_used_up_at_once_leave_their_room_to_state() -> None:
