@@ -1,9 +1,10 @@
 """Micro-batches by layer beside one by one, where weights are on a disk: on the clock, and in bytes.
 
-    OMP_WAIT_POLICY=passive chrt -f 5 python tests/benchmarks/micro_batches.py FOLDER [--pairs 10] [--count 4]
+    OMP_WAIT_POLICY=passive chrt -f 5 python tests/benchmarks/micro_batches.py FOLDER [--pairs 10] [--count 4] [--full]
 
 LoRA on one Llama in fp32, clipped AdamW, few tokens a micro-batch, and a budget that holds a part of its weights; the
-rest is in FOLDER. Each run is a process of its own, and the two ways take turns. Prints Markdown.
+rest is in FOLDER. With `--full` all of it is trained, without clipping, by layer with updates in backward and without.
+Each run is a process of its own, and the two ways take turns. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from ptm_accel.engine import Engine
 from ptm_accel.memory.scratch import ScratchFile
 from ptm_accel.micro_batches.by_layer import ByLayer
 
-VOCABULARY, WARM_UP, STEPS = 2048, 3, 3
+VOCABULARY = 2048
+ONE_BY_ONE, BY_LAYER, IN_BACKWARD = "one by one", "by layer", "by layer, updates in backward"
 
 
 def slow_down(rate: float) -> None:
@@ -51,11 +53,14 @@ def slow_down(rate: float) -> None:
 
 def run(asked: argparse.Namespace) -> None:
     """Trains in one way; prints what was measured as JSON."""
+    # Where all is trained, plans come to rest later.
+    warm_up, steps = (5, 4) if asked.full else (3, 3)
     slow_down(asked.rate)
     torch.manual_seed(0)
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     plain = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, use_cache=False))
-    model = get_peft_model(plain, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model = plain if asked.full else get_peft_model(plain, adapters)
     config = PTMConfig(host_memory=asked.memory, disk=asked.folder)
     engine = Engine.attach(model, config, device=torch.device("cpu"))
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -72,25 +77,35 @@ def run(asked: argparse.Namespace) -> None:
 
         return forward_and_backward
 
+    more = False
+    engine.training.more_follow = lambda: more
+    engine.training.updates_in_backward = lambda: asked.way == IN_BACKWARD
+
+    def turn(number: int) -> None:
+        nonlocal more
+        more = number < asked.count - 1
+
     took, losses = [], []
-    for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
+    for step in range(warm_up + steps):
+        if step == warm_up:
             engine.settle()
             before = engine.metrics._totals()
         begin = time.perf_counter()
         works = [work(ids) for ids in batches]
-        losses += layered.run(works) if asked.way == "by layer" else [each() for each in works]
-        engine.clip_grad_norm_(1.0)
+        losses += [each() for each in works] if asked.way == ONE_BY_ONE else layered.run(works, turn)
+        if not asked.full:
+            engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if step == warm_up + steps - 1:
+            engine.settle()
         took.append(time.perf_counter() - begin)
-    engine.settle()
     after = engine.metrics._totals()
     found = {
-        "step_s": sum(took[WARM_UP:]) / STEPS,
-        "stalled_s": (after.stall_s - before.stall_s) / STEPS,
-        "read_mib": (after.disk_read_bytes - before.disk_read_bytes) / STEPS / 2**20,
-        "written_mib": (after.disk_written_bytes - before.disk_written_bytes) / STEPS / 2**20,
+        "step_s": sum(took[warm_up:]) / steps,
+        "stalled_s": (after.stall_s - before.stall_s) / steps,
+        "read_mib": (after.disk_read_bytes - before.disk_read_bytes) / steps / 2**20,
+        "written_mib": (after.disk_written_bytes - before.disk_written_bytes) / steps / 2**20,
         "threads": len(os.listdir("/proc/self/task")),
         "python_threads": threading.active_count(),
         "losses": losses[-asked.count :],
@@ -108,12 +123,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--memory", default="128MiB")
     parser.add_argument("--rate", type=float, default=500.0)
-    parser.add_argument("--way", choices=["one by one", "by layer"])
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--way", choices=[ONE_BY_ONE, BY_LAYER, IN_BACKWARD])
     asked = parser.parse_args()
     if asked.way:
         run(asked)
         return
-    ways = ("one by one", "by layer")
+    ways = (BY_LAYER, IN_BACKWARD) if asked.full else (ONE_BY_ONE, BY_LAYER)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for pair in range(asked.pairs):
         for way in ways[:: 1 if pair % 2 else -1]:
@@ -122,7 +138,8 @@ def main() -> None:
             found[way].append(json.loads(done.stdout))
     assert all(each["losses"] == found[ways[0]][0]["losses"] for way in ways for each in found[way]), "other numbers"
     print("# Micro-batches by layer\n")
-    print(facts(f"python tests/benchmarks/{Path(__file__).name} FOLDER --pairs {asked.pairs} --count {asked.count}"))
+    options = f"--pairs {asked.pairs} --count {asked.count}" + f" --full --memory {asked.memory}" * asked.full
+    print(facts(f"python tests/benchmarks/{Path(__file__).name} FOLDER {options}"))
     params = found[ways[0]][0]["params"]
     print(f"\n{params / 1e6:.1f}M parameters in fp32, {params * 4 / 2**20:.0f} MiB, under {asked.memory}. A step has")
     print(f"{asked.count} micro-batches of {asked.length} tokens. The disk is as slow as {asked.rate:.0f} MB/s: its")
@@ -136,7 +153,7 @@ def main() -> None:
         print(f"| {way} | {middle['step_s']:.3f} s | {waited:.0%} | {moved} | {middle['threads']:.0f} |")
     print(f"\n| ratio | first | second | median of pairs | middle half | pairs |\n| --- {'| --- ' * 5}|")
     one, layered = ([each["step_s"] for each in found[way]] for way in ways)
-    print(ratio_line("step by layer / one by one", layered, one))
+    print(ratio_line(f"step {ways[1]} / {ways[0]}", layered, one))
 
 
 if __name__ == "__main__":
