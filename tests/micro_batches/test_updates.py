@@ -18,6 +18,7 @@ from torch import nn
 
 from ptm_accel.engine import Engine
 from ptm_accel.errors import LostStepError, UnsupportedError
+from ptm_accel.micro_batches.borders import Chunks
 from ptm_accel.micro_batches.by_layer import ByLayer
 from ptm_accel.optim.optimizer import PagedOptimizer
 from tests.micro_batches.test_by_layer import Loss, built, by_layer, own_loss, penalty, same, works_of
@@ -268,6 +269,24 @@ def test_what_the_last_micro_batch_has_no_gradient_of_is_updated_too(
         assert same(model.state_dict(), plain.state_dict())
         of_model = set() if others is layers_but_in_the_last else run.movable - {"aside.weight"}
         assert set(run.begun) - {"aside.weight"} == of_model
+
+
+def test_a_step_that_is_cut_into_chunks_is_updated_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunk adds to the sums of those before it."""
+    sizes: list[int] = []
+    monkeypatch.setattr(Chunks, "next", lambda self, shapes: min(sizes[-1], len(shapes)))
+    plain, model = built("llama"), built("llama")
+    expected, losses, begun = plain_steps(plain, [3] * 9), [], []
+    with paged(model, tmp_path) as run:
+        for size in (1, 3, 2, 3, 2, 1, 2, 1, 3):
+            sizes.append(size)
+            losses += run.step(3)
+            begun.append(len(run.begun))
+        assert begun == [len(run.movable) if size == 3 and number > 1 else 0 for number, size in enumerate(sizes)]
+        assert all(map(torch.equal, losses, expected))
+        assert same(model.state_dict(), plain.state_dict())
 
 
 def test_tied_embeddings_wait_for_the_step(tmp_path: Path) -> None:
