@@ -275,13 +275,15 @@ class ByLayer:
             )
         given = kwargs.get("hidden_states", args[0] if args else None)
         last = job.calls[-1] if job.calls else None
-        if last is not None and not any(given is leaf for leaf in last.leaves):
+        source = None if last is None else last.leaf_of(given)
+        if last is not None and source is None:
             raise UnsupportedError(
                 f"micro_batches: by_layer: layer {number} is not given what layer {number - 1} has returned. Leave "
                 "micro_batches out."
             )
         may_draw = self._inexact or len(self._jobs) == 1
         output, kept = run_first(layer, call, args, kwargs, self._caught, may_draw=may_draw)
+        kept.source = source
         job.calls.append(kept)
         self.kept_bytes += kept.given.nbytes
         if number == len(self._layers) - 1:
@@ -313,8 +315,7 @@ class ByLayer:
                 if number == 0:
                     below.append((index, kept.given, gradient))
                 else:
-                    # It has a gradient already where the loss uses it beside the layer.
-                    kept.given.grad = gradient if kept.given.grad is None else kept.given.grad + gradient
+                    kept.pass_on(gradient)
         if after is not None:
             after.restore()
         for index, given, gradient in below:

@@ -51,6 +51,8 @@ class LayerCall:
         autocast: as it was then.
         variables: context variables, as they were then.
         leaves: what it has returned, and what was caught meanwhile.
+        returned: the same as the model has been given it.
+        source: the leaf of the layer before that `given` is; None for the first layer.
         gradients: of the leaves, once those have been let go of.
     """
 
@@ -61,13 +63,26 @@ class LayerCall:
     random: RandomStates | None
     autocast: Autocast
     variables: contextvars.Context
-    leaves: list[torch.Tensor]
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    returned: list[torch.Tensor] = field(default_factory=list)
+    source: torch.Tensor | None = None
     gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+    def leaf_of(self, tensor: Any) -> torch.Tensor | None:
+        """Returns the leaf that a tensor is which the layer has returned; None if it has not."""
+        return next((leaf for leaf, known in zip(self.leaves, self.returned, strict=False) if known is tensor), None)
+
+    def pass_on(self, gradient: torch.Tensor) -> None:
+        """Adds the gradient of its hidden states to that of the leaf that they are."""
+        leaf = self.source
+        assert leaf is not None
+        # It has a gradient already where the loss uses it beside the layer.
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def let_go(self) -> None:
         """Takes the gradients of what it has returned, which nobody uses any more."""
         if self.leaves:
-            self.gradients, self.leaves = [leaf.grad for leaf in self.leaves], []
+            self.gradients, self.leaves, self.returned = [leaf.grad for leaf in self.leaves], [], []
 
 
 class RandomStates:
@@ -132,7 +147,7 @@ def run_first(
         may_draw: whether it may draw random numbers.
 
     Returns:
-        what the layer returns, as leaves; and the call.
+        what the layer returns, cut off from what is below it; and the call.
 
     Raises:
         UnsupportedError: the layer is given what cannot be given twice, or writes to it.
@@ -144,13 +159,13 @@ def run_first(
     device = given.device
     variables = contextvars.copy_context()
     random = RandomStates(device) if may_draw else None
-    kept = LayerCall(module, given, rest, kwargs, random, Autocast(device), variables, [])
+    kept = LayerCall(module, given, rest, kwargs, random, Autocast(device), variables)
     before = [(tensor, tensor._version) for tensor in (given, *module.buffers())]
     counts = caught.counts()
     # What gets out beside the output (by hooks, by attributes) and into the loss is met by `_lost` in its backward;
     # without gradients it would be a constant there.
     with torch.autograd.graph.saved_tensors_hooks(_dropped, _lost):
-        output = call(given.detach().requires_grad_(given.requires_grad), *_fresh(rest), **_fresh(kwargs))
+        output = call(_alias(_leaf_of(given)), *_fresh(rest), **_fresh(kwargs))
     if any(tensor._version != version for tensor, version in before):
         raise UnsupportedError(
             f"micro_batches: by_layer: {type(module).__name__} writes to its hidden states or to its buffers, and each "
@@ -159,13 +174,15 @@ def run_first(
     with torch.no_grad():
         trains = given.requires_grad or any(param.requires_grad for param in module.parameters())
 
-    def leaf(value: Any) -> Any:
+    def returned(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.detach().requires_grad_(trains and value.is_floating_point())
+        kept.leaves.append(value.detach().requires_grad_(trains and value.is_floating_point()))
+        return _alias(kept.leaves[-1])
 
-    output = tree_map(leaf, output)
-    kept.leaves = _tensors((output, caught.since(counts, leaf)))
+    output = tree_map(returned, output)
+    kept.returned = _tensors(output)
+    caught.since(counts, returned)
     return output, kept
 
 
@@ -185,7 +202,7 @@ def run_backward(kept: LayerCall, call: Callable[..., Any], caught: Caught, *, d
     gradients, kept.gradients = kept.gradients, []
     if all(gradient is None for gradient in gradients):
         return None
-    given = kept.given.detach().requires_grad_(kept.given.requires_grad)
+    leaf = _leaf_of(kept.given)
     if draws:
         assert kept.random is not None, "draws are refused where they are not kept"
         kept.random.restore()
@@ -194,14 +211,14 @@ def run_backward(kept: LayerCall, call: Callable[..., Any], caught: Caught, *, d
         # In the call's own context variables: what is caught here is nobody else's.
         caught.anew()
         counts = dict.fromkeys(caught.counts(), 0)
-        output = call(given, *_fresh(kept.args), **_fresh(kept.kwargs))
+        output = call(_alias(leaf), *_fresh(kept.args), **_fresh(kept.kwargs))
         return output, caught.since(counts, lambda value: value)
 
     with torch.enable_grad(), kept.autocast.entered():
         made = _tensors(kept.variables.run(again))
     pairs = [(t, g) for t, g in zip(made, gradients, strict=True) if g is not None and t.requires_grad]
     torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-    return given.grad
+    return leaf.grad
 
 
 def _dropped(tensor: torch.Tensor) -> None:
@@ -213,6 +230,18 @@ def _lost(packed: object) -> torch.Tensor:
         "micro_batches: by_layer: the loss uses what a layer computes beside its output, of which nothing is kept. "
         "Leave micro_batches out."
     )
+
+
+def _leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _alias(value: Any) -> Any:
+    """Returns a tensor as another that is no leaf, as hidden states are none in the plain run.
+
+    Autocast casts a leaf once for all who use it, whose gradients are added up in the lower precision then.
+    """
+    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 def _is_cache(value: Any) -> bool:

@@ -155,7 +155,7 @@ def test_models_have_the_bits_of_plain_accumulation(name: str, count: int) -> No
         {"frozen": 12},
     ],
 )
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral-aux"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral-aux", "olmo2"])
 def test_ways_of_training_have_the_bits_of_plain_accumulation(name: str, how: dict[str, Any]) -> None:
     check(name, 3, **how)
 
