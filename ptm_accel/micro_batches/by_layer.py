@@ -82,6 +82,7 @@ class ByLayer:
         self._first = 0
         self._workers: list[Worker] = []
         self._jobs: dict[threading.Thread, _Job] = {}
+        self._reentrant: list[bool] = []
 
     def run(
         self,
@@ -216,6 +217,9 @@ class ByLayer:
     def _layers_stop(self) -> Iterator[None]:
         """A context in which layers that are called by a job stop it before they run."""
         checkpointed = [vars(layer).get(_CHECKPOINTS) for layer in self._layers]
+        self._reentrant = [
+            bool(on) and _is_reentrant(layer) for on, layer in zip(checkpointed, self._layers, strict=True)
+        ]
         for number, layer in enumerate(self._layers):
             # All of a call is ours, its hooks too: a job that has stopped pins nothing.
             vars(layer)["_call_impl"] = self._stopping(number, layer)
@@ -282,7 +286,9 @@ class ByLayer:
                 "micro_batches out."
             )
         may_draw = self._inexact or len(self._jobs) == 1
-        output, kept = run_first(layer, call, args, kwargs, self._caught, may_draw=may_draw)
+        output, kept = run_first(
+            layer, call, args, kwargs, self._caught, may_draw=may_draw, reentrant=self._reentrant[number]
+        )
         kept.source = source
         job.calls.append(kept)
         self.kept_bytes += kept.given.nbytes
@@ -306,9 +312,12 @@ class ByLayer:
                 assert kept is not None
                 turn(index)
                 self.order.append((number, self._first + index))
-                layer = kept.module
                 gradient = run_backward(
-                    kept, lambda *a, layer=layer, **k: nn.Module._call_impl(layer, *a, **k), self._caught, draws=draws
+                    kept,
+                    lambda *a, layer=kept.module, **k: nn.Module._call_impl(layer, *a, **k),
+                    self._caught,
+                    draws=draws,
+                    reentrant=self._reentrant[number],
                 )
                 if gradient is None:
                     continue
@@ -322,3 +331,8 @@ class ByLayer:
             if given.requires_grad:
                 turn(index)
                 torch.autograd.backward(given, gradient)
+
+
+def _is_reentrant(layer: nn.Module) -> bool:
+    """Returns whether transformers' checkpointing of a layer is torch's reentrant one."""
+    return bool(getattr(vars(layer).get("_gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"))

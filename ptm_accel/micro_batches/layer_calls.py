@@ -134,7 +134,14 @@ class Autocast:
 
 
 def run_first(
-    module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, caught: Caught, *, may_draw: bool
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    caught: Caught,
+    *,
+    may_draw: bool,
+    reentrant: bool = False,
 ) -> tuple[Any, LayerCall]:
     """Runs a layer for one micro-batch, with gradients, of which nothing is kept.
 
@@ -145,6 +152,7 @@ def run_first(
         kwargs: its named ones.
         caught: what hooks catch meanwhile.
         may_draw: whether it may draw random numbers.
+        reentrant: it is to do as torch's reentrant checkpointing, with which what is caught has no gradient.
 
     Returns:
         what the layer returns, cut off from what is below it; and the call.
@@ -182,11 +190,14 @@ def run_first(
 
     output = tree_map(returned, output)
     kept.returned = _tensors(output)
+    trains = trains and not reentrant
     caught.since(counts, returned)
     return output, kept
 
 
-def run_backward(kept: LayerCall, call: Callable[..., Any], caught: Caught, *, draws: bool) -> torch.Tensor | None:
+def run_backward(
+    kept: LayerCall, call: Callable[..., Any], caught: Caught, *, draws: bool, reentrant: bool = False
+) -> torch.Tensor | None:
     """Runs a layer again, and its backward.
 
     Args:
@@ -194,6 +205,7 @@ def run_backward(kept: LayerCall, call: Callable[..., Any], caught: Caught, *, d
         call: calls it.
         caught: what hooks catch meanwhile.
         draws: whether it draws random numbers, which are to be the same again.
+        reentrant: it is to do as torch's reentrant checkpointing, which gives a layer a leaf.
 
     Returns:
         the gradient of its hidden states; None where there is none.
@@ -211,7 +223,7 @@ def run_backward(kept: LayerCall, call: Callable[..., Any], caught: Caught, *, d
         # In the call's own context variables: what is caught here is nobody else's.
         caught.anew()
         counts = dict.fromkeys(caught.counts(), 0)
-        output = call(_alias(leaf), *_fresh(kept.args), **_fresh(kept.kwargs))
+        output = call(leaf if reentrant else _alias(leaf), *_fresh(kept.args), **_fresh(kept.kwargs))
         return output, caught.since(counts, lambda value: value)
 
     with torch.enable_grad(), kept.autocast.entered():

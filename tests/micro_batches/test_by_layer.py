@@ -68,13 +68,13 @@ CONFIGS: dict[str, Any] = {
 Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 
 
-def built(name: str, *, lora: bool = False, checkpointing: bool = False, frozen: int = 0) -> nn.Module:
+def built(name: str, *, lora: bool = False, checkpointing: bool | str = False, frozen: int = 0) -> nn.Module:
     set_seed(1)
     model: Any = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     for param in list(model.parameters())[:frozen]:
         param.requires_grad_(False)
     return model
@@ -151,6 +151,7 @@ def test_models_have_the_bits_of_plain_accumulation(name: str, count: int) -> No
         {"lora": True},
         {"checkpointing": True},
         {"lora": True, "checkpointing": True, "autocast": True},
+        {"checkpointing": "reentrant", "autocast": True},
         {"autocast": True},
         {"frozen": 12},
     ],
