@@ -26,6 +26,7 @@ from ptm_accel.config_checks import (
     is_path,
     nearly,
     slices_of,
+    staleness_of,
     switch_of,
 )
 from ptm_accel.config_files import read_yaml
@@ -47,8 +48,12 @@ DEVICE_SHARE = "90%"
 DISK_SHARE = "90%"
 """Default `disk.limit`, as a share of the free space."""
 
+EXACT = "exact"
 BLOCKING = "blocking"
-UPDATE_MODES = ("exact", BLOCKING)
+LOCK_FREE = "lock_free"
+UPDATE_MODES = (EXACT, BLOCKING, LOCK_FREE)
+MAX_STALENESS = 1
+"""Default `max_staleness`."""
 MASTER_WEIGHTS = ("fp32", "none")
 FULL = "full"
 SHARD_MODES = (AUTO, FULL, "none")
@@ -72,7 +77,8 @@ class PTMConfig:
             divided by the processes that train on the machine. Default: 80% of what is available at the start.
         disk: scratch folders, or `DiskConfig` (or a mapping) for a limit. Default: no disk.
         update: `"exact"`: the same numbers as without paging. `"blocking"`: the same numbers as well; the whole update
-            is carried out within `optimizer.step()`, nothing of it before or after.
+            is carried out within `optimizer.step()`, nothing of it before or after. `"lock_free"`: other numbers;
+            training does not wait for updates, for state on a disk that is slower than compute.
         page_size: the unit of booking and transfer; a power of two and a multiple of 4096 bytes.
         master_weights: `"fp32"` keeps fp32 masters of low-precision parameters; None or `"none"` does not.
         pseudo_to_real: repeated blocks share their weights at first: a `PseudoToRealConfig`, or a mapping of its
@@ -88,6 +94,8 @@ class PTMConfig:
         micro_batches: with gradient accumulation in the Trainer, `"by_layer"`: all micro-batches of a step go through a
             layer before the next one, to the bits of `"one_by_one"`. `"by_layer_inexact"` also where these differ by
             rounding (tied embeddings) or by draws (dropout).
+        max_staleness: with `update="lock_free"`, the most steps that a parameter lacks in a forward; 0 gives the
+            numbers of `"exact"`. Default: 1.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -96,7 +104,7 @@ class PTMConfig:
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     disk: DiskConfig | str | list[str] | dict[str, Any] | None = None
-    update: str = "exact"
+    update: str = EXACT
     page_size: str | int = DEFAULT_PAGE_SIZE
     master_weights: str | None = None
     pseudo_to_real: PseudoToRealConfig | dict[str, Any] | str | float | None = None
@@ -105,6 +113,7 @@ class PTMConfig:
     checkpoint_hashes: bool | str = True
     shard: str = AUTO
     micro_batches: str = ONE_BY_ONE
+    max_staleness: int | str | None = None
 
     def __post_init__(self) -> None:
         """Checks each option, and the options against one another."""
@@ -143,6 +152,19 @@ class PTMConfig:
                 raise ConfigError(
                     "micro_batches: layers that run by layer cannot be cut over processes (shard: full); leave one out."
                 )
+        self._check_lock_free()
+
+    def _check_lock_free(self) -> None:
+        """Checks what `update: lock_free` may stand beside, and `max_staleness`, which is for it alone."""
+        if self.max_staleness is not None:
+            object.__setattr__(self, "max_staleness", staleness_of(self.max_staleness))
+            if self.update != LOCK_FREE:
+                raise ConfigError("max_staleness: it is for update: lock_free; set that, or leave max_staleness out.")
+        if self.update == LOCK_FREE:
+            self._refuse_beside("update: lock_free", "pipeline", "pseudo_to_real")
+            if self.shard == FULL or self.micro_batches != ONE_BY_ONE:
+                other = "shard: full" if self.shard == FULL else f"micro_batches: {self.micro_batches}"
+                raise ConfigError(f"update: lock_free cannot stand beside {other}; leave one out.")
 
     def _refuse_beside(self, what: str, *others: str) -> None:
         """Refuses options that cannot be set beside another, which `what` names first."""
@@ -236,6 +258,7 @@ class ResolvedConfig:
         disk_limit_bytes: the budget of the disk tier over all paths; None without a disk tier.
         disk_verify: whether what is read there is compared with the CRC of what was written.
         update: how updates are done.
+        max_staleness: the most steps that a parameter lacks, where updates are lock-free; None where they are not.
         master_weights: `"fp32"` or None.
         shard: what several processes keep of each layer.
         origins: for each option, where its value came from: `"given"`, `"default"`, `"derived from ..."`, or why it
@@ -249,6 +272,7 @@ class ResolvedConfig:
     disk_limit_bytes: int | None
     disk_verify: bool
     update: str
+    max_staleness: int | None
     master_weights: str | None
     shard: str
     origins: dict[str, str]
@@ -261,7 +285,8 @@ class ResolvedConfig:
             "device_memory": _show(self.device_bytes),
             "host_memory": _show(self.host_bytes),
             "disk": f"{_show(self.disk_limit_bytes)} on {disk}{verified}" if self.disk_paths else "none",
-            "update": self.update,
+            "update": self.update
+            + ("" if self.max_staleness is None else f", at most {self.max_staleness} steps behind"),
             "page_size": _show(self.page_bytes),
             "master_weights": self.master_weights or "none",
             "shard": self.shard,
@@ -305,6 +330,7 @@ def resolve(
         disk_limit_bytes=disk_limit_bytes,
         disk_verify=config.disk is not None and bool(DiskConfig.load(config.disk).verify),
         update=config.update,
+        max_staleness=staleness(config),
         master_weights=config.master_weights,
         shard=config.shard,
         origins={
@@ -317,6 +343,13 @@ def resolve(
             "shard": "default" if config.shard == default.shard else "given",
         },
     )
+
+
+def staleness(config: PTMConfig) -> int | None:
+    """Returns the most steps that a parameter lacks, where updates are lock-free; None where they are not."""
+    if config.update != LOCK_FREE:
+        return None
+    return MAX_STALENESS if config.max_staleness is None else int(config.max_staleness)
 
 
 def check_kind(config: object) -> None:

@@ -66,6 +66,14 @@ def count_of(value: object) -> int:
     return number if 0 < number < 10**_MOST_DIGITS else 0
 
 
+def staleness_of(value: object) -> int:
+    """Returns the most steps that a parameter may lack; 0 is a number of them."""
+    steps = 0 if value in (0, "0") and not isinstance(value, bool) else count_of(value)
+    if not steps and str(value) != "0":
+        raise ConfigError(f"max_staleness: got {shown(value)}; write how many steps a parameter may lack, 0 or more.")
+    return steps
+
+
 def slices_of(value: object) -> str | int:
     """Returns the number of slices of a sequence, or `"auto"`."""
     slices = AUTO if value == AUTO else count_of(value)

@@ -33,7 +33,7 @@ TEXT_OPTIONS = {
     "disk": "folder on an SSD for what does not fit; several are separated by commas",
     "disk_limit": "what may be used on disk, such as 500GB",
     "disk_verify": "true compares what is read from the disk with the CRC of what was written",
-    "update": "exact or blocking",
+    "update": "exact, blocking or lock_free",
     "page_size": "unit of booking and transfer, such as 4MiB",
     "pseudo_to_real": "when blocks that share their weights are delinked: auto, a step, or a fraction of the training",
     "token_slices": "slices of a sequence that a layer computes one after the other; auto for about 2048 tokens each",
@@ -43,6 +43,7 @@ TEXT_OPTIONS = {
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
     "shard": "auto, full or none: whether each of several processes keeps a part of every layer, or all of it",
     "micro_batches": "one_by_one or by_layer: whether all micro-batches of a step go through a layer before the next",
+    "max_staleness": "with update lock_free, the most steps that a parameter lacks in a forward",
 }
 """Each option that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
 

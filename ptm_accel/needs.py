@@ -40,6 +40,7 @@ class Needs:
     Attributes:
         model: see above; another module where that has come to wrap or replace it.
         floor: the least budget it can train under.
+        updates_bytes: memory of updates that run beside training (`update: lock_free`).
         evaluates: whether it is not meant to be trained: its share of the tiers is less.
     """
 
@@ -63,7 +64,7 @@ class Needs:
         self._executor = executor
         self._config = config
         self._shards = shards
-        self._together_bytes = 0
+        self.updates_bytes = self._together_bytes = 0
 
     def estimate(
         self, optimizer_memory: OptimizerMemory, model: nn.Module | None = None, slots: SlotTable | None = None
@@ -85,7 +86,7 @@ class Needs:
             optimizer_memory,
             masters=self._config.master_weights is not None,
             window_bytes=self._config.page_bytes,
-            held_bytes=self._pool.budget.used_by_tag().get(Tag.STAGING, 0),
+            held_bytes=self._pool.budget.used_by_tag().get(Tag.STAGING, 0) + self.updates_bytes,
             wholes=0 if self._shards is None else most_wholes(slots),
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ptm_accel.config import PTMConfig, ResolvedConfig, resolve
+from ptm_accel.config import PTMConfig, ResolvedConfig, resolve, staleness
 from ptm_accel.environment import launched_with
 from ptm_accel.errors import ConfigError
 from ptm_accel.hardware.rates import disk_rates
@@ -99,7 +99,11 @@ def open_memory(
                 "their pages: engine_of(model).detach()."
             )
         resolved = replace(
-            opened.resolved, update=config.update, master_weights=config.master_weights, shard=config.shard
+            opened.resolved,
+            update=config.update,
+            max_staleness=staleness(config),
+            master_weights=config.master_weights,
+            shard=config.shard,
         )
         return resolved, opened.users[0].join()
     total = free = None
@@ -140,5 +144,10 @@ def _of_memory(config: PTMConfig) -> PTMConfig:
     apart = replace(config, pseudo_to_real=None, token_slices=None, pipeline=None, checkpoint_hashes=True)
     plain = PTMConfig()
     return replace(
-        apart, update=plain.update, master_weights=None, shard=plain.shard, micro_batches=plain.micro_batches
+        apart,
+        update=plain.update,
+        max_staleness=None,
+        master_weights=None,
+        shard=plain.shard,
+        micro_batches=plain.micro_batches,
     )

@@ -340,6 +340,9 @@ class _Stay:
         """Puts the hooks on again."""
         self.finish()
 
+    def before_evaluation(self) -> None:
+        """Does nothing: nothing is pending."""
+
     def elsewhere(self, tensor: Block) -> bool:
         """Nothing is changed in a backing store."""
         return False

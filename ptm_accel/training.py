@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from ptm_accel.config import BLOCKING
+from ptm_accel.config import EXACT
 from ptm_accel.distributed.replicas import Replicas
 from ptm_accel.distributed.together import on_each
 from ptm_accel.errors import UnsupportedError
@@ -23,6 +23,7 @@ from ptm_accel.model.floor import Floor, OptimizerMemory
 from ptm_accel.model.gradients import Gradients
 from ptm_accel.model.norms import clip_coefficient, is_narrow, norm_of, total_norm
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.optim.lock_free_needs import lock_free_bytes, refuse_lock_free, refuse_processes
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.support import ELEMENTWISE, is_elementwise, measured_state, optimizer_memory_of
 from ptm_accel.pages import Pages
@@ -256,14 +257,19 @@ class Training:
                 f"range of each. Use one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set shard "
                 "to none."
             )
+        max_staleness = self._pages.config.max_staleness
+        if max_staleness is not None:
+            refuse_processes(several=self.shards is not None or self.replicas is not None)
+            refuse_lock_free(optimizer, self._slots, self._pool)
         state_tensors = measured_state(optimizer, masters=self._masters, device=self._pool.compute.device)
         self.meet_trainable()
-        floor = self._needs.estimate(optimizer_memory_of(optimizer, state_tensors=state_tensors))
-        evaluated, self._needs.evaluates = self._needs.evaluates, False
+        before = self._needs.evaluates, self._needs.updates_bytes
         try:
-            self._check_needs(floor)
+            memory = optimizer_memory_of(optimizer, state_tensors=state_tensors)
+            self._needs.evaluates = False
+            self._check_needs(self._floor(optimizer, memory))
         except BaseException:
-            self._needs.evaluates = evaluated
+            self._needs.evaluates, self._needs.updates_bytes = before
             raise
         self._pages.set_malloc()
         self._pages.decide_to_plan()
@@ -287,9 +293,18 @@ class Training:
             synchronise=weakly(self.synchronise, None),
             stepped=weakly(self._pages.metrics.step_ended, None),
             state_tensors=state_tensors,
+            max_staleness=max_staleness,
         )
         self.optimizer.ended = weakly(self._step_ended, None)
         return self.optimizer
+
+    def _floor(self, optimizer: torch.optim.Optimizer, memory: OptimizerMemory) -> Floor:
+        """Returns the least budget with an optimizer, whose updates may have memory of their own."""
+        if self._pages.config.max_staleness is not None:
+            params = (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad)
+            trained = [slot for param in params if (slot := self._slots.of(param)) is not None]
+            self._needs.updates_bytes = lock_free_bytes(trained, memory, masters=self._masters)
+        return self._needs.estimate(memory)
 
     def _check_needs(self, floor: Floor) -> None:
         """Takes note of the least budget, if all ranks have that."""
@@ -309,7 +324,8 @@ class Training:
         Raises:
             BudgetError: the budgets are below what that takes; nothing has been changed.
         """
-        self._check_needs(self._needs.estimate(optimizer_memory))
+        assert self.optimizer is not None
+        self._check_needs(self._floor(self.optimizer.inner, optimizer_memory))
         self.hold_norms()
 
     def follow(self) -> None:
@@ -338,7 +354,7 @@ class Training:
     def _may_overlap(self) -> bool:
         """Whether an update may run beside a pass: there is something to move, and room for the worst of both."""
         least = self._needs.floor.total_bytes + self._needs.floor.moving_bytes
-        wanted = self._pages.run_ahead.enabled and self._pages.config.update != BLOCKING
+        wanted = self._pages.run_ahead.enabled and self._pages.config.update == EXACT
         return wanted and not self._needs.all_fits and least <= self._pool.share_bytes
 
     def _may_update_in_backward(self) -> bool:
@@ -492,8 +508,10 @@ class Training:
             group: those processes; None for all.
 
         Raises:
-            UnsupportedError: the processes have different models.
+            UnsupportedError: the processes have different models; or updates are lock-free.
         """
+        if self._pages.config.max_staleness is not None:
+            refuse_processes(several=True)
         self.plain.end()
         if self.shards is not None:
             # Values are shared as they come onto pages, and gradients as they arrive.

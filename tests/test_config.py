@@ -22,7 +22,7 @@ from ptm_accel.units import GIB, KIB, MIB
 
 OPTIONS = (
     "device_memory, host_memory, disk, update, page_size, master_weights, pseudo_to_real, token_slices, pipeline, "
-    "checkpoint_hashes, shard, micro_batches"
+    "checkpoint_hashes, shard, micro_batches, max_staleness"
 )
 
 
@@ -49,6 +49,7 @@ class TestOptions:
             "checkpoint_hashes": True,
             "shard": "auto",
             "micro_batches": "one_by_one",
+            "max_staleness": None,
         }
         assert [field.name for field in dataclasses.fields(DiskConfig)] == ["paths", "limit", "verify"]
 
@@ -115,7 +116,10 @@ class TestOptions:
         ),
         ({"page_size": 2048}, "page_size: 2048 is 2048 B, which is not a power of two and a multiple of 4096 B"),
         ({"page_size": 0}, "page_size: 0 is 0 B, which is not a power of two"),
-        ({"update": "fast"}, "update: got 'fast', which it cannot be; write update: exact or update: blocking."),
+        (
+            {"update": "fast"},
+            "update: got 'fast', which it cannot be; write update: exact or update: blocking or update: lock_free.",
+        ),
         ({"master_weights": "bf16"}, "master_weights: got 'bf16', which it cannot be; write master_weights: fp32 or"),
         ({"shard": "half"}, "shard: got 'half', which it cannot be; write shard: auto or shard: full or shard: none."),
         (
@@ -351,6 +355,7 @@ class TestResolve:
             disk_limit_bytes=None,
             disk_verify=False,
             update="exact",
+            max_staleness=None,
             master_weights=None,
             shard="auto",
             origins={

@@ -75,6 +75,7 @@ def test_the_options() -> None:
         "checkpoint_hashes",
         "shard",
         "micro_batches",
+        "max_staleness",
     ]
     assert [field.name for field in dataclasses.fields(config.PTMConfig)] == names
     assert [field.name for field in dataclasses.fields(config.DiskConfig)] == ["paths", "limit", "verify"]

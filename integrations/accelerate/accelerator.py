@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
-from ptm_accel.config import AUTO, FULL, ONE_BY_ONE, PTMConfig
+from ptm_accel.config import AUTO, FULL, LOCK_FREE, ONE_BY_ONE, PTMConfig
 from ptm_accel.distributed.shards import same_on_all
 from ptm_accel.engine import Engine, engine_holding, engine_of, living_engines
 from ptm_accel.environment import agreed, speak
@@ -173,6 +173,11 @@ class PTMAccelerator(PagedStates):
     def _put_scaler_on_pages(self) -> None:
         # Before any optimizer is prepared, since each keeps the scaler that is there then.
         if self.scaler is not None:
+            if self.ptm_config.update == LOCK_FREE:
+                raise UnsupportedError(
+                    "update: lock_free cannot be used with mixed precision fp16, whose gradient scaler skips steps. "
+                    "Use bf16, or set update to exact."
+                )
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = PagedGradScaler(self.device.type, **options)
 

@@ -33,6 +33,7 @@ class Tag(enum.Enum):
     STATE = "state"
     BUFFER = "buffer"
     STAGING = "staging"
+    UPDATES = "updates"
 
 
 _SETTING = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk"}

@@ -127,6 +127,11 @@ class Calls:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
 
+    @property
+    def kind(self) -> Call | None:
+        """What is under way, by its outermost call."""
+        return None if self.owner is None else self._kind
+
     # ---- a call ------------------------------------------------------------------------------------------------
 
     def begin(self, kind: Call, model: object) -> None:

@@ -213,6 +213,7 @@ class Forwards:
         """Begins a pass of the whole model, outside of any other."""
         if self.run_ahead.step.goes_on:
             return
+        self._tell_of_evaluation(module)
         if self.between is not None:
             self.between()
         if self.apart:
@@ -226,6 +227,11 @@ class Forwards:
         if self._executor.gathers is not None:
             # Not the kind: what is known of a step depends on whether this rank has plans.
             self._executor.gathers.begin((module.training, grad, trained))
+
+    def _tell_of_evaluation(self, module: nn.Module) -> None:
+        updates = self._executor.pending_updates
+        if updates is not None and not (module.training and torch.is_grad_enabled()):
+            updates.before_evaluation()
 
     def _end_torn_down(self, module: nn.Module) -> None:
         """Ends the forwards of this thread if none of them runs any more, where the call of `module` begins.
@@ -294,6 +300,8 @@ class Forwards:
             if self._slots.given.by_slot:
                 self._slots.given.take_over_all()
             self._pool.eviction.end_sparing()
+            if module is not self.root and torch._C._current_graph_task_id() == -1:
+                self._tell_of_evaluation(module)
             if module is self.root:
                 self._regions.scan()
                 if torch._C._current_graph_task_id() == -1:

@@ -18,6 +18,7 @@ from ptm_accel.optim.arithmetic import bare_step
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.core_threads import CoreThreads
 from ptm_accel.optim.hyperparameters import of_step
+from ptm_accel.optim.lock_free import LockFreeUpdates
 from ptm_accel.optim.on_host import OnHost
 from ptm_accel.optim.state_dicts import load_into, state_dict_of
 from ptm_accel.optim.states import States
@@ -47,6 +48,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         run_ahead: is told when a pass has ended and its update begins.
         grown: is told what updates need when that is something else than before; refuses what does not fit.
         state_tensors: full-size tensors of its state, where it was tried; None where they are known.
+        max_staleness: the most steps that a parameter lacks where updates are lock-free; None where they are not.
         synchronise: makes gradients the mean over several processes, where there are some.
         stepped: is told when a step has ended.
         overlap: tells whether there is room for an update to run beside the next forward.
@@ -80,6 +82,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         synchronise: Callable[[], None],
         stepped: Callable[[], None],
         state_tensors: int | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults, state and hooks are the wrapped optimizer's own objects.
         self.__dict__.update(inner.__dict__)
@@ -105,7 +108,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._threads = CoreThreads("ptm_accel arithmetic")
         self._compute = ComputeUpdates(inner, pool, self.optimizer_memory, window_bytes, batch_bytes, self._threads)
         self.on_host = OnHost(self._compute, run_ahead.updates_on_host, run_ahead.spent_on_host)
-        self.updates = Updates(self._compute, self.on_host, self._states, run_ahead)
+        parts, most = (self._compute, self.on_host, self._states, run_ahead), max_staleness
+        self.updates = Updates(*parts) if most is None else LockFreeUpdates(*parts, max_staleness=most)
         self.gradients = StepGradients(inner, self._states, gradients, self.updates, executor, synchronise)
         self._closed = False
         self._leave_plain: Callable[[], object] | None = None
@@ -169,7 +173,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         if self.updates.early is None:
-            self.updates.settle()
+            self.updates.begin_step()
             self.expect(self.param_groups)
         self.gradients.synchronise()
         work = self.gradients.work()
@@ -205,7 +209,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def can_be_plain(self) -> bool:
         """Whether its step can be the wrapped optimizer's own: nothing is pending, and state is changed in place."""
         idle = self.gradients.scale is None and self.updates.queue is None and not self._closed
-        return idle and self._elementwise and not self._states.masters
+        return idle and self._elementwise and self.updates.may_be_plain and not self._states.masters
 
     def begin_plain(self, leave: Callable[[], object]) -> None:
         """Gives the wrapped optimizer its state, whose pages are pinned: a step is its own from now on.

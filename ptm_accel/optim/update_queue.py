@@ -258,6 +258,9 @@ class UpdateQueue:
         while not self._working and not self.ended:
             self._go_on(next(lane for lane in reversed(self._lanes) if lane.pending_updates))
 
+    def before_evaluation(self) -> None:
+        """Does nothing: each use of a parameter waits for its update."""
+
     def before_use(self, tensor: Block) -> None:
         """See `PendingUpdates`.
 
@@ -326,7 +329,7 @@ class UpdateQueue:
         begin = time.perf_counter() - pool.stats.stall_s
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
-            with self._executor.aside(), _plainly(pool.compute.device.type), torch.no_grad():
+            with self._executor.aside(), plainly(pool.compute.device.type), torch.no_grad():
                 self._working = True
                 try:
                     with torch._C.DisableTorchFunction():
@@ -383,7 +386,7 @@ class UpdateQueue:
             self._ended(self)
 
 
-def _plainly(device_type: str) -> ExitStack:
+def plainly(device_type: str) -> ExitStack:
     """No inference mode, autocast or `torch.func`; where there is none, a look is quicker than setting it."""
     modes = ExitStack()
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -53,7 +53,10 @@ class Updates:
         early: what has begun during backward, of a step that is not over; None if nothing has.
         steps: how many have been made.
         lost: what of an update that has failed since the state was loaded last; None if there is nothing.
+        may_be_plain: whether a step may be the wrapped optimizer's own while everything fits.
     """
+
+    may_be_plain = True
 
     def __init__(self, compute: ComputeUpdates, on_host: OnHost, states: States, run_ahead: RunAhead) -> None:
         self.queue: UpdateQueue | None = None
@@ -70,6 +73,14 @@ class Updates:
         self._spent: list[GradSlot] = []
 
     # ---- in step() ---------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Carries out what is left of the step before.
+
+        Raises:
+            DiskError: as by `settle`.
+        """
+        self.settle()
 
     def step(self, work: Work, scale: torch.Tensor | None, hyper: list[dict[str, Any]], *, overlaps: bool) -> None:
         """The step has come: does at once what does not run beside the next forward, and queues the rest.

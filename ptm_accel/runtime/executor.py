@@ -86,6 +86,10 @@ class PendingUpdates(Protocol):
         """The block is about to be used: makes its pending update first."""
         ...
 
+    def before_evaluation(self) -> None:
+        """A forward begins that is not of training."""
+        ...
+
     def elsewhere(self, block: Block) -> bool:
         """Whether the block is being changed in its backing store, and must not be loaded yet."""
         ...
