@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ptm_accel.memory.scratch import ScratchFile
 from ptm_accel.optim.lock_free import LockFreeUpdates
 from ptm_accel.optim.sweeps import Sweeps
 
@@ -57,14 +58,19 @@ def _at_the_bound(gate: threading.Event, waits: Callable[..., None]) -> Callable
 
 @contextmanager
 def delays(longest_s: float, seed: int = 0) -> Iterator[None]:
-    """The updater waits before and after each of its transfers, for random times."""
-    rng, move = random.Random(seed), Sweeps._move
+    """The updater waits before and after each of its transfers, and so does the disk, for random times."""
+    rng, move, on_disk = random.Random(seed), Sweeps._move, ScratchFile.move
 
     def slow(self: Sweeps, transfers: list[Any]) -> None:
         time.sleep(rng.random() * longest_s)
         move(self, transfers)
         time.sleep(rng.random() * longest_s)
 
+    def slow_disk(self: ScratchFile, *args: Any) -> None:
+        time.sleep(rng.random() * longest_s / 8)
+        on_disk(self, *args)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sweeps, "_move", slow)
+        patch.setattr(ScratchFile, "move", slow_disk)
         yield

@@ -305,6 +305,10 @@ class LockFreeUpdates(Updates):
         sweeps = self._sweeps
         sweeps.clear()
         self._end()
+        if sweeps.error is not None:
+            # Nobody has come to be told by an exception.
+            logger.error("an update beside training failed (%s); %s", sweeps.error, _LOST)
+            sweeps.error = None
         held = [group.held for group in sweeps.groups.values()] + ([sweeps.desk.held] if sweeps.desk else [])
         sweeps.groups.clear()
         sweeps.desk = None

@@ -179,7 +179,7 @@ class Seen:
         for module in engine.model.modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(lambda m, _: self._look(engine, m))
-                module.register_full_backward_hook(lambda m, *_: self._look(engine, m))
+                module.register_full_backward_pre_hook(lambda m, *_: self._look(engine, m))
 
     def _look(self, engine: Engine, module: nn.Module) -> None:
         for param in module.parameters():
@@ -465,6 +465,19 @@ def test_a_step_that_is_interrupted_is_lost_and_nothing_hangs(tmp_path: Path) ->
         with pytest.raises(LostStepError, match="the update of step 4 failed"):
             optimizer.state_dict()
         assert not is_behind(optimizer)
+
+
+def test_an_error_that_nobody_was_told_of_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with lagging(tmp_path, 4) as (model, engine, optimizer):
+        step(model, optimizer, 0)
+        with one_failure(after=1):
+            step(model, optimizer, 1)
+            sweeps = sweeps_of(optimizer)
+            with sweeps.changed:
+                assert sweeps.changed.wait_for(lambda: sweeps.error is not None, 30)
+        engine.close()
+        engine.check_integrity = lambda: None  # type: ignore[method-assign]
+    assert "an update beside training failed (the disk is gone); what waited is lost" in caplog.text
 
 
 def test_an_engine_closes_while_much_waits(tmp_path: Path) -> None:
