@@ -34,6 +34,8 @@ from ptm_accel.micro_batches.turns import Worker
 
 _CHECKPOINTS = "gradient_checkpointing"
 """The switch of transformers' own checkpointing: a layer would be run a third time."""
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""What it calls: `torch.utils.checkpoint.checkpoint`, with options."""
 
 
 class _Job:
@@ -73,6 +75,8 @@ class ByLayer:
         self.order: list[tuple[int, int]] = []
         self.kept_bytes = 0
         self._layers = list(layers)
+        # Those that plain accumulation runs in a re-entrant checkpoint.
+        self._reentrant: set[nn.Module] = set()
         # Weak: the model keeps its engine.
         self._engine = None if engine is None else weakref.ref(engine)
         self._calls = None if engine is None else engine.pool.calls
@@ -82,7 +86,6 @@ class ByLayer:
         self._first = 0
         self._workers: list[Worker] = []
         self._jobs: dict[threading.Thread, _Job] = {}
-        self._reentrant: list[bool] = []
 
     def run(
         self,
@@ -217,9 +220,9 @@ class ByLayer:
     def _layers_stop(self) -> Iterator[None]:
         """A context in which layers that are called by a job stop it before they run."""
         checkpointed = [vars(layer).get(_CHECKPOINTS) for layer in self._layers]
-        self._reentrant = [
-            bool(on) and _is_reentrant(layer) for on, layer in zip(checkpointed, self._layers, strict=True)
-        ]
+        self._reentrant = {
+            layer for layer, before in zip(self._layers, checkpointed, strict=True) if before and _is_reentrant(layer)
+        }
         for number, layer in enumerate(self._layers):
             # All of a call is ours, its hooks too: a job that has stopped pins nothing.
             vars(layer)["_call_impl"] = self._stopping(number, layer)
@@ -279,17 +282,13 @@ class ByLayer:
             )
         given = kwargs.get("hidden_states", args[0] if args else None)
         last = job.calls[-1] if job.calls else None
-        source = None if last is None else last.leaf_of(given)
-        if last is not None and source is None:
+        if last is not None and not any(given is leaf for leaf in last.leaves):
             raise UnsupportedError(
                 f"micro_batches: by_layer: layer {number} is not given what layer {number - 1} has returned. Leave "
                 "micro_batches out."
             )
         may_draw = self._inexact or len(self._jobs) == 1
-        output, kept = run_first(
-            layer, call, args, kwargs, self._caught, may_draw=may_draw, reentrant=self._reentrant[number]
-        )
-        kept.source = source
+        output, kept = run_first(layer, call, args, kwargs, self._caught, may_draw=may_draw)
         job.calls.append(kept)
         self.kept_bytes += kept.given.nbytes
         if number == len(self._layers) - 1:
@@ -312,19 +311,21 @@ class ByLayer:
                 assert kept is not None
                 turn(index)
                 self.order.append((number, self._first + index))
+                layer = kept.module
                 gradient = run_backward(
                     kept,
-                    lambda *a, layer=kept.module, **k: nn.Module._call_impl(layer, *a, **k),
+                    lambda *a, layer=layer, **k: nn.Module._call_impl(layer, *a, **k),
                     self._caught,
                     draws=draws,
-                    reentrant=self._reentrant[number],
+                    reentrant=layer in self._reentrant,
                 )
                 if gradient is None:
                     continue
                 if number == 0:
                     below.append((index, kept.given, gradient))
                 else:
-                    kept.pass_on(gradient)
+                    # It has a gradient already where the loss uses it beside the layer.
+                    kept.given.grad = gradient if kept.given.grad is None else kept.given.grad + gradient
         if after is not None:
             after.restore()
         for index, given, gradient in below:
@@ -334,5 +335,4 @@ class ByLayer:
 
 
 def _is_reentrant(layer: nn.Module) -> bool:
-    """Returns whether transformers' checkpointing of a layer is torch's reentrant one."""
-    return bool(getattr(vars(layer).get("_gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"))
+    return bool(getattr(vars(layer).get(_CHECKPOINT), "keywords", {}).get("use_reentrant"))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ptm_accel.errors import UnsupportedError
 
@@ -51,8 +51,6 @@ class LayerCall:
         autocast: as it was then.
         variables: context variables, as they were then.
         leaves: what it has returned, and what was caught meanwhile.
-        returned: the same as the model has been given it.
-        source: the leaf of the layer before that `given` is; None for the first layer.
         gradients: of the leaves, once those have been let go of.
     """
 
@@ -63,26 +61,13 @@ class LayerCall:
     random: RandomStates | None
     autocast: Autocast
     variables: contextvars.Context
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    returned: list[torch.Tensor] = field(default_factory=list)
-    source: torch.Tensor | None = None
+    leaves: list[torch.Tensor]
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-
-    def leaf_of(self, tensor: Any) -> torch.Tensor | None:
-        """Returns the leaf that a tensor is which the layer has returned; None if it has not."""
-        return next((leaf for leaf, known in zip(self.leaves, self.returned, strict=False) if known is tensor), None)
-
-    def pass_on(self, gradient: torch.Tensor) -> None:
-        """Adds the gradient of its hidden states to that of the leaf that they are."""
-        leaf = self.source
-        assert leaf is not None
-        # It has a gradient already where the loss uses it beside the layer.
-        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def let_go(self) -> None:
         """Takes the gradients of what it has returned, which nobody uses any more."""
         if self.leaves:
-            self.gradients, self.leaves, self.returned = [leaf.grad for leaf in self.leaves], [], []
+            self.gradients, self.leaves = [leaf.grad for leaf in self.leaves], []
 
 
 class RandomStates:
@@ -134,14 +119,7 @@ class Autocast:
 
 
 def run_first(
-    module: nn.Module,
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    caught: Caught,
-    *,
-    may_draw: bool,
-    reentrant: bool = False,
+    module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, caught: Caught, *, may_draw: bool
 ) -> tuple[Any, LayerCall]:
     """Runs a layer for one micro-batch, with gradients, of which nothing is kept.
 
@@ -152,10 +130,9 @@ def run_first(
         kwargs: its named ones.
         caught: what hooks catch meanwhile.
         may_draw: whether it may draw random numbers.
-        reentrant: it is to do as torch's reentrant checkpointing, with which what is caught has no gradient.
 
     Returns:
-        what the layer returns, cut off from what is below it; and the call.
+        what the layer returns, as leaves; and the call.
 
     Raises:
         UnsupportedError: the layer is given what cannot be given twice, or writes to it.
@@ -167,36 +144,35 @@ def run_first(
     device = given.device
     variables = contextvars.copy_context()
     random = RandomStates(device) if may_draw else None
-    kept = LayerCall(module, given, rest, kwargs, random, Autocast(device), variables)
-    before = [(tensor, tensor._version) for tensor in (given, *module.buffers())]
+    kept = LayerCall(module, given, rest, kwargs, random, Autocast(device), variables, [])
+    others, named = _fresh((rest, kwargs))
+    before = [(tensor, tensor._version) for tensor in (given, *_tensors((others, named)), *module.buffers())]
+    held = _contents((others, named))
     counts = caught.counts()
     # What gets out beside the output (by hooks, by attributes) and into the loss is met by `_lost` in its backward;
     # without gradients it would be a constant there.
     with torch.autograd.graph.saved_tensors_hooks(_dropped, _lost):
-        output = call(_alias(_leaf_of(given)), *_fresh(rest), **_fresh(kwargs))
-    if any(tensor._version != version for tensor, version in before):
+        output = call(_leaf(given, given.requires_grad), *others, **named)
+    if any(tensor._version != version for tensor, version in before) or _contents((others, named)) != held:
         raise UnsupportedError(
-            f"micro_batches: by_layer: {type(module).__name__} writes to its hidden states or to its buffers, and each "
+            f"micro_batches: by_layer: {type(module).__name__} writes to its arguments or to its buffers, and each "
             "layer is run twice. Leave micro_batches out."
         )
     with torch.no_grad():
         trains = given.requires_grad or any(param.requires_grad for param in module.parameters())
 
-    def returned(value: Any) -> Any:
+    def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        kept.leaves.append(value.detach().requires_grad_(trains and value.is_floating_point()))
-        return _alias(kept.leaves[-1])
+        return _leaf(value, trains and value.is_floating_point())
 
-    output = tree_map(returned, output)
-    kept.returned = _tensors(output)
-    trains = trains and not reentrant
-    caught.since(counts, returned)
+    output = tree_map(leaf, output)
+    kept.leaves = _tensors((output, caught.since(counts, leaf)))
     return output, kept
 
 
 def run_backward(
-    kept: LayerCall, call: Callable[..., Any], caught: Caught, *, draws: bool, reentrant: bool = False
+    kept: LayerCall, call: Callable[..., Any], caught: Caught, *, draws: bool, reentrant: bool
 ) -> torch.Tensor | None:
     """Runs a layer again, and its backward.
 
@@ -205,7 +181,7 @@ def run_backward(
         call: calls it.
         caught: what hooks catch meanwhile.
         draws: whether it draws random numbers, which are to be the same again.
-        reentrant: it is to do as torch's reentrant checkpointing, which gives a layer a leaf.
+        reentrant: in plain accumulation a re-entrant checkpoint gives it its hidden states, as a leaf.
 
     Returns:
         the gradient of its hidden states; None where there is none.
@@ -214,7 +190,8 @@ def run_backward(
     gradients, kept.gradients = kept.gradients, []
     if all(gradient is None for gradient in gradients):
         return None
-    leaf = _leaf_of(kept.given)
+    trains = kept.given.requires_grad
+    given = kept.given.detach().requires_grad_(trains) if reentrant else _leaf(kept.given, trains)
     if draws:
         assert kept.random is not None, "draws are refused where they are not kept"
         kept.random.restore()
@@ -223,14 +200,24 @@ def run_backward(
         # In the call's own context variables: what is caught here is nobody else's.
         caught.anew()
         counts = dict.fromkeys(caught.counts(), 0)
-        output = call(leaf if reentrant else _alias(leaf), *_fresh(kept.args), **_fresh(kept.kwargs))
+        output = call(given, *_fresh(kept.args), **_fresh(kept.kwargs))
         return output, caught.since(counts, lambda value: value)
 
     with torch.enable_grad(), kept.autocast.entered():
         made = _tensors(kept.variables.run(again))
     pairs = [(t, g) for t, g in zip(made, gradients, strict=True) if g is not None and t.requires_grad]
     torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-    return leaf.grad
+    return given.grad
+
+
+def _leaf(tensor: torch.Tensor, trains: bool) -> torch.Tensor:
+    """Returns a tensor as a leaf that is cast like one in the middle of a model.
+
+    Autocast casts a leaf once for all that read it, and adds their gradients up in the lower precision; a view, or
+    what another operation has returned, it casts for each of them.
+    """
+    with torch.no_grad():
+        return tensor.detach().view_as(tensor).requires_grad_(trains)
 
 
 def _dropped(tensor: torch.Tensor) -> None:
@@ -242,18 +229,6 @@ def _lost(packed: object) -> torch.Tensor:
         "micro_batches: by_layer: the loss uses what a layer computes beside its output, of which nothing is kept. "
         "Leave micro_batches out."
     )
-
-
-def _leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _alias(value: Any) -> Any:
-    """Returns a tensor as another that is no leaf, as hidden states are none in the plain run.
-
-    Autocast casts a leaf once for all who use it, whose gradients are added up in the lower precision then.
-    """
-    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 def _is_cache(value: Any) -> bool:
@@ -279,6 +254,12 @@ def _checked(value: Any) -> Any:
 
 def _fresh(given: Any) -> Any:
     return tree_map(lambda value: copy.deepcopy(value) if _is_cache(value) else value, given, is_leaf=_is_cache)
+
+
+def _contents(given: Any) -> Any:
+    """Returns what tells whether something else is in the lists and dicts of arguments than before."""
+    leaves, form = tree_flatten(given, is_leaf=_is_cache)
+    return form, [id(leaf) for leaf in leaves]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
