@@ -159,6 +159,8 @@ class CaughtOutputs:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Returns the decoder layers of a model: the longest list of those that transformers can checkpoint.
 
+    A tower for images or sound may have more layers than the decoder that reads what comes out of it.
+
     Raises:
         UnsupportedError: it has none, or an encoder.
     """
@@ -167,18 +169,23 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
             f"micro_batches: by_layer: {type(model).__name__} has an encoder and a decoder; only models with one list "
             "of layers are run layer by layer. Leave micro_batches out."
         )
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    found = max(
-        (each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)),
-        key=len,
-        default=None,
-    )
+    found = max((_layer_lists(_decoder_of(model)) or _layer_lists(model)), key=len, default=None)
     if found is None:
         raise UnsupportedError(
             f"micro_batches: by_layer: no list of layers was found in {type(model).__name__} "
             "(GradientCheckpointingLayer of transformers). Leave micro_batches out."
         )
     return list(found)
+
+
+def _decoder_of(model: nn.Module) -> nn.Module:
+    decoder = getattr(model, "get_decoder", lambda: model)()
+    return decoder if isinstance(decoder, nn.Module) else model
+
+
+def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    return [each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
 
 
 def refuse_by_layer(trainer: transformers.Trainer, config: PTMConfig) -> None:

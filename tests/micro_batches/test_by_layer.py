@@ -39,6 +39,21 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MIXTURE = {**SMALL, "num_local_experts": 4}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+}
+HYBRID = {
+    **MIXTURE,
+    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "shared_intermediate_size": 48,
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8),
+}
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**SMALL),
     "eager": transformers.LlamaConfig(**SMALL, attn_implementation="eager"),
@@ -59,6 +74,17 @@ CONFIGS: dict[str, Any] = {
     "mixtral-aux": transformers.MixtralConfig(**MIXTURE, output_router_logits=True),
     "olmo2": transformers.Olmo2Config(**SMALL),
     "phi3": transformers.Phi3Config(**SMALL),
+    # Attention and MLP read the same; layers return a tuple.
+    "gptj": transformers.GPTJConfig(
+        vocab_size=96, n_embd=32, n_layer=4, n_head=4, n_positions=64, rotary_dim=4, tie_word_embeddings=False
+    ),
+    # Latent attention; a dense layer, then experts of which one is shared.
+    "deepseek3": transformers.DeepseekV3Config(**LATENT),
+    "mamba": transformers.MambaConfig(
+        vocab_size=96, hidden_size=32, state_size=8, num_hidden_layers=4, time_step_rank=4, tie_word_embeddings=False
+    ),
+    # State-space layers and layers with attention, with experts.
+    "granite4": transformers.GraniteMoeHybridConfig(**HYBRID),
     "dropout": transformers.LlamaConfig(**SMALL, attention_dropout=0.2),
     "tied": transformers.LlamaConfig(**{**SMALL, "tie_word_embeddings": True}),
     "large": transformers.LlamaConfig(
@@ -338,6 +364,32 @@ def test_a_layer_that_writes_to_its_arguments_is_refused(write: Callable[[dict[s
     model.model.layers[2].register_forward_pre_hook(lambda layer, args: layer.calls.add_(1) and None)
     with pytest.raises(UnsupportedError, match="LlamaDecoderLayer writes to its arguments or to its buffers"):
         layered.run(works_of(model, 2, loss, autocast=False))
+
+
+def test_layers_are_those_that_read_text_however_many_read_images() -> None:
+    def model() -> Any:
+        set_seed(1)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
+        vision = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+        text = transformers.LlamaConfig(**SMALL)
+        config = transformers.LlavaConfig(
+            vision_config=vision, text_config=text, image_token_index=95, tie_word_embeddings=False
+        )
+        return transformers.LlavaForConditionalGeneration(config).train()
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        # An image takes four tokens.
+        batch["input_ids"] = batch["input_ids"].clamp(max=94)
+        batch["input_ids"][:, :4], batch["attention_mask"][:, :4] = 95, 1
+        images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(batch["input_ids"].shape[1]))
+        return model(**batch, pixel_values=images).loss
+
+    ours, plain = model(), model()
+    assert layers_of(ours) == list(ours.model.language_model.layers)
+    found = by_layer(ours).run(works_of(ours, 3, loss, autocast=False))
+    assert all(map(torch.equal, found, [work() for work in works_of(plain, 3, loss, autocast=False)]))
+    assert same(gradients(ours), gradients(plain))
+    assert any("vision" in name and grad is not None for name, grad in gradients(ours).items())
 
 
 def test_models_without_such_layers_are_refused() -> None:
