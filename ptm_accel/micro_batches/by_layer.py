@@ -288,7 +288,9 @@ class ByLayer:
                 "micro_batches out."
             )
         may_draw = self._inexact or len(self._jobs) == 1
-        output, kept = run_first(layer, call, args, kwargs, self._caught, may_draw=may_draw)
+        output, kept = run_first(
+            layer, call, args, kwargs, self._caught, may_draw=may_draw, reentrant=layer in self._reentrant
+        )
         job.calls.append(kept)
         self.kept_bytes += kept.given.nbytes
         if number == len(self._layers) - 1:

@@ -119,7 +119,14 @@ class Autocast:
 
 
 def run_first(
-    module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, caught: Caught, *, may_draw: bool
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    caught: Caught,
+    *,
+    may_draw: bool,
+    reentrant: bool,
 ) -> tuple[Any, LayerCall]:
     """Runs a layer for one micro-batch, with gradients, of which nothing is kept.
 
@@ -130,6 +137,7 @@ def run_first(
         kwargs: its named ones.
         caught: what hooks catch meanwhile.
         may_draw: whether it may draw random numbers.
+        reentrant: in plain accumulation a re-entrant checkpoint runs it, with which what is caught has no gradient.
 
     Returns:
         what the layer returns, as leaves; and the call.
@@ -167,7 +175,9 @@ def run_first(
         return _leaf(value, trains and value.is_floating_point())
 
     output = tree_map(leaf, output)
-    kept.leaves = _tensors((output, caught.since(counts, leaf)))
+    outputs = _tensors(output)
+    trains = trains and not reentrant
+    kept.leaves = [*outputs, *_tensors(caught.since(counts, leaf))]
     return output, kept
 
 

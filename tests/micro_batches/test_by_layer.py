@@ -177,6 +177,7 @@ def test_models_have_the_bits_of_plain_accumulation(name: str, count: int) -> No
         {"lora": True},
         {"checkpointing": True},
         {"lora": True, "checkpointing": True, "autocast": True},
+        {"checkpointing": "re-entrant", "autocast": True},
         {"autocast": True},
         {"frozen": 12},
     ],
