@@ -179,7 +179,10 @@ class Seen:
         for module in engine.model.modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(lambda m, _: self._look(engine, m))
-                module.register_full_backward_pre_hook(lambda m, *_: self._look(engine, m))
+                module.register_forward_hook(lambda m, _, output: self._look_in_backward(engine, m, output))
+
+    def _look_in_backward(self, engine: Engine, module: nn.Module, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: self._look(engine, module))
 
     def _look(self, engine: Engine, module: nn.Module) -> None:
         for param in module.parameters():
@@ -303,7 +306,6 @@ STOPS: dict[str, Callable[[Any, Engine, PagedOptimizer], object]] = {
     "data": lambda model, engine, optimizer: model[3].weight.data,
     "state_dict": lambda model, engine, optimizer: model.state_dict(),
     "optimizer": lambda model, engine, optimizer: optimizer.state_dict(),
-    "gathered": lambda model, engine, optimizer: gathered(model).__enter__(),
     "settle": lambda model, engine, optimizer: engine.settle(),
     "check": lambda model, engine, optimizer: engine.check_integrity(),
 }
@@ -315,9 +317,7 @@ def _evaluated(model: nn.Module) -> torch.Tensor:
         return result
 
 
-@pytest.mark.parametrize(
-    "stop", [s for n, s in STOPS.items() if n != "gathered"], ids=[n for n in STOPS if n != "gathered"]
-)
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
 def test_whoever_looks_sees_all_steps(stop: Callable[[Any, Engine, PagedOptimizer], object], tmp_path: Path) -> None:
     with lazily(), lagging(tmp_path, 4, spare=32 << 10) as (model, engine, optimizer):
         for number in range(4):
