@@ -194,7 +194,7 @@ def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_pat
         (["--use_ptm", "--ptm-disc=/x"], "unknown flag --ptm-disc; did you mean --ptm_disk?"),
         (["--ptm_host_memory", "4GB"], "--ptm_host_memory does nothing without --use_ptm; add --use_ptm."),
         (["--use_ptm", "--ptm_host_memory", "lots"], "host_memory: "),
-        (["--use_ptm", "--ptm_update", "lock_free"], "update: got 'lock_free', which it cannot be; write"),
+        (["--use_ptm", "--ptm_update", "lock_less"], "update: got 'lock_less', which it cannot be; write"),
         (["--use_ptm", "--ptm_shard", "half"], "shard: got 'half', which it cannot be; write"),
         (["--use_ptm", "--ptm_shard", "full", "--ptm_token_slices", "4"], "(full) cannot do what token_slices"),
         (["--use_ptm", "--ptm_disk_limit", "4GB"], "is a limit without a disk; set disk as well."),
