@@ -91,7 +91,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print("# The loss of lock-free updating\n")
     print(facts(f"python tests/benchmarks/{Path(__file__).name} FOLDER --steps {asked.steps} --seeds {asked.seeds}"))
-    print(f"\n{asked.steps} steps of {ROWS} x {LENGTH} bytes, AdamW, at most {asked.lr:g}, clipped; loss of held-out text.\n")
+    print(f"\n{asked.steps} steps of {ROWS} x {LENGTH} bytes, AdamW, at most {asked.lr:g}, clipped;", end=" ")
+    print("loss of held-out text.\n")
     print("| max_staleness | mean loss | to exact | each seed | steps in one update |\n| --- | --- | --- | --- | --- |")
     exact = 0.0
     for staleness in (None, 1, 2, 4, 8):
@@ -100,7 +101,8 @@ def main() -> None:
         exact = exact or mean
         name = "exact" if staleness is None else staleness
         each = ", ".join(f"{loss:.3f}" for loss, _ in found)
-        print(f"| {name} | {mean:.4f} | {mean / exact - 1:+.2%} | {each} | up to {max(m for _, m in found)} |", flush=True)
+        most = max(count for _, count in found)
+        print(f"| {name} | {mean:.4f} | {mean / exact - 1:+.2%} | {each} | up to {most} |", flush=True)
 
 
 if __name__ == "__main__":
