@@ -288,10 +288,17 @@ class Ranks:
         held: tuple[StorageWeakRef, int] | None,
     ) -> Collectives:
         """Starts a collective from the second tensor of each pair to the first: one launch for all of them on a GPU."""
-        with named(self.rank, what), _coalescing_manager(group=group, async_ops=True) as manager:
-            for target, source in pairs:
-                collective(target, source, group=group)
-        return Collectives(manager.works, self.rank, what, self.stats, held)
+        with named(self.rank, what):
+            if collective is _all_gather and self.device.type == "cpu":
+                # Gloo's threads assign the name of the work that has ended to one string, without a lock (torch 2.11 to
+                # 2.13, `ProcessGroupGloo::runLoop`). That of coalesced gathers is long enough to be freed twice.
+                works = [collective(target, source, group=group, async_op=True) for target, source in pairs]
+            else:
+                with _coalescing_manager(group=group, async_ops=True) as manager:
+                    for target, source in pairs:
+                        collective(target, source, group=group)
+                works = manager.works
+        return Collectives(works, self.rank, what, self.stats, held)
 
     def gather(self, name: str, whole: torch.Tensor, cut: Cut) -> None:
         """Gathers one tensor in place, and waits for it.

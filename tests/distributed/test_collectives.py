@@ -1,9 +1,11 @@
-"""What is waited for at the end of a collective."""
+"""What collectives are made of over gloo, and what is waited for at their end."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.distributed.ranks import Collectives, ShardStats
 from ptm_accel.errors import UnsupportedError
+from tests.prepared import run_ranks
 
 
 class Work:
@@ -97,3 +100,9 @@ def test_a_view_of_somebody_else_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
     collectives.order()
     assert collectives.done()
     assert view.numel() == 61
+
+
+def test_gathers_over_gloo_are_single_works(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = run_ranks(Path(__file__).with_name("gathers_child.py"), count=2, cwd=tmp_path, env=environment)
+    assert [run.out for run in runs] == ["2400 gathered\n"] * 2, "\n".join(run.err[-2000:] for run in runs)
