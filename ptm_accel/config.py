@@ -52,8 +52,6 @@ EXACT = "exact"
 BLOCKING = "blocking"
 LOCK_FREE = "lock_free"
 UPDATE_MODES = (EXACT, BLOCKING, LOCK_FREE)
-MAX_STALENESS = 1
-"""Default `max_staleness`."""
 MASTER_WEIGHTS = ("fp32", "none")
 FULL = "full"
 SHARD_MODES = (AUTO, FULL, "none")
@@ -95,7 +93,7 @@ class PTMConfig:
             layer before the next one, to the bits of `"one_by_one"`. `"by_layer_inexact"` also where these differ by
             rounding (tied embeddings) or by draws (dropout).
         max_staleness: with `update="lock_free"`, the most steps that a parameter lacks in a forward; 0 gives the
-            numbers of `"exact"`. Default: 1.
+            numbers of `"exact"`. To be set then.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -165,6 +163,11 @@ class PTMConfig:
             if self.shard == FULL or self.micro_batches != ONE_BY_ONE:
                 other = "shard: full" if self.shard == FULL else f"micro_batches: {self.micro_batches}"
                 raise ConfigError(f"update: lock_free cannot stand beside {other}; leave one out.")
+            if self.max_staleness is None:
+                raise ConfigError(
+                    "max_staleness: with update: lock_free, set how many steps a parameter may lack, such as 1; 0 "
+                    "gives the numbers of exact."
+                )
 
     def _refuse_beside(self, what: str, *others: str) -> None:
         """Refuses options that cannot be set beside another, which `what` names first."""
@@ -347,9 +350,7 @@ def resolve(
 
 def staleness(config: PTMConfig) -> int | None:
     """Returns the most steps that a parameter lacks, where updates are lock-free; None where they are not."""
-    if config.update != LOCK_FREE:
-        return None
-    return MAX_STALENESS if config.max_staleness is None else int(config.max_staleness)
+    return None if config.max_staleness is None else int(config.max_staleness)
 
 
 def check_kind(config: object) -> None:

@@ -27,7 +27,7 @@ def test_micro_batches_are_told() -> None:
 
 
 def test_lock_free_updating_is_told() -> None:
-    for staleness in (None, 0, 3):
+    for staleness in (0, 3):
         read = from_environment(to_environment(PTMConfig(update="lock_free", max_staleness=staleness)))
         assert read is not None
         assert (read.update, read.max_staleness) == ("lock_free", staleness)

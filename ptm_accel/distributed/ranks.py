@@ -148,7 +148,7 @@ class Collectives:
         until = begin + _LETS_GO_S
         while self._is_held() and time.perf_counter() < until:
             time.sleep(1e-5)
-        # Whoever has it still is none of gloo's threads.
+        # Gloo's threads have let go of it: what is left are views of others.
         self._held = None
         self._stats.waited_s += time.perf_counter() - begin
         if self._error is not None:

@@ -66,7 +66,7 @@ class Buffer:
 
 
 class ComputeTier(Protocol):
-    """Tier where kernels run: hands out contiguous buffers. Charging them is the caller's business."""
+    """Tier where kernels run: hands out contiguous buffers. The caller charges them."""
 
     tier: Tier
     device: torch.device

@@ -279,7 +279,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def states_of(layers: Sequence[nn.Module]) -> list[Any]:
     """Returns what may be changed around a forward for the whole process: modes, adapters, backends."""
     names = ("training", "_disable_adapters", "_active_adapter", "merged_adapters")
-    modules = [str([getattr(m, name, None) for name in names]) for layer in layers for m in layer.modules()]
+    # What PEFT has not changed is of the class. Lists are changed in place.
+    modules = [str([known.get(name) for name in names]) for layer in layers for known in map(vars, layer.modules())]
     trained = [param.requires_grad for layer in layers for param in layer.parameters()]
     cuda = torch.backends.cuda
     backends = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]

@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,27 +24,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from machine_facts import facts, ratio_line
+from slow_disk import slow_down
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.memory.scratch import ScratchFile
 from ptm_accel.optim.lock_free import LockFreeUpdates
 
 WARM_UP = 3
-
-
-def slow_down(rate: float) -> None:
-    """Has the disk move so many megabytes a second at most, reads and writes in turns."""
-    stock, lock = ScratchFile._move_all, threading.Lock()
-
-    def move(self: Any, direction: Any, address: int, offset: int, nbytes: int) -> None:
-        with lock:
-            until = time.perf_counter() + nbytes / rate / 1e6
-            stock(self, direction, address, offset, nbytes)
-            time.sleep(max(until - time.perf_counter(), 0.0))
-
-    ScratchFile._move_all = move  # type: ignore[method-assign]
 
 
 def text() -> torch.Tensor:

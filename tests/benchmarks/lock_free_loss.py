@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import sysconfig
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from lock_free import text
 from machine_facts import facts
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
@@ -29,12 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.lazy_updates import lazily
 
 LENGTH, ROWS, HELD_OUT = 128, 16, 64
-
-
-def text() -> torch.Tensor:
-    """Bytes of the standard library, in the order of names."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
 def batch(tokens: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:

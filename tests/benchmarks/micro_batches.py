@@ -27,28 +27,15 @@ import torch
 from machine_facts import facts, ratio_line
 from peft import LoraConfig, get_peft_model
 from ptm_accel.integrations.transformers.by_layer import CaughtOutputs, layers_of
+from slow_disk import slow_down
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
-from ptm_accel.memory.scratch import ScratchFile
 from ptm_accel.micro_batches.by_layer import ByLayer
 
 VOCABULARY = 2048
 ONE_BY_ONE, BY_LAYER, IN_BACKWARD = "one by one", "by layer", "by layer, updates in backward"
-
-
-def slow_down(rate: float) -> None:
-    """Has the disk move so many megabytes a second at most, reads and writes in turns."""
-    stock, lock = ScratchFile._move_all, threading.Lock()
-
-    def move(self: Any, direction: Any, address: int, offset: int, nbytes: int) -> None:
-        with lock:
-            until = time.perf_counter() + nbytes / rate / 1e6
-            stock(self, direction, address, offset, nbytes)
-            time.sleep(max(until - time.perf_counter(), 0.0))
-
-    ScratchFile._move_all = move  # type: ignore[method-assign]
 
 
 def run(asked: argparse.Namespace) -> None:

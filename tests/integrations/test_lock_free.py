@@ -105,4 +105,4 @@ def test_a_gradient_scaler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(Accelerator, "__init__", with_scaler)
     with pytest.raises(UnsupportedError, match="lock_free cannot be used with mixed precision fp16"):
-        PTMAccelerator(cpu=True, ptm_config=options(tmp_path, update="lock_free"))
+        PTMAccelerator(cpu=True, ptm_config=options(tmp_path, update="lock_free", max_staleness=1))

@@ -529,7 +529,7 @@ def test_another_optimizer_takes_the_place_of_one_with_waiting_steps(tmp_path: P
 
 
 def test_the_figure_that_is_named_suffices(tmp_path: Path) -> None:
-    options = {"update": "lock_free"}
+    options = {"update": "lock_free", "max_staleness": 1}
     floor, _ = needs(net(), tmp_path, "host+disk", optimizer=adamw, **options)
     least, _ = needs(net(), tmp_path, "host+disk", optimizer=adamw)
     model = net()
@@ -555,6 +555,7 @@ def test_the_figure_that_is_named_suffices(tmp_path: Path) -> None:
             "update: lock_free cannot stand beside micro_batches: by_layer; leave one out.",
         ),
         ({"shard": "full"}, "update: lock_free cannot stand beside shard: full; leave one out."),
+        ({}, "max_staleness: with update: lock_free, set how many steps a parameter may lack, such as 1; 0 gives"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
@@ -566,7 +567,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
 def test_what_is_refused_with_an_optimizer(tmp_path: Path) -> None:
     def bound(kind: str, make: Make, dtype: torch.dtype = torch.float32) -> None:
         model = net(dtype)
-        with on_pages(model, kind, 64 << 20, tmp_path, update="lock_free") as engine:
+        with on_pages(model, kind, 64 << 20, tmp_path, update="lock_free", max_staleness=1) as engine:
             try:
                 engine.bind_optimizer(make(model))
             finally:
@@ -588,7 +589,7 @@ def test_what_is_refused_with_an_optimizer(tmp_path: Path) -> None:
 
 def test_without_a_disk_or_in_several_processes_it_is_refused(tmp_path: Path) -> None:
     model = net()
-    engine = Engine.attach(model, PTMConfig(page_size=4096, host_memory="64MiB", update="lock_free"))
+    engine = Engine.attach(model, PTMConfig(page_size=4096, host_memory="64MiB", update="lock_free", max_staleness=1))
     with pytest.raises(ConfigError, match="update: lock_free keeps optimizer state on a disk, and there is none"):
         engine.bind_optimizer(adamw(model))
     with pytest.raises(UnsupportedError, match="update: lock_free cannot keep several processes alike"):
