@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import ptm_accel
 from ptm_accel import __main__, cli, config, outlook
 from ptm_accel.checkpoint.training_state import save_optimizer_state
+from ptm_accel.commands import configuring, environment, launching
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import from_environment
@@ -38,7 +39,7 @@ def test_env_tells_what_a_report_needs() -> None:
     assert told["torch"] == torch.__version__
     assert re.fullmatch(r"[\d.]+ GiB \((cgroup v[12] limit|physical memory)\)", told["host memory"])
     assert all(name in shown.output for name in told)
-    assert cli.environment_report().keys() == told.keys()
+    assert environment.environment_report().keys() == told.keys()
 
 
 def test_the_version_is_told() -> None:
@@ -62,7 +63,7 @@ def test_a_batch_of_nothing_is_refused(option: str, number: str) -> None:
 
 
 def test_a_package_that_is_not_there() -> None:
-    assert cli._version("no-such-package") == "not installed"
+    assert environment._version("no-such-package") == "not installed"
 
 
 def test_the_questionnaire_writes_the_section(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_the_questionnaire_writes_the_section(tmp_path: Path) -> None:
 def test_what_the_file_says_already_stays(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nptm_config: {host_memory: 1GB}\n")
-    cli.write_section(file, {"update": "exact"})
+    configuring.write_section(file, {"update": "exact"})
     assert yaml.safe_load(file.read_text()) == {
         "distributed_type": "MULTI_GPU",
         "num_processes": 4,
@@ -102,7 +103,7 @@ def test_another_file_is_left_alone(text: str, message: str, tmp_path: Path) -> 
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        cli.write_section(file, {})
+        configuring.write_section(file, {})
     assert file.read_text() == text
 
 
@@ -197,9 +198,9 @@ def test_a_script_that_fails_ends_launch_with_its_status(code: str, status: int,
 
 
 def test_the_status_is_the_one_that_a_shell_would_tell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._status(7) == 7
+    assert launching._status(7) == 7
     assert capsys.readouterr().err == ""
-    assert cli._status(-15) == 143
+    assert launching._status(-15) == 143
     assert capsys.readouterr().err == "ptm-accel launch: the script was ended by SIGTERM.\n"
 
 

@@ -1,0 +1,1 @@
+"""The commands of `ptm-accel`, each a function that typer reads."""

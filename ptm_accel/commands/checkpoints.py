@@ -1,0 +1,51 @@
+"""`ptm-accel export` and `ptm-accel check`."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ptm_accel.errors import CheckpointError
+from ptm_accel.units import format_bytes
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
+    output: Annotated[Path | None, typer.Option(help="By default optimizer.pt in the checkpoint.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that was saved after the checkpoint.")] = False,
+) -> None:
+    """Writes a checkpoint's optimizer state as runs without ptm_accel read it (for an Accelerator: optimizer.bin)."""
+    from ptm_accel.checkpoint.plain_state import write_plain_state
+
+    file = checkpoint / "optimizer.pt" if output is None else output
+    write_plain_state(checkpoint, file, replace_newer=force)
+    typer.echo(f"{file}: {format_bytes(file.stat().st_size)}")
+
+
+def check(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
+) -> None:
+    """Compares the files of a checkpoint with what was saved; exit status 2 and the file's name if one is damaged."""
+    from ptm_accel.checkpoint.index import INDEX_NAME
+    from ptm_accel.checkpoint.manifest import MANIFEST_NAME, check_manifest
+    from ptm_accel.checkpoint.training_state import check_optimizer_state
+
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"no such directory: {checkpoint}. Give the path of a checkpoint.")
+    begin = time.perf_counter()
+    sums = check_manifest(checkpoint)
+    took_s = time.perf_counter() - begin
+    for index in sorted(checkpoint.rglob(INDEX_NAME)):
+        check_optimizer_state(index.parent)
+    if (checkpoint / "trainer_state.json").is_file():
+        import_module("ptm_accel.integrations.transformers.resuming").check_checkpoint(checkpoint, hashes=False)
+    if sums is None:
+        typer.echo(f"{checkpoint}: can be read. It has no {MANIFEST_NAME} that tells what was saved.")
+        return
+    nbytes = sum(each.nbytes for each in sums.values())
+    rate = format_bytes(int(nbytes / took_s))
+    typer.echo(f"{checkpoint}: {len(sums)} files, {format_bytes(nbytes)}, are what was saved ({rate}/s)")

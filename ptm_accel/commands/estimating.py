@@ -1,0 +1,119 @@
+"""`ptm-accel estimate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ptm_accel.commands.showing import dtype_of, show
+from ptm_accel.config import DEFAULT_PAGE_SIZE, PTMConfig
+from ptm_accel.units import format_bytes
+
+if TYPE_CHECKING:
+    from ptm_accel.estimate import Estimate
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
+    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Rows of a batch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
+    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer.")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
+    master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
+    page_size: Annotated[
+        str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
+    ] = DEFAULT_PAGE_SIZE,
+    processes: Annotated[int, typer.Option(min=1, help="Of several processes with shard: full, what each needs.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Tells what training a model with AdamW needs: memory, disk, and the least that it can do with."""
+    import torch
+
+    from ptm_accel.estimate import estimate as work_out
+
+    options = PTMConfig(master_weights=master_weights, page_size=page_size)
+    host = import_module("ptm_accel.integrations.transformers.estimating")
+    meta = host.meta_model(model, dtype_of(dtype), checkpointing=checkpointing)
+    masters = options.master_weights is not None
+    needs = partial(work_out, meta, master_weights=masters, page_size=options.page_size, processes=processes)
+    batch: Any = host.text_batch(meta, batch_size, length)
+    found, unknown = needs(), None
+    own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
+    if batch is None:
+        kind = f"{type(meta).__name__} takes {meta.main_input_name}"
+        unknown = f"What a batch holds is worked out for text only, and {kind}: {own}"
+    else:
+        try:
+            found = needs(batch, autocast_dtype=torch.bfloat16 if bf16 else None)
+        except Exception as error:  # whatever a model raises that wants another batch, or cannot be traced
+            reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
+            unknown = f"{type(meta).__name__} does not take the batch of text that was made up ({reason}): {own}"
+    borders = host.kept_by_layer(meta, batch_size, length) if processes == 1 else None
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "border_bytes": borders, "unknown": unknown}, indent=1))
+        return
+    _show_estimate(found, f"{batch_size} x {length}", borders, unknown)
+
+
+def _show_estimate(found: Estimate, batch: str, borders: int | None, unknown: str | None) -> None:
+    held = "not known beforehand" if found.pass_bytes is None else format_bytes(found.pass_bytes)
+    several = found.processes > 1
+    rows = {
+        "parameters": f"{found.parameters / 1e6:,.1f}M, of which {found.trainable / 1e6:,.1f}M train",
+        **(_states_of_one(found) if several else {"their states": format_bytes(found.states_bytes)}),
+        "all in memory": f"host_memory of {format_bytes(found.whole_bytes)}",
+        "the least": f"host_memory of {format_bytes(found.least_bytes)}, and {format_bytes(found.below_bytes)} of disk",
+        "what makes it the least": found.reason,
+        **(_beside_ranges(found) if several else {}),
+        f"beside it, a batch of {batch}": held,
+        **kept_by_layer(borders),
+    }
+    show(rows)
+    typer.echo("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
+    if unknown is not None:
+        typer.echo(unknown)
+
+
+def kept_by_layer(borders: int | None, together: int | None = None) -> dict[str, str]:
+    """What micro-batches keep that run layer by layer.
+
+    Args:
+        borders: bytes of one; None for a model that cannot be run so.
+        together: how many fit a device; None without one.
+    """
+    fits = "" if together is None else f"; at most {together} fit device_memory together"
+    row = f"{format_bytes(borders or 0)} for each micro-batch of a step{fits}"
+    return {} if borders is None else {"kept with micro_batches: by_layer": row}
+
+
+def _states_of_one(found: Estimate) -> dict[str, str]:
+    """What the first of several processes keeps, whose ranges are the largest; all other figures are its too."""
+    kept = found.kept
+    parts = {
+        "parameters": kept.parameters_bytes,
+        "masters": kept.masters_bytes,
+        "optimizer state": kept.optimizer_bytes,
+        "gradients": kept.gradients_bytes,
+    }
+    return {
+        f"each of {found.processes} processes": "with shard: full; below, the one that has most",
+        "its states": format_bytes(found.states_bytes),
+        "of these": ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes),
+    }
+
+
+def _beside_ranges(found: Estimate) -> dict[str, str]:
+    """What processes need because layers are sharded over them, and what they need together."""
+    count = found.processes
+    memory, disk = format_bytes(count * found.least_bytes), format_bytes(count * found.below_bytes)
+    return {
+        "of the least, for whole layers": f"{format_bytes(found.gathered_bytes)}, beside those in use",
+        f"{count} on one machine": f"at least {memory} of memory, and {disk} of disk",
+        "over the network": f"{format_bytes(found.network_bytes)} to each process in a micro-batch",
+    }
