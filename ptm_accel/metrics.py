@@ -11,6 +11,7 @@ from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tier
 from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.timeline import Span
+from ptm_accel.optim.staleness import Staleness
 from ptm_accel.schedule.bound import Resource, StepCost, lower_bound
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.units import format_bytes
@@ -56,6 +57,7 @@ class Metrics:
         rates: of the link between the compute tier and its backing store, where they are known.
         disk_rates: of the disk below host memory that is the backing store of a device, where they are known.
         shards: what ranks have gathered and reduced, where the model is sharded over them.
+        staleness: how many steps parameters lack, where updates are lock-free.
     """
 
     def __init__(self, memory: Memory, tally: Tally | None = None) -> None:
@@ -64,6 +66,8 @@ class Metrics:
         self.rates: LinkRates | None = None
         self.disk_rates: LinkRates | None = None
         self.shards: ShardStats | None = None
+        self.staleness: Staleness | None = None
+        self._logged_staleness = (0, 0)
         self.steps = 0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
@@ -151,6 +155,9 @@ class Metrics:
         keys["ptm_stall_s"] = round((now.stall_s - before.stall_s) / steps, 4)
         if self.shards is not None:
             keys["ptm_network_s"] = round((now.network_s - before.network_s) / steps, 4)
+        if (staleness := self.staleness) is not None:
+            keys["ptm_staleness"] = round(staleness.mean_since(*self._logged_staleness), 2)
+            self._logged_staleness = staleness.lacking, staleness.reads
         bound = self._bound(before, now)
         if bound is not None:
             keys["ptm_bound_s"] = round(bound[0], 4)
@@ -242,8 +249,14 @@ class Metrics:
                 f"{format_bytes(now.reduced_bytes // steps)}, waited {now.network_s / steps:.3f} s for ranks a step"
                 f"{self._hidden(now)}"
             )
+        lagging = ""
+        if (staleness := self.staleness) is not None:
+            lagging = (
+                f"; parameters lacked {staleness.mean_since(0, 0):.2f} steps in a forward, {staleness.most} at most; "
+                f"waited {staleness.waited_s / steps:.3f} s for updates a step"
+            )
         times = self.times()
         return (
             f"{now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults and {now.hits / steps:.1f} hits a "
-            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}{network}{'; ' + times if times else ''}"
+            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}{network}{lagging}{'; ' + times if times else ''}"
         )

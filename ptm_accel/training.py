@@ -296,6 +296,7 @@ class Training:
             max_staleness=max_staleness,
         )
         self.optimizer.ended = weakly(self._step_ended, None)
+        self._pages.metrics.staleness = self.optimizer.updates.staleness
         return self.optimizer
 
     def _floor(self, optimizer: torch.optim.Optimizer, memory: OptimizerMemory) -> Floor:

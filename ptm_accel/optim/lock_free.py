@@ -29,6 +29,7 @@ from ptm_accel.model.addresses import Members
 from ptm_accel.optim.host_updates import twin_of
 from ptm_accel.optim.hyperparameters import kept_hyperparameters
 from ptm_accel.optim.lock_free_needs import desk_bytes, waiting_bytes
+from ptm_accel.optim.staleness import Staleness
 from ptm_accel.optim.sweeps import Desk, Sweeps, WaitingGroup, state_of
 from ptm_accel.optim.units import Entry, ParamState, Work
 from ptm_accel.optim.update_queue import plainly
@@ -62,7 +63,7 @@ class LockFreeUpdates(Updates):
         self._state: dict[Block, WaitingGroup] = {}
         self._withheld: dict[Block, Members] = {}
         self._working = False
-        self._waited_s = 0.0
+        self.staleness: Staleness = Staleness()
         for state in self._states:
             if state.slot.group.movable and state.slot.param.requires_grad:
                 self._group_of(state)
@@ -133,10 +134,13 @@ class LockFreeUpdates(Updates):
         handed = [(index, state, grad.hand_over()) for index, state, grad in later]
         try:
             with self._at_work():
+                number = self.steps + 1
+                # Before the step joins those that wait: with at most one, each is applied by itself.
+                self._wait(number - max(self._max_staleness, 1))
                 self._hand_over(handed, groups, scale)
+                self._wait(number - self._max_staleness)
                 self._adopt()
-                self._wait(self.steps + 1 - self._max_staleness)
-                self._adopt()
+                self._count_lacking(number)
         except BaseException:
             if self.lost is None:
                 self._lose(self.steps + 1, len(handed))
@@ -219,15 +223,17 @@ class LockFreeUpdates(Updates):
     def _adopt(self) -> None:
         """Writes what has been published into the pages."""
         for block, group in self._values.items():
-            if group.adopted == group.version:
-                continue
+            with self._sweeps.changed:
+                group.lacks = group.first
+                if group.adopted == group.version:
+                    continue
             occupied = block.place is Place.AWAY
             if occupied:
                 self._pool.occupy(block)
             try:
                 with self._executor.pin(block, write=True) as values, self._sweeps.changed:
                     values.view(-1).copy_(group.published)
-                    group.adopted = group.version
+                    group.adopted, group.lacks = group.version, group.first
             except BaseException:
                 if occupied:
                     self._pool.vacate(block)
@@ -236,13 +242,18 @@ class LockFreeUpdates(Updates):
                 for slot in block.occupant.slots:
                     slot.generation += 1
 
+    def _count_lacking(self, number: int) -> None:
+        """Notes how many of the steps up to `number` each block lacks in the next forward."""
+        for group in self._values.values():
+            self.staleness.note(0 if group.lacks is None else number + 1 - group.lacks)
+
     def _wait(self, step: int | None) -> None:
         """Waits until all steps up to `step` are published, or all that there are."""
         sweeps, begin = self._sweeps, time.perf_counter()
         with self._pool.traffic.stalled(), sweeps.changed:
             while sweeps.error is None and not sweeps.reached(step):
                 sweeps.changed.wait()
-        self._waited_s += time.perf_counter() - begin
+        self.staleness.waited_s += time.perf_counter() - begin
         if sweeps.error is not None:
             self._fail(sweeps.error)
 
@@ -315,16 +326,6 @@ class LockFreeUpdates(Updates):
         for each in held:
             if each.live:
                 each.release()
-        if sweeps.count:
-            logger.info(
-                "lock-free updating: %d updates of a group of parameters over %d steps, at most %d steps in one; the "
-                "training thread waited %.1f s for them",
-                sweeps.count,
-                self.steps,
-                sweeps.most,
-                self._waited_s,
-            )
-            sweeps.count = 0
 
     # ---- as pending updates --------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class WaitingGroup:
         grows: the step's gradients are being added, and are taken together.
         version: counts what was published.
         adopted: the version that the block has.
+        lacks: the first step that this version lacks; None if it lacks none.
     """
 
     def __init__(self, block: Block, wide: torch.dtype, held: Reservation) -> None:
@@ -61,6 +62,7 @@ class WaitingGroup:
         self.under_way: int | None = None
         self.grows = False
         self.taken = self.version = self.adopted = 0
+        self.lacks: int | None = None
 
     @property
     def can_be_taken(self) -> bool:

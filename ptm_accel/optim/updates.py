@@ -30,6 +30,7 @@ from ptm_accel.optim.batches import Batches
 from ptm_accel.optim.compute_updates import ComputeUpdates
 from ptm_accel.optim.hyperparameters import kept_hyperparameters, still_hold
 from ptm_accel.optim.on_host import OnHost
+from ptm_accel.optim.staleness import Staleness
 from ptm_accel.optim.states import States
 from ptm_accel.optim.units import Entry, ParamState, Work
 from ptm_accel.optim.update_queue import UpdateQueue
@@ -54,9 +55,11 @@ class Updates:
         steps: how many have been made.
         lost: what of an update that has failed since the state was loaded last; None if there is nothing.
         may_be_plain: whether a step may be the wrapped optimizer's own while everything fits.
+        staleness: how many steps parameters lack in forwards; None where they lack none.
     """
 
     may_be_plain = True
+    staleness: Staleness | None = None
 
     def __init__(self, compute: ComputeUpdates, on_host: OnHost, states: States, run_ahead: RunAhead) -> None:
         self.queue: UpdateQueue | None = None

@@ -62,7 +62,7 @@ def run(asked: argparse.Namespace) -> None:
     for step in range(asked.steps + WARM_UP):
         if step == WARM_UP:
             before, begun = engine.metrics._totals(), time.perf_counter()
-            waited = optimizer.updates._waited_s if isinstance(optimizer.updates, LockFreeUpdates) else 0.0
+            waited = optimizer.updates.staleness.waited_s if isinstance(optimizer.updates, LockFreeUpdates) else 0.0
         starts = torch.randint(0, len(tokens) - asked.length, (asked.rows,), generator=generator)
         ids = torch.stack([tokens[start : start + asked.length] for start in starts]).long()
         begin = time.perf_counter()
@@ -77,7 +77,7 @@ def run(asked: argparse.Namespace) -> None:
     after = engine.metrics._totals()
     updates = optimizer.updates
     if isinstance(updates, LockFreeUpdates):
-        waited = updates._waited_s - waited
+        waited = updates.staleness.waited_s - waited
         most, count = updates._sweeps.most, updates._sweeps.count
     else:
         waited, most, count = after.stall_s - before.stall_s, 1, 0

@@ -72,7 +72,18 @@ def same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> bool:
 
 def digest(model: torch.nn.Module) -> dict[str, str]:
     """A digest of each weight, for comparing across processes."""
+    return digest_of(model.state_dict())
+
+
+def state_digest(optimizer: dict[str, Any]) -> dict[str, str]:
+    """A digest of each tensor of an optimizer's `state_dict()`."""
+    parts = ((index, name, value) for index, parts in optimizer["state"].items() for name, value in parts.items())
+    return digest_of({f"{index}.{name}": value for index, name, value in parts})
+
+
+def digest_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """A digest of each tensor."""
     return {
-        name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, value in model.state_dict().items()
+        name: hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in tensors.items()
     }

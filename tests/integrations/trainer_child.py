@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,24 @@ class Killed(Trainer):
 
     kill_at: int | None = None
     kill_in_step: int | None = None
+    kill_after_s: float | None = None
+    digests: Path | None = None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
         if self.state.global_step == self.kill_in_step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self.kill_after_s is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Timer(self.kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return loss
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        if self.digests is not None:
+            state = tiny.state_digest(engine_of(self.model).optimizer.state_dict())
+            found = self.digests / f"new-{self.state.global_step}"
+            found.write_text(json.dumps([tiny.digest(self.model), state]), encoding="utf-8")
+            found.rename(self.digests / f"checkpoint-{self.state.global_step}")
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.state.global_step == self.kill_at:
@@ -43,13 +56,19 @@ def main(job: dict[str, Any]) -> None:
     trainer = Killed(
         model=tiny.model(**job["sizes"]),
         args=tiny.arguments(
-            folder, max_steps=STEPS, save_strategy="steps", save_steps=job.get("save_steps", 100), **job["changes"]
+            folder,
+            max_steps=job.get("steps", STEPS),
+            save_strategy="steps",
+            save_steps=job.get("save_steps", 100),
+            **job["changes"],
         ),
         train_dataset=tiny.data(),
         ptm_config=job["options"],
     )
     trainer.kill_at = job.get("kill_at")
     trainer.kill_in_step = job.get("kill_in_step")
+    trainer.kill_after_s = job.get("kill_after_s")
+    trainer.digests = Path(job["digests"]) if "digests" in job else None
     trainer.train(resume_from_checkpoint=job.get("resume", False))
     engine_of(trainer.model).check_integrity()
     result = {"history": tiny.history(trainer), "weights": tiny.digest(trainer.model)}

@@ -226,6 +226,43 @@ def test_a_forward_lacks_no_more_steps_than_it_may(tmp_path: Path) -> None:
     assert max(lacked) == 2
 
 
+def test_with_one_step_of_staleness_each_is_applied_by_itself_a_step_late(tmp_path: Path) -> None:
+    """To the bit of a plain loop that applies the gradients of a step after the next backward."""
+    rates = [1e-2 * 0.8**number for number in range(7)]
+
+    def delayed(model: nn.Module) -> None:
+        params, optimizer = list(model.parameters()), adamw(model)
+
+        def apply(gradients: list[torch.Tensor | None], rate: float) -> None:
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+
+        waiting: list[list[torch.Tensor | None]] = []
+        for number in range(len(rates)):
+            backward(model, number)
+            waiting.append([param.grad for param in params])
+            # State is made in the first step, which waits for nothing.
+            if number != 1:
+                apply(waiting.pop(0), rates[max(number - 1, 0)])
+            optimizer.zero_grad()
+        apply(waiting.pop(), rates[-1])
+
+    expected = net()
+    delayed(expected)
+    with lazily(), lagging(tmp_path, 1) as (model, engine, optimizer):
+        for number, rate in enumerate(rates):
+            optimizer.param_groups[0]["lr"] = rate
+            step(model, optimizer, number)
+        assert sweeps_of(optimizer).most == 1
+        assert_same_weights(model, expected)
+        # The first step is exact.
+        assert optimizer.updates.staleness.lacking == optimizer.updates.staleness.reads == 16 * 6
+        assert engine.metrics.since_last()["ptm_staleness"] == 1
+        assert "parameters lacked 1.00 steps in a forward, 1 at most" in engine.metrics.summary()
+
+
 class Linear(nn.Module):
     """Its gradients are its inputs, whatever the weights are."""
 
