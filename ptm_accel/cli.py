@@ -10,6 +10,7 @@ import typer
 from ptm_accel import __version__
 from ptm_accel.commands.checkpoints import check, export
 from ptm_accel.commands.configuring import config
+from ptm_accel.commands.doctor import doctor
 from ptm_accel.commands.environment import env
 from ptm_accel.commands.estimating import estimate
 from ptm_accel.commands.launching import launch
@@ -44,7 +45,7 @@ def _options(
     """Train models that do not fit."""
 
 
-for command in (env, estimate, plan, slices, config, export, check):
+for command in (env, doctor, estimate, plan, slices, config, export, check):
     app.command()(command)
 # All that follows is for accelerate.
 app.command(

@@ -87,7 +87,7 @@ def test_the_options() -> None:
 
 
 def test_the_command_line() -> None:
-    commands = {"check", "config", "env", "estimate", "export", "launch", "plan", "slices"}
+    commands = {"check", "config", "doctor", "env", "estimate", "export", "launch", "plan", "slices"}
     assert set(get_command(cli.app).commands) == commands  # type: ignore[attr-defined]
 
 

@@ -111,7 +111,7 @@ def cache_directory() -> Path | None:
 
 
 class RateCache:
-    """The rates of one machine. Nothing here raises: a file that cannot be used is logged, and not used.
+    """The rates of one machine. A file that cannot be used is logged, and not used; nothing raises.
 
     What could not be measured is None, and not tried again in this process.
 
@@ -146,6 +146,20 @@ class RateCache:
                     found = self._kept(key, count) or self._measured(key, what, measure)
             self._known[key] = found
         return self._known[key]
+
+    def renew(self, key: str, measure: Callable[[], Rates | None]) -> Rates | None:
+        """Some rates, measured now, in place of those that were known; `measure` raises as it likes.
+
+        Args:
+            key: their name.
+            measure: measures them; None where that is not possible, and what was known stays.
+        """
+        with self.alone():
+            found = measure()
+            if found is not None:
+                self._known[key] = found
+                self.add(key, found)
+        return found
 
     def _kept(self, key: str, count: int) -> Rates | None:
         found = self.read().get(key)

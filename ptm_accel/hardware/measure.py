@@ -39,7 +39,8 @@ _BUFFER_BYTES = 32 * MIB
 _LEAST_BUFFER_BYTES = 4 * _BLOCK_BYTES
 _AREA_BYTES = 256 * MIB
 """More measures the same, and takes longer to free where the file system discards blocks."""
-_LEAST_ROOM_BYTES = 64 * MIB
+LEAST_ROOM_BYTES = 64 * MIB
+"""Free space without which no disk is measured."""
 _SLICE_S = 0.02
 _DISK_S = 0.5
 _LEAST_SLICE, _GREATEST_SLICE, _PILOT = 2, 16, 4
@@ -69,7 +70,7 @@ def measure_disk(folder: Path) -> LinkRates | None:
     """
     room, memory = shutil.disk_usage(folder).free, available_bytes()
     for there, least, words, remedy in (
-        (room, _LEAST_ROOM_BYTES, "are free", "free space there, or set disk.paths to a folder with more room"),
+        (room, LEAST_ROOM_BYTES, "are free", "free space there, or set disk.paths to a folder with more room"),
         (memory, 4 * _LEAST_BUFFER_BYTES, "of memory are available", "give the process more memory"),
     ):
         if there < least:

@@ -55,6 +55,39 @@ def device_rates(device: torch.device) -> DeviceRates | None:
     return DeviceRates(*found) if found else None
 
 
+def renew_disk_rates(path: Path) -> LinkRates | None:
+    """Measures the disk that holds a folder now, and keeps that in place of what was known.
+
+    Returns:
+        As `measure_disk`.
+
+    Raises:
+        DiskError, BudgetError, OSError: as `measure_disk`.
+    """
+    found = _this_machine().renew(f"disk {disk_key(path)}", lambda: _measured(path))
+    return LinkRates(*found) if found else None
+
+
+def renew_device_rates(device: torch.device) -> DeviceRates:
+    """Measures a CUDA device now, and keeps that in place of what was known.
+
+    Raises:
+        BudgetError, RuntimeError: as `measure_device`.
+    """
+    key = f"device {torch.cuda.get_device_name(device)}"
+    found = _this_machine().renew(key, lambda: astuple(measure_device(device)))
+    assert found is not None, "the rates of a device are always measured"
+    return DeviceRates(*found)
+
+
+def kept_in() -> Path | None:
+    """The file that keeps the rates for later processes; None where none can be kept, which the log explains."""
+    known = _this_machine()
+    # Tries the folder.
+    with known.alone():
+        return known.path
+
+
 def _disk(path: Path) -> LinkRates | None:
     what = f"the disk path {path}"
     try:
@@ -62,13 +95,13 @@ def _disk(path: Path) -> LinkRates | None:
     except OSError as error:
         warn(what, error)
         return None
-
-    def measure() -> Rates | None:
-        rates = measure_disk(path)
-        return None if rates is None else astuple(rates)
-
-    found = _this_machine().find(f"disk {key}", what, 3, measure)
+    found = _this_machine().find(f"disk {key}", what, 3, lambda: _measured(path))
     return LinkRates(*found) if found else None
+
+
+def _measured(path: Path) -> Rates | None:
+    rates = measure_disk(path)
+    return None if rates is None else astuple(rates)
 
 
 @lru_cache(maxsize=1)

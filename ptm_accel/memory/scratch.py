@@ -19,7 +19,8 @@ from ptm_accel.memory.mapping import MappedRun, anonymous_run, view_at
 from ptm_accel.memory.transfer import ALIGN_BYTES, round_up
 from ptm_accel.units import format_bytes
 
-_IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems that are memory and no disk."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _STALLS_ALLOWED = 3
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -178,7 +179,7 @@ class ScratchFile:
         return DiskError(error.errno, text, str(self.folder))
 
     def _choose_direct(self) -> None:
-        if self._file_system in _IN_MEMORY:
+        if self._file_system in IN_MEMORY:
             self._warn(
                 "which is memory and no disk: what is stored there takes host memory that host_memory does not count; "
                 "set disk.paths to a folder on a disk."

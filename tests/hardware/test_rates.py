@@ -15,7 +15,7 @@ from ptm_accel.errors import BudgetError, DiskError
 from ptm_accel.hardware import measure, rates
 from ptm_accel.hardware.cache import RateCache
 from ptm_accel.hardware.profile import DeviceRates, LinkRates
-from ptm_accel.hardware.rates import device_rates, disk_rates
+from ptm_accel.hardware.rates import device_rates, disk_rates, kept_in, renew_device_rates, renew_disk_rates
 from ptm_accel.optim import update_rate
 from ptm_accel.optim.update_rate import cpu_update_rate
 from ptm_accel.units import MIB
@@ -215,6 +215,32 @@ def test_what_was_measured_is_said(machine: Machine, caplog: pytest.LogCaptureFi
         "measured: device Card X: reads 46.57 GiB/s, writes 44.70 GiB/s, 74.51 GiB/s of both at once.",
         "measured: cpu float32 with 2 threads: 4e+09 updates (AdamW) a second.",
     ]
+
+
+def test_what_is_measured_anew_takes_the_place_of_what_was_known(machine: Machine, tmp_path: Path) -> None:
+    machine.start(tmp_path)
+    assert (disk_rates([ONE]), device_rates(CUDA)) == ([DISK], CARD)
+    machine.disks["one"], machine.card = LINK, DeviceRates(1e9, 2e9, 3e9, 4e9)
+    assert renew_disk_rates(ALSO_ONE) == LINK
+    assert renew_device_rates(CUDA) == machine.card
+    machine.disks["one"] = None
+    assert renew_disk_rates(ONE) is None, "what was known stays"
+    machine.disks["one"] = DiskError(5, "read of it failed", "/one")
+    with pytest.raises(DiskError, match="read of it failed"):
+        renew_disk_rates(ONE)
+    asked = Counter(machine.asked)
+    for _ in range(2):
+        assert (disk_rates([ONE]), device_rates(CUDA)) == ([LINK], machine.card)
+        machine.start(tmp_path)
+    assert machine.asked == asked
+
+
+def test_where_it_is_kept(machine: Machine, tmp_path: Path) -> None:
+    assert machine.start(tmp_path / "cache").path == kept_in()
+    assert machine.start(None).path is kept_in() is None
+    (tmp_path / "file").write_text("")
+    machine.start(tmp_path / "file" / "cache")
+    assert kept_in() is None
 
 
 @pytest.fixture
