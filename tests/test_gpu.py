@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,24 @@ def test_pages_and_activations_share_a_card_that_is_too_small(monkeypatch: pytes
             engine.close()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_card_that_is_full_is_listed(tmp_path: Path) -> None:
+    def too_much(*args: Any) -> None:
+        torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
+
+    entry = ENTRIES["llama"]
+    model = entry.build(0)
+    model.model.layers[1].register_forward_pre_hook(too_much)
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", report_to=[], disable_tqdm=True)
+    trainer = PagedTrainer(
+        model=model, args=arguments, train_dataset=Batches(entry), data_collator=lambda rows: rows[0], ptm_config={}
+    )
+    file = tmp_path / "out_of_memory-0.json"
+    with pytest.raises(torch.OutOfMemoryError, match=f"is listed in {file}"):
+        trainer.train()
+    found = json.loads(file.read_text())
+    assert found["budgets"]["device"]["used_bytes"] > 0
+    assert (
+        sum(segment["total_size"] for segment in found["segments"]) == found["statistics"]["reserved_bytes.all.current"]
+    )

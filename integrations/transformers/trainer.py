@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ptm_accel.config import PseudoToRealConfig, PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import agreed, speak
 from ptm_accel.errors import PagedModelError, UnsupportedError
+from ptm_accel.memory.snapshot import keep_snapshot
 from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator
@@ -229,6 +231,9 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
                 if isinstance(callback, PTMCallback):
                     callback.thaw()
             engine = self._engine if self.model is not None else None
+            if outermost and engine is not None and isinstance(error, torch.OutOfMemoryError):
+                file = Path(self.args.output_dir or ".", f"out_of_memory-{self.args.process_index}.json")
+                keep_snapshot(error, engine.memory.budgets.values(), file)
             if outermost and self._take_back():
                 # The optimizer that was bound is of no use any more; the callbacks must not keep it.
                 vars(self).update(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import logging
 import weakref
 from pathlib import Path
@@ -324,6 +325,27 @@ def test_auto_find_batch_size(tiny: ModuleType, options: dict[str, Any], tmp_pat
     assert runs[1][0] == runs[0][0] <= 2
     assert runs[1][1] == runs[0][1]
     assert tiny.same(runs[1][2], runs[0][2])
+
+
+def test_a_card_that_is_full_is_listed(
+    tiny: ModuleType, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", dict)
+    monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", list)
+    trainer = _build(tiny, Trainer, tmp_path, options)
+    hook = trainer.model.model.layers[2].mlp.register_forward_pre_hook(too_much)
+    file = Path(trainer.args.output_dir) / "out_of_memory-0.json"
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried .* is listed in") as raised:
+        trainer.train()
+    assert str(raised.value).endswith(f" is listed in {file}.")
+    assert json.loads(file.read_text())["budgets"]["host"]["used_by_tag"]["param"] > 0
+    file.unlink()
+    hook.remove()
+    trainer.train()
+    assert not file.exists()
 
 
 class _Looks(TrainerCallback):
