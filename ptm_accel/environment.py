@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -241,8 +242,19 @@ def speak() -> None:
     logger = logging.getLogger("ptm_accel")
     if logger.handlers or logging.getLogger().handlers or logger.level != logging.NOTSET:
         return
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _BesideBars(sys.stderr)
     handler.setFormatter(logging.Formatter("[ptm_accel] %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    # Of several processes the first speaks for all; each warns for itself.
+    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     logger.propagate = False
+
+
+class _BesideBars(logging.StreamHandler[Any]):
+    """Prints above the progress bars of tqdm, which are drawn anew."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        bars = sys.modules.get("tqdm")
+        with bars.tqdm.external_write_mode(file=self.stream) if bars is not None else nullcontext():
+            super().emit(record)

@@ -24,6 +24,8 @@ class Reading:
     """Running totals of training at one moment; differences of two readings describe what lies between."""
 
     steps: int
+    tokens: int
+    steps_s: float
     faults: int
     hits: int
     loaded_bytes: int
@@ -41,7 +43,7 @@ class Reading:
 _DAY_S = 24 * 60 * 60
 _WARM_UP = 3
 """Steps before plans are carried out and memory has been touched; the summary's times leave them out."""
-_MOVES = tuple(field.name for field in fields(Reading) if field.name not in ("steps", "tally"))
+_MOVES = tuple(field.name for field in fields(Reading) if field.name not in ("steps", "tokens", "steps_s", "tally"))
 """The totals that evaluations add to as well; their passes are not in the tally."""
 
 
@@ -54,6 +56,7 @@ class Metrics:
 
     Attributes:
         steps: how many have ended.
+        tokens: of all batches of training so far, where they are text; counted by who has them.
         rates: of the link between the compute tier and its backing store, where they are known.
         disk_rates: of the disk below host memory that is the backing store of a device, where they are known.
         shards: what ranks have gathered and reduced, where the model is sharded over them.
@@ -68,7 +71,8 @@ class Metrics:
         self.shards: ShardStats | None = None
         self.staleness: Staleness | None = None
         self._logged_staleness = (0, 0)
-        self.steps = 0
+        self.steps = self.tokens = 0
+        self._all_steps_s = 0.0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
         # What evaluations have moved, and the totals when the one began that is under way.
@@ -83,6 +87,7 @@ class Metrics:
         now = time.perf_counter()
         if self._ended_s is not None:
             self._steps_s.append(now - self._ended_s)
+            self._all_steps_s += self._steps_s[-1]
         self._ended_s = now
         self.steps += 1
         if self.steps == _WARM_UP:
@@ -120,6 +125,8 @@ class Metrics:
         stats, timeline, shards = pool.stats, pool.timeline, self.shards or ShardStats()
         return Reading(
             steps=self.steps,
+            tokens=self.tokens,
+            steps_s=self._all_steps_s,
             faults=stats.faults,
             hits=stats.hits,
             loaded_bytes=stats.loaded_bytes,
@@ -152,6 +159,8 @@ class Metrics:
         for name in moved:
             nbytes = getattr(now, f"{name}_bytes") - getattr(before, f"{name}_bytes")
             keys[f"ptm_{name}_gib"] = round(nbytes / steps / _GIB, 4)
+        if tokens_s := self._tokens_s(before, now):
+            keys["ptm_tokens_s"] = round(tokens_s, 1)
         keys["ptm_stall_s"] = round((now.stall_s - before.stall_s) / steps, 4)
         if self.shards is not None:
             keys["ptm_network_s"] = round((now.network_s - before.network_s) / steps, 4)
@@ -162,6 +171,11 @@ class Metrics:
         if bound is not None:
             keys["ptm_bound_s"] = round(bound[0], 4)
         return keys
+
+    def _tokens_s(self, before: Reading, now: Reading) -> float:
+        """Tokens that the processes took in a second of steps between two readings; 0 where that is not known."""
+        seconds = now.steps_s - before.steps_s
+        return (now.tokens - before.tokens) / seconds if seconds > 0 else 0.0
 
     def _bound(self, before: Reading, now: Reading) -> tuple[float, Resource] | None:
         """The least that a step between two readings could have taken, and by what; None where that is not known."""
@@ -193,27 +207,83 @@ class Metrics:
         )
         return lower_bound(cost, link, disk)
 
-    def times(self) -> str | None:
-        """Returns the time of a step and its lower bound, and of a pass and its prediction; None if not known."""
+    # ---- the summary -------------------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """A short table for the end of training."""
+        now = self.read()
+        steps = max(now.steps, 1)
+        rows = {**self._tiers(now, steps), "pages": self._pages(now, steps)}
+        if self.shards is not None:
+            rows["ranks"] = (
+                f"{format_bytes(now.gathered_bytes // steps)} gathered and {format_bytes(now.reduced_bytes // steps)} "
+                f"reduced in a step, {now.network_s / steps:.3f} s waited for{self._hidden(now)}"
+            )
+        if (staleness := self.staleness) is not None:
+            rows["late updates"] = (
+                f"parameters lacked {staleness.mean_since(0, 0):.2f} steps in a forward, {staleness.most} at most; "
+                f"{staleness.waited_s / steps:.3f} s waited for in a step"
+            )
+        rows |= self.times()
+        width = max(map(len, rows))
+        return "\n".join([self._head(now), *(f"  {name:{width}}  {text}" for name, text in rows.items())])
+
+    def _head(self, now: Reading) -> str:
+        """Steps, their time, tokens."""
+        text = f"{now.steps} steps"
         if self._warm is None or not self._steps_s:
-            return None
+            return text
+        # Evaluations and saves are no part of it. A step of several kinds is far from the mean.
+        text += f" of {statistics.mean(self._steps_s):.3f} s (median {statistics.median(self._steps_s):.3f} s)"
+        tokens_s = self._tokens_s(self._warm, now)
+        return text + (f", {tokens_s:,.0f} tokens/s" if tokens_s else "")
+
+    def _tiers(self, now: Reading, steps: int) -> dict[str, str]:
+        pool, budgets = self._memory.pool, self._memory.budgets
+        limits = {tier: budget.capacity_bytes for tier, budget in budgets.items()}
+        limits[pool.budget.tier] = pool.admission.limit_bytes
+        rows = {
+            tier.value: f"at most {format_bytes(nbytes)} of {format_bytes(limits[tier])}"
+            for tier, nbytes in self.peaks().items()
+        }
+        if self._memory.disk is not None:
+            rows[Tier.DISK.value] += (
+                f"; {format_bytes(now.disk_read_bytes // steps)} read and "
+                f"{format_bytes(now.disk_written_bytes // steps)} written in a step{self._a_day(now)}"
+            )
+        return rows
+
+    def _pages(self, now: Reading, steps: int) -> str:
+        hits, faults = now.hits / steps, now.faults / steps
+        return f"{hits:.1f} prefetched and {faults:.1f} loaded late in a step, {now.stall_s / steps:.3f} s waited for"
+
+    def _a_day(self, now: Reading) -> str:
+        """Says what steps like these write to the disk in a day."""
+        warm = self._warm
+        if warm is None or not self._steps_s:
+            return ""
+        written = (now.disk_written_bytes - warm.disk_written_bytes) / max(now.steps - warm.steps, 1)
+        return f", {format_bytes(int(written / statistics.mean(self._steps_s) * _DAY_S))} written in a day of this"
+
+    def times(self) -> dict[str, str]:
+        """Returns the lower bound of a step, and a pass beside its prediction; what is not known is left out."""
+        if self._warm is None or not self._steps_s:
+            return {}
         now = self.read()
         bound, resource = self._bound(self._warm, now) or (0.0, None)
         if not bound or resource is None:
-            return None
+            return {}
         # The bound is a mean over all steps: beside a median, steps of several kinds would seem to go below it.
-        step, usual = statistics.mean(self._steps_s), statistics.median(self._steps_s)
-        text = f"step {step:.3f} s (median {usual:.3f} s), {step / bound:.2f} times its lower bound of {bound:.3f} s"
-        text += f" ({resource.value})"
+        times = statistics.mean(self._steps_s) / bound
+        what = resource.value
+        if resource is Resource.COMPUTE and self._memory.pool.timeline is None:
+            what = "compute, and the work of ptm_accel on its thread"
+        rows = {"lower bound": f"{bound:.3f} s ({what}); a step takes {times:.2f} times that"}
         first, last = self._warm.tally, now.tally
-        passes = last.foretold - first.foretold
-        if passes:
+        if passes := last.foretold - first.foretold:
             took, said = last.foretold_took_s - first.foretold_took_s, last.foretold_s - first.foretold_s
-            text += f"; pass {took / passes:.3f} s, foretold {said / passes:.3f} s"
-        written = (now.disk_written_bytes - self._warm.disk_written_bytes) / max(now.steps - self._warm.steps, 1)
-        if written:
-            text += f"; {format_bytes(int(written / step * _DAY_S))} written to disk in a day of this"
-        return text
+            rows["plan"] = f"a forward and backward took {took / passes:.3f} s, predicted {said / passes:.3f} s"
+        return rows
 
     def _hidden(self, now: Reading) -> str:
         """Says at which rate of the network ranks would not be waited for: what they send, in the rest of a step."""
@@ -225,38 +295,3 @@ class Metrics:
         rest_s = statistics.mean(self._steps_s) - (now.network_s - warm.network_s) / steps
         received = (now.received_bytes - warm.received_bytes) / steps
         return f" (hidden, at best, from {format_bytes(int(received / rest_s))}/s on)" if rest_s > 0 else ""
-
-    def summary(self) -> str:
-        """One line for the end of training."""
-        now = self.read()
-        steps = max(now.steps, 1)
-        pool, budgets = self._memory.pool, self._memory.budgets
-        limits = {tier: budget.capacity_bytes for tier, budget in budgets.items()}
-        limits[pool.budget.tier] = pool.admission.limit_bytes
-        peaks = ", ".join(
-            f"{tier.value} {format_bytes(n)} of {format_bytes(limits[tier])}" for tier, n in self.peaks().items()
-        )
-        disk = ""
-        if self._memory.disk is not None:
-            disk = (
-                f"; disk read {format_bytes(now.disk_read_bytes // steps)} and written "
-                f"{format_bytes(now.disk_written_bytes // steps)} a step"
-            )
-        network = ""
-        if self.shards is not None:
-            network = (
-                f"; gathered {format_bytes(now.gathered_bytes // steps)} and reduced "
-                f"{format_bytes(now.reduced_bytes // steps)}, waited {now.network_s / steps:.3f} s for ranks a step"
-                f"{self._hidden(now)}"
-            )
-        lagging = ""
-        if (staleness := self.staleness) is not None:
-            lagging = (
-                f"; parameters lacked {staleness.mean_since(0, 0):.2f} steps in a forward, {staleness.most} at most; "
-                f"waited {staleness.waited_s / steps:.3f} s for updates a step"
-            )
-        times = self.times()
-        return (
-            f"{now.steps} steps; peak {peaks}; {now.faults / steps:.1f} faults and {now.hits / steps:.1f} hits a "
-            f"step, stalled {now.stall_s / steps:.3f} s a step{disk}{network}{lagging}{'; ' + times if times else ''}"
-        )

@@ -256,9 +256,16 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
         if not self._losses:
             # Otherwise updates may have begun, and the step is soon over.
             self._safe_points.check()
+        self._count_tokens(args[1] if len(args) > 1 else kwargs.get("inputs"))
         if self._batches:
             return self._step_by_layer(super().training_step, *args, **kwargs)
         return super().training_step(*args, **kwargs)
+
+    def _count_tokens(self, batch: Any) -> None:
+        """Counts the tokens of a batch of text, and as many of each other process."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor) and self._engine is not None:
+            self._engine.metrics.tokens += ids.numel() * self.args.world_size
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer."""

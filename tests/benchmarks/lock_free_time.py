@@ -55,7 +55,7 @@ def run(asked: argparse.Namespace) -> None:
     tokens, generator = text(), torch.Generator().manual_seed(asked.seed)
     known, held_out = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
     curve: list[tuple[float, float]] = []
-    begin = time.perf_counter()
+    pieces, begin = range(PIECES), time.perf_counter()
     while (spent := time.perf_counter() - begin) < asked.seconds:
         done = spent / asked.seconds
         rate = min(1.0, done / 0.05) * (1 + math.cos(math.pi * done)) / 2
@@ -83,11 +83,14 @@ def run(asked: argparse.Namespace) -> None:
         "lacked": 0.0 if lagged is None else lagged.mean_since(0, 0),
         "most": 0 if lagged is None else lagged.most,
         "curve": [
-            statistics.fmean(loss for at, loss in curve if piece <= at * PIECES / asked.seconds < piece + 1)
-            for piece in range(PIECES)
+            _mean([loss for at, loss in curve if piece <= at * PIECES / asked.seconds < piece + 1]) for piece in pieces
         ],
     }
     print(json.dumps(found))
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def main() -> None:
@@ -126,9 +129,12 @@ def main() -> None:
         print(f"| {way} | {mean['loss']:.4f} | {each} | {mean['batches']:.0f} | {lacked} |")
     curves = {}
     for way, runs in found.items():
-        values = [statistics.fmean(column) for column in zip(*(one["curve"] for one in runs), strict=True)]
+        columns = zip(*(one["curve"] for one in runs), strict=True)
+        values = [_mean([loss for loss in column if loss is not None]) for column in columns]
         # The first pieces would flatten all others.
-        curves[way] = [((at + 1) * asked.seconds / PIECES, value) for at, value in enumerate(values)][PIECES // 10 :]
+        curves[way] = [((at + 1) * asked.seconds / PIECES, value) for at, value in enumerate(values) if value][
+            PIECES // 10 :
+        ]
     title = "Loss in training on a slow disk, by time"
     asked.picture.write_text(
         picture(title, curves, "seconds of training", f"loss, mean of {asked.seeds} seeds"), encoding="utf-8"

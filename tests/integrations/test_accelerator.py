@@ -106,7 +106,7 @@ def test_the_steps_of_a_loop_are_counted(accumulation: int, tiny: ModuleType, pt
     assert engine is not None
     steps = 6 // accumulation
     assert engine.metrics.steps == steps
-    assert engine.metrics.summary().startswith(f"{steps} steps; ")
+    assert engine.metrics.summary().startswith(f"{steps} steps")
 
 
 def _momentum(model: nn.Module) -> torch.optim.Optimizer:

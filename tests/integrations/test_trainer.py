@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import logging
+import re
 import weakref
 from pathlib import Path
 from types import ModuleType
@@ -420,7 +421,7 @@ def test_logs_tell_what_was_used(tiny: ModuleType, tmp_path: Path, caplog: pytes
         assert all(line[name] >= 0 for line in training)
     assert sum(line["ptm_disk_written_gib"] for line in training) > 0
     assert not any(key.startswith("ptm_") for line in lines if "loss" not in line for key in line)
-    assert [r.getMessage() for r in caplog.records if "2 steps; peak host" in r.getMessage()]
+    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("2 steps\n  host ")]
     whole = engine_of(trainer.model).metrics.read()
     assert whole.steps == 2
     assert whole.faults + whole.hits > 0
@@ -504,3 +505,13 @@ def test_the_collector_leaves_alone_what_there_is_beside_a_device(
     assert looks.seen[0] == []
     assert all(seen == frozen for seen in looks.seen[1:])
     assert calls == frozen + ["unfreeze"] * len(frozen)
+
+
+def test_tokens_of_text_are_counted(tiny: ModuleType, tmp_path: Path) -> None:
+    arguments = tiny.arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2)
+    trainer = Trainer(tiny.model(), arguments, train_dataset=tiny.data(length=24), ptm_config={"host_memory": "64MiB"})
+    trainer.train()
+    metrics = trainer._engine.metrics
+    assert metrics.tokens == 4 * 2 * 2 * 24
+    assert all(line["ptm_tokens_s"] > 0 for line in trainer.state.log_history[1:] if "loss" in line)
+    assert re.search(r"^4 steps of .* s \(median .* s\), [\d,]+ tokens/s\n", metrics.summary())
