@@ -34,6 +34,7 @@ from ptm_accel.model.slots import ParamSlot
 from ptm_accel.model.state_dicts import StateDictHooks
 from ptm_accel.needs import Needs
 from ptm_accel.optim.update_rate import cpu_update_rate
+from ptm_accel.progress import progress
 from ptm_accel.runtime.executor import Executor
 from ptm_accel.schedule.watch import LinkUse
 from ptm_accel.sizing import idle_fits_below
@@ -284,16 +285,22 @@ class Pages:
             origin: as they were before they came onto pages: says where each is to be, and those without values are on
                 the meta device again.
         """
-        for slot in self.slots:
-            blank = origin is not None and slot.param in self._blank and slot.value.place is Place.BLANK
-            if blank:
-                return_to_meta(self.model, slot.param)
-            if blank or not slot.on_pages:
-                # It still has its own data if something was refused before it came onto pages.
-                slot.give_up_part()
-                slot.leave_pages()
-            else:
-                self.take_off(slot, None if origin is None else origin(slot))
+        with progress("taking the model off its pages", sum(slot.value.nbytes for slot in self.slots)) as moved:
+            for slot in self.slots:
+                nbytes = slot.value.nbytes
+                self._take_off_or_return(slot, origin)
+                moved(nbytes)
+
+    def _take_off_or_return(self, slot: ParamSlot, origin: Callable[[ParamSlot], torch.device] | None) -> None:
+        blank = origin is not None and slot.param in self._blank and slot.value.place is Place.BLANK
+        if blank:
+            return_to_meta(self.model, slot.param)
+        if blank or not slot.on_pages:
+            # It still has its own data if something was refused before it came onto pages.
+            slot.give_up_part()
+            slot.leave_pages()
+        else:
+            self.take_off(slot, None if origin is None else origin(slot))
 
     def take_off(self, slot: ParamSlot, device: torch.device | None = None) -> None:
         """Gives a parameter ordinary memory, with its values; by default where it computes."""

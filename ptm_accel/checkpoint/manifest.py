@@ -19,6 +19,7 @@ from typing import Any
 from ptm_accel.checkpoint.crc import PIECE_BYTES, FileSum, sum_file, threads
 from ptm_accel.checkpoint.index import damaged, read_json, reason_of
 from ptm_accel.errors import CheckpointError
+from ptm_accel.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +131,13 @@ def check_manifest(directory: Path) -> Sums | None:
         if _PLAIN.fullmatch(path.name) and path.name not in sums and path.stat().st_mtime_ns > written_ns:
             logger.warning("%s was saved without pages after %s, which is not compared with it.", path, MANIFEST_NAME)
             return None
-    with threads() as pool:
+    nbytes = sum(each.nbytes for each in sums.values())
+    with threads() as pool, progress(f"comparing {directory.name}", nbytes) as moved:
         for name, saved in sums.items():
             reason = _difference(directory / name, saved, pool)
             if reason is not None:
                 raise damaged(directory / name, reason, _OTHERWISE)
+            moved(saved.nbytes)
     return sums
 
 

@@ -37,6 +37,7 @@ from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.others import Other, Others
+from ptm_accel.progress import progress
 
 OUTDATED = re.compile(
     r"optimizer(_\d+)?\.bin|optimizer\.pt|optimizer-\d{5}-of-\d{5}\.safetensors|" + re.escape(MANIFEST_NAME)
@@ -107,8 +108,10 @@ def save_optimizer_state(
 
     if ranks is None:
         clear()
-        for file, names in shards.items():
-            save_file({n: _ready(optimizer, tensors[n]) for n in names}, directory / file, {"format": "pt"}, sums)
+        with progress("saving optimizer state", sum(each.nbytes for each in described.values())) as moved:
+            for file, names in shards.items():
+                save_file({n: _ready(optimizer, tensors[n]) for n in names}, directory / file, {"format": "pt"}, sums)
+                moved(sum(described[name].nbytes for name in names))
         write_index()
         return
 
