@@ -35,7 +35,7 @@ from ptm_accel.config_parts import DiskConfig as DiskConfig
 from ptm_accel.config_parts import PipelineConfig as PipelineConfig
 from ptm_accel.config_parts import PseudoToRealConfig as PseudoToRealConfig
 from ptm_accel.errors import BudgetError, ConfigError, shown
-from ptm_accel.units import format_bytes, parse_bytes
+from ptm_accel.units import format_bytes, format_most, parse_bytes
 
 DEFAULT_PAGE_SIZE = "4MiB"
 PAGE_MULTIPLE_BYTES = 4096
@@ -438,8 +438,7 @@ def _given(option: str, asked: str | int, total_bytes: int, name: str) -> tuple[
     """
     nbytes, total = check_size(option, asked, total_bytes=total_bytes), format_bytes(total_bytes)
     if nbytes > total_bytes:
-        # What is shown may have been rounded up.
-        most = total if parse_bytes(total) <= total_bytes else str(total_bytes)
+        most = format_most(total_bytes)
         raise BudgetError(f"{option}: asked {format_bytes(nbytes)}, {name} is {total}; set {option} to at most {most}.")
     return nbytes, f"given, {asked} of {total}, {name}" if str(asked).strip().endswith("%") else "given"
 

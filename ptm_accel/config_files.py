@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ptm_accel.errors import ConfigError
+from ptm_accel.units import format_bytes
 
 MOST_BYTES = 1 << 20
 """No file of options is as long, and /dev/zero is longer."""
@@ -32,7 +33,9 @@ def read_yaml(file: Path) -> Any:
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise ConfigError(f"{file}: is longer than {MOST_BYTES} bytes; give the path of a YAML file of options.")
+            raise ConfigError(
+                f"{file}: is longer than {format_bytes(MOST_BYTES)}; give the path of a YAML file of options."
+            )
         return yaml.safe_load(data.decode("utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: no such file; give the path of a YAML file with ptm_accel's options.") from error

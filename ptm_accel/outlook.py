@@ -19,7 +19,6 @@ from ptm_accel.errors import BudgetError
 from ptm_accel.estimate import estimate
 from ptm_accel.hardware.profile import LinkRates, side_by_side
 from ptm_accel.hardware.rates import device_rates, disk_rates
-from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.attach import small_bytes
 from ptm_accel.model.grouping import group_sizes, groups_of
 from ptm_accel.optim.update_rate import cpu_update_rate
@@ -27,7 +26,7 @@ from ptm_accel.schedule.choice import Choice, choose_plan
 from ptm_accel.schedule.standing import describe
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
 from ptm_accel.schedule.updates import GRAD_SUFFIX
-from ptm_accel.units import format_bytes, parse_bytes
+from ptm_accel.units import format_bytes, format_least, parse_bytes
 
 _WIDTH = 2048
 _PRODUCTS = 5
@@ -135,7 +134,7 @@ def outlook(
             needed += f", and {format_bytes(pass_bytes)} for a batch"
         raise BudgetError(
             f"{format_bytes(capacity_bytes)} cannot train this model: it needs {needed} (for {least.reason}); give at "
-            f"least {format_bytes(round_up(least.least_bytes + pass_bytes, 1 << 20))}."
+            f"least {format_least(least.least_bytes + pass_bytes)}."
         )
     groups, small = _groups(model, capacity, parse_bytes(page_size))
     recorded, updates = _step(groups, speeds, tokens, checkpointing=checkpointing, masters=master_weights)

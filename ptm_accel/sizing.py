@@ -18,7 +18,7 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import Floor
 from ptm_accel.model.slots import ParamSlot
-from ptm_accel.units import format_bytes
+from ptm_accel.units import format_bytes, format_least
 
 logger = logging.getLogger(__name__)
 
@@ -54,22 +54,22 @@ def refuse_short(memory: Memory, floor: Floor, states: Floor, expected: Floor, p
         named = [(need.name, need.least_bytes) for need in others]
         errors.append(
             f"{option} is {format_bytes(capacity)}, but this model cannot train under less than "
-            f"{format_bytes(expected.total_bytes)} ({format_bytes(expected.fixed_bytes)} at all times, "
+            f"{format_least(expected.total_bytes)} ({format_bytes(expected.fixed_bytes)} at all times, "
             f"{format_bytes(expected.moving_bytes)} for {expected.reason}){_beside(named)}. Set {option} to at least "
-            f"{least} bytes{_with_adamw(least, known)}{_or_detach(named)}."
+            f"{format_least(least)}{_with_adamw(least, known)}{_or_detach(named)}."
         )
     missing = _missing_bytes(memory, expected)
     taken = format_bytes(expected.states_bytes)
     if missing > 0 and backing is None:
         named = [(need.name, need.known_bytes) for need in others]
         least += bounce_bytes(1, page_bytes)
-        with_disk = f" and {option} to at least {least} bytes" if capacity < least else ""
+        with_disk = f" and {option} to at least {format_least(least)}" if capacity < least else ""
         errors.append(
             f"{option} is {format_bytes(capacity)} and the states of this model take {taken}, "
             f"{format_bytes(capacity + missing)} with what a step needs beside them{_beside(named)}, with no tier "
             f"below for what does not fit. Set disk to a directory on an SSD{with_disk}, or {option} to at least "
-            f"{capacity + missing} bytes{_with_adamw(capacity + missing, capacity + _missing_bytes(memory, states))}"
-            f"{_or_detach(named)}."
+            f"{format_least(capacity + missing)}"
+            f"{_with_adamw(capacity + missing, capacity + _missing_bytes(memory, states))}{_or_detach(named)}."
         )
     elif missing > 0:
         named = [(need.name, need.away_bytes) for need in others]
@@ -79,7 +79,8 @@ def refuse_short(memory: Memory, floor: Floor, states: Floor, expected: Floor, p
             f"the states of this model take {taken}{_beside(named)}, more than {option} ({format_bytes(capacity)}), "
             f"and the tiers below hold too little of them ({tiers}). "
             f"{'Raise the limit of disk, or add a path,' if Tier.DISK in below else 'Set disk, or raise host_memory'} "
-            f"by at least {missing} bytes{_with_adamw(missing, _missing_bytes(memory, states))}{_or_detach(named)}."
+            f"by at least {format_least(missing)}{_with_adamw(missing, _missing_bytes(memory, states))}"
+            f"{_or_detach(named)}."
         )
     raise BudgetError(" ".join(errors))
 
@@ -119,7 +120,7 @@ def _with_adamw(expected_bytes: int, known_bytes: int) -> str:
     """Names the lower figure of an optimizer without state, before there is an optimizer."""
     if expected_bytes == known_bytes:
         return ""
-    return f" (with AdamW; an optimizer without state needs {max(known_bytes, 0)})"
+    return f" (with AdamW; an optimizer without state needs {format_least(max(known_bytes, 0))})"
 
 
 def refuse_gathering(memory: Memory, blocks: Iterable[Block]) -> None:

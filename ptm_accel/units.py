@@ -42,13 +42,62 @@ def format_bytes(n: int) -> str:
     Args:
         n: bytes; may be negative (a difference).
     """
+    unit, name = _unit_of(n)
+    return f"{n} B" if unit == 1 else f"{n / unit:.2f} {name}"
+
+
+def format_least(n: int) -> str:
+    """Shows the least value of an option as one writes it, e.g. `1.5GiB`: up to 1% more than it, and never less.
+
+    Args:
+        n: bytes.
+    """
+    return _as_option(n, up=True)
+
+
+def format_most(n: int) -> str:
+    """Shows the most that an option may be, as `format_least`, but never more than it.
+
+    Args:
+        n: bytes.
+    """
+    return _as_option(n, up=False)
+
+
+def _as_option(n: int, *, up: bool) -> str:
+    # Without a blank, which a shell would cut a size at.
+    unit, name = _unit_of(n)
+    hundredths = -(-100 * n // unit) if up else 100 * n // unit
+    whole, part = divmod(hundredths, 100)
+    return f"{whole}.{part:02}".rstrip("0").rstrip(".") + name
+
+
+def _unit_of(n: int) -> tuple[int, str]:
+    """The unit that a byte count is shown in, and its name."""
     size = abs(n)
     if size < 64 * KIB:
-        return f"{n} B"
+        return 1, "B"
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB")):
         if size >= unit:
-            return f"{n / unit:.2f} {name}"
-    return f"{n / KIB:.2f} KiB"
+            return unit, name
+    return KIB, "KiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Shows a duration in the unit that people would use, e.g. `3.2 s`, `43 min`, `2.5 days`."""
+    for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        # From two of a unit on: 90 s, 43 min, 36 h.
+        if seconds >= 2 * unit:
+            return f"{_digits(seconds / unit)} {name}"
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * unit:
+            return f"{_digits(seconds / unit)} {name}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def _digits(value: float) -> str:
+    """Two digits at least, and no more than whole numbers have."""
+    return f"{value:.2g}" if value < 9.95 else f"{value:.0f}"
 
 
 def parse_bytes(text: str | int, *, total_bytes: int | None = None) -> int:

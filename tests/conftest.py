@@ -28,6 +28,8 @@ import hypothesis
 import pytest
 import torch
 
+from ptm_accel import sizing
+from ptm_accel.model import compiled
 from tests.thinning import thin
 
 # What is measured of this machine under a test is not for the user's own cache; child processes share this one, and so
@@ -123,3 +125,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
     if skipped:
         terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: this machine has no CUDA.")
+
+
+@pytest.fixture
+def exact_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals name figures to the last byte, not rounded up."""
+    for module in (sizing, compiled):
+        monkeypatch.setattr(module, "format_least", lambda nbytes: f"{nbytes}B")

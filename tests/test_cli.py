@@ -27,6 +27,7 @@ from ptm_accel.environment import from_environment
 from ptm_accel.errors import BudgetError, CheckpointError, ConfigError
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.outlook import Speeds
+from tests.figures import FIGURE
 from tests.prepared import run_prepared
 
 RUNNER = CliRunner()
@@ -335,9 +336,9 @@ def test_a_plan_that_cannot_be_is_refused_with_a_figure_that_works(layered: Path
     given = ["plan", str(layered / "model"), "--disk", str(layered / "disk"), "--page_size", "4096"]
     refused = RUNNER.invoke(cli.app, [*given, "--host_memory", "128KiB"])
     assert isinstance(refused.exception, BudgetError)
-    least = re.search(r"give at least ([\d.]+ \w+)\.", str(refused.exception))
+    least = re.search(rf"give at least {FIGURE}\.", str(refused.exception))
     assert least is not None, refused.exception
-    assert RUNNER.invoke(cli.app, [*given, "--host_memory", least[1].replace(" ", "")]).exit_code == 0
+    assert RUNNER.invoke(cli.app, [*given, "--host_memory", least[1]]).exit_code == 0
     without = RUNNER.invoke(cli.app, ["plan", str(layered / "model"), "--host_memory", "1GiB"])
     assert isinstance(without.exception, ConfigError)
     assert "give --disk a folder" in str(without.exception)

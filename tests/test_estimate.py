@@ -23,6 +23,7 @@ from ptm_accel.memory.transfer import round_up
 from ptm_accel.model.forecast import ShapeSpec
 from ptm_accel.model.kept import Kept
 from ptm_accel.units import format_bytes
+from tests.figures import FIGURE, named_bytes
 from tests.tiers import PAGE
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=3, vocab_size=512, num_attention_heads=4)
@@ -34,6 +35,7 @@ def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return LlamaForCausalLM(CONFIG).to(dtype)
 
 
+@pytest.mark.usefixtures("exact_figures")
 @pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, None), (torch.bfloat16, "fp32")])
 def test_the_least_is_what_training_is_refused_below(dtype: torch.dtype, masters: str | None, tmp_path: Path) -> None:
     with torch.device("meta"):
@@ -48,13 +50,12 @@ def test_the_least_is_what_training_is_refused_below(dtype: torch.dtype, masters
 
     with pytest.raises(BudgetError, match="cannot train under less than") as refused:
         attach(found.least_bytes - PAGE)
-    figure = re.search(r"at least (\d+) bytes", str(refused.value))
-    assert figure is not None
-    engine = attach(int(figure[1]))
+    figure = named_bytes(f"at least {FIGURE}", refused.value)
+    engine = attach(figure)
     # A file system that refuses direct transfers needs no bounce buffers.
     staging = engine.memory.budgets[Tier.HOST].used_by_tag().get(Tag.STAGING, 0)
     assert staging in (0, bounce_bytes(1, PAGE))
-    assert int(figure[1]) - staging == found.least_bytes - bounce_bytes(1, PAGE)
+    assert figure - staging == found.least_bytes - bounce_bytes(1, PAGE)
     assert engine.needs.floor.states_bytes - staging == found.states_bytes
     engine.close()
 

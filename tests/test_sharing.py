@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from ptm_accel.memory.activation_reserve import ActivationReserve
 from ptm_accel.memory.budget import Budget, Tag, Tier
 from ptm_accel.memory.tenants import Need, Tenants
 from ptm_accel.pages import Pages, refuse_too_large
+from ptm_accel.units import format_least
+from tests.figures import FIGURE, named_bytes
 from tests.plain_loop import adamw, sgd
 from tests.tiers import AMPLE, MEMORIES, config, needs, open_memory
 
@@ -224,23 +225,22 @@ def test_too_little_for_both_is_refused_with_figures(tmp_path: Path, attached: C
     values = [param.detach().clone() for param in second.parameters()]
     text = (
         r"this model cannot train under less than .*, beside other models of this process that share it "
-        r"\(Sequential .*\)\. Set host_memory to at least (\d+) bytes "
-        rf"\(with AdamW; an optimizer without state needs {floor + least}\), or take a model"
+        rf"\(Sequential .*\)\. Set host_memory to at least {FIGURE} "
+        rf"\(with AdamW; an optimizer without state needs {format_least(floor + least)}\), or take a model"
     )
     with pytest.raises(BudgetError, match=text) as refused:
         attached(second, options(floor + least - 1, tmp_path))
-    found = re.search(r"at least (\d+) bytes", str(refused.value))
-    assert found is not None
+    named = named_bytes(f"at least {FIGURE}", refused.value)
     assert all(torch.equal(param, value) for param, value in zip(second.parameters(), values, strict=True))
     first.close()
     other = attached(net(), options(floor + least, tmp_path))
     engine = attached(second, options(floor + least, tmp_path))
-    with pytest.raises(BudgetError, match=rf"Set host_memory to at least {2 * floor} bytes, or take a model"):
+    with pytest.raises(BudgetError, match=rf"Set host_memory to at least {format_least(2 * floor)}, or take a model"):
         engine.bind_optimizer(adamw(second))
     engine.bind_optimizer(sgd(second))
     engine.close()
     other.close()
-    enough = options(int(found[1]), tmp_path)
+    enough = options(named, tmp_path)
     for model in (net(), net(1)):
         attached(model, enough).bind_optimizer(adamw(model))
 

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptm_accel.errors import ConfigError
-from ptm_accel.units import ACCEPTED_FORMS, GIB, KIB, MIB, TIB, format_bytes, parse_bytes
+from ptm_accel.units import (
+    ACCEPTED_FORMS,
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_bytes,
+    format_least,
+    format_most,
+    format_seconds,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -93,3 +104,50 @@ def test_shown_sizes_are_read_back_within_the_last_digit(nbytes: int) -> None:
     text = format_bytes(nbytes)
     unit = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}[text.split()[1]]
     assert abs(parse_bytes(text) - nbytes) <= 0.0051 * unit + 1
+
+
+@given(st.integers(min_value=0, max_value=1 << 62))
+def test_the_least_and_the_most_of_an_option_work_as_they_are_shown(nbytes: int) -> None:
+    least, most = parse_bytes(format_least(nbytes)), parse_bytes(format_most(nbytes))
+    assert nbytes <= least <= nbytes * 1.01
+    assert nbytes * 0.99 <= most <= nbytes
+    assert " " not in format_least(nbytes), "a shell would cut it there"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "least", "most"),
+    [
+        (0, "0B", "0B"),
+        (4097, "4097B", "4097B"),
+        (64 * MIB, "64MiB", "64MiB"),
+        (22_639_412, "21.6MiB", "21.59MiB"),
+        (100 * MIB + 1, "100.01MiB", "100MiB"),
+        (3 * GIB // 2, "1.5GiB", "1.5GiB"),
+        (GIB - 1, "1024MiB", "1023.99MiB"),
+        (5 * TIB + 1, "5.01TiB", "5TiB"),
+    ],
+)
+def test_figures_to_paste(nbytes: int, least: str, most: str) -> None:
+    assert (format_least(nbytes), format_most(nbytes)) == (least, most)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 us"),
+        (2.5e-6, "2.5 us"),
+        (0.0123, "12 ms"),
+        (0.999, "999 ms"),
+        (0.99996, "1 s"),
+        (3.21, "3.2 s"),
+        (9.97, "10 s"),
+        (119.0, "119 s"),
+        (2590.0, "43 min"),
+        (9000.0, "2.5 h"),
+        (36 * 3600.0, "36 h"),
+        (216000.0, "2.5 days"),
+        (1e9, "11574 days"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

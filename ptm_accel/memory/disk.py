@@ -20,7 +20,7 @@ from ptm_accel.memory.scratch import Direction, Io, ScratchFile
 from ptm_accel.memory.slots import StripedSlots
 from ptm_accel.memory.transfer import ALIGN_BYTES, Transfer, round_up
 from ptm_accel.memory.verified import verify_mapped
-from ptm_accel.units import format_bytes
+from ptm_accel.units import format_bytes, format_least
 
 GRAIN_BYTES = max(ALIGN_BYTES, mmap.PAGESIZE)
 """Slots are multiples of this: of what direct transfers ask for, and of what can be mapped."""
@@ -39,7 +39,7 @@ def _refuse_buffers_beyond(host: Budget, buffers_bytes: int, block_bytes: int) -
         raise BudgetError(
             f"host_memory is {format_bytes(host.capacity_bytes)}, less than the bounce buffers of disk alone take "
             f"({format_bytes(buffers_bytes)}, {buffers_bytes // block_bytes} pages of {format_bytes(block_bytes)}). "
-            f"Set host_memory higher than {buffers_bytes} bytes, or lower page_size."
+            f"Set host_memory higher than {format_least(buffers_bytes)}, or lower page_size."
         )
 
 

@@ -36,6 +36,7 @@ from ptm_accel.model.floor import Floor, blocks_of
 from ptm_accel.model.saved import CALLED_BY_AUTOGRAD
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.units import format_bytes, format_least
 
 
 class ForwardCalls(Protocol):
@@ -320,9 +321,10 @@ def refuse_oversized_region(region: Region, need_bytes: int, budget: Budget) -> 
     if any(isinstance(module, nn.ModuleList) for module in region.module.modules()):
         remedy = "Compile per layer (`layer.compile()` for each; in accelerate, use_regional_compilation=True), or"
     raise BudgetError(
-        f"{region.name} is compiled as one region, so its {region.param_bytes} bytes of parameters and "
-        f"{region.grad_bytes} bytes of gradients must be in memory at once: with the rest {need_bytes} bytes, and "
-        f"{option} is {capacity_bytes} bytes. {remedy} set {option} to at least {need_bytes} bytes."
+        f"{region.name} is compiled as one region, so its {format_bytes(region.param_bytes)} of parameters and "
+        f"{format_bytes(region.grad_bytes)} of gradients must be in memory at once: with the rest "
+        f"{format_least(need_bytes)}, and {option} is {format_bytes(capacity_bytes)}. {remedy} set "
+        f"{option} to at least {format_least(need_bytes)}."
     )
 
 

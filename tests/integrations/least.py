@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import BudgetError
+from tests.figures import FIGURE, named_bytes
 from tests.tiers import PAGE
 
-_NAMED = r"Set host_memory to at least (\d+) bytes"
+_NAMED = f"Set host_memory to at least {FIGURE}"
 
 
 def least_options(
@@ -31,9 +31,7 @@ def least_options(
     ptm_options: dict[str, Any] = {"host_memory": 17 * PAGE, "page_size": PAGE, "disk": str(scratch)}
     with pytest.raises(BudgetError, match=_NAMED) as refusal:
         from_pretrained(auto_cls, directory, ptm_options, **options)
-    named = re.search(_NAMED, str(refusal.value))
-    assert named is not None
-    ptm_options["host_memory"] = int(named[1])
+    ptm_options["host_memory"] = named_bytes(_NAMED, refusal.value)
     engine = engine_of(from_pretrained(auto_cls, directory, ptm_options, **options))
     assert engine is not None
     engine.close()

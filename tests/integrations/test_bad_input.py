@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from ptm_accel.engine import engine_of
 from ptm_accel.errors import BudgetError, CheckpointError, ConfigError, DiskError, UnsupportedError
 from tests import capping
+from tests.figures import FIGURE
 from tests.prepared import run_prepared
 
 CHILD = Path(__file__).with_name("trainer_child.py")
@@ -98,7 +99,7 @@ def _below_the_floor(folder: Path) -> tuple[dict[str, Any], type[Exception], str
     return (
         options,
         BudgetError,
-        r"cannot train under less than .*embed_tokens\.weight.*Set host_memory to at least \d+ b",
+        r"cannot train under less than .*embed_tokens\.weight.*Set host_memory to at least [\d.]+KiB",
     )
 
 
@@ -127,9 +128,10 @@ def test_the_least_budget_that_is_named_is_enough(tiny: ModuleType, tmp_path: Pa
     options = {"host_memory": "100KiB", "page_size": 4096, "disk": str(tmp_path)}
     with pytest.raises(BudgetError) as caught:
         build(tiny, tmp_path, options).train()
-    least = re.search(r"Set host_memory to at least (\d+) bytes", str(caught.value))
+    # Pasted, as it stands there.
+    least = re.search(f"Set host_memory to at least {FIGURE}", str(caught.value))
     assert least is not None
-    trainer = build(tiny, tmp_path, {**options, "host_memory": int(least[1])})
+    trainer = build(tiny, tmp_path, {**options, "host_memory": least[1]})
     trainer.train()
     assert trainer.state.global_step == 5
 
@@ -348,7 +350,7 @@ def test_compile_modes_that_cannot_work(switch: dict[str, str], message: str, ti
 def test_a_whole_model_in_one_compiled_region_that_does_not_fit(tiny: ModuleType, tmp_path: Path) -> None:
     trainer = build(tiny, tmp_path, tiny.budget("tight", tmp_path), torch_compile=True)
     with pytest.raises(
-        BudgetError, match=r"compiled as one region.*Compile per layer .* host_memory to at least \d+ b"
+        BudgetError, match=r"compiled as one region.*Compile per layer .* host_memory to at least [\d.]+[KM]iB"
     ):
         trainer.train()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,7 @@ from ptm_accel.model.slots import ParamSlot
 from ptm_accel.optim import states
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.training import Training
+from tests.figures import FIGURE, named_bytes
 from tests.plain_loop import same_bits
 from tests.tiers import config, open_memory
 
@@ -194,12 +194,10 @@ def test_the_figure_that_an_error_names_works_while_the_error_is_kept(
 
     nbytes = 17 * 4096
     for _ in range(2):
-        with pytest.raises(BudgetError, match=r"to at least (\d+) bytes") as caught:
+        with pytest.raises(BudgetError, match=f"to at least {FIGURE}") as caught:
             train(Trainer, ptm_config={**options, "host_memory": nbytes})
         kept.append(caught.value)
-        named = re.search(r"to at least (\d+) bytes", str(caught.value))
-        assert named is not None
-        nbytes = int(named[1])
+        nbytes = named_bytes(f"to at least {FIGURE}", caught.value)
     ours = train(Trainer, ptm_config={**options, "host_memory": nbytes})
     assert tiny.same(ours, train(transformers.Trainer))
 

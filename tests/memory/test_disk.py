@@ -253,7 +253,7 @@ def test_bounce_buffers_are_charged(make: Make) -> None:
         make(staging=Budget(Tier.HOST, BLOCK))
     assert str(refused.value) == (
         "host_memory is 64.00 KiB, less than the bounce buffers of disk alone take (128.00 KiB, 2 pages of 64.00 KiB). "
-        "Set host_memory higher than 131072 bytes, or lower page_size."
+        "Set host_memory higher than 128KiB, or lower page_size."
     )
     host = Budget(Tier.HOST, 3 * BLOCK)
     refused = pytest.raises(BudgetError, match="for the bounce buffers")

@@ -17,6 +17,7 @@ from ptm_accel.errors import BudgetError, ConfigError, UnsupportedError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.model.away import AwayParameter
 from ptm_accel.pages import Pages
+from ptm_accel.units import format_least
 from tests.plain_loop import MakeOptimizer, adamw, same_bits, sgd
 from tests.tiers import config, needs, on_pages, open_memory
 
@@ -308,7 +309,7 @@ def test_a_model_that_grows_is_measured_by_the_optimizer_that_it_keeps(
     before, grown = needs(net(), tmp_path, "host+disk", optimizer=make)[0], after(4 << 20)
     assert before < grown
     assert after(grown) == grown
-    with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {grown} bytes[.]$"):
+    with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {format_least(grown)}[.]$"):
         after(grown - 1)
 
 

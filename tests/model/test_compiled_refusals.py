@@ -13,6 +13,7 @@ import torch
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, UnsupportedError
+from tests.figures import FIGURE, named_bytes
 from tests.model.nets import Net, Pair, compile_layers, inputs
 from tests.tiers import PAGE, on_pages
 
@@ -83,11 +84,11 @@ def test_a_region_larger_than_the_budget_is_refused_with_the_figure_that_works(t
     net = Net()
     with on_pages(net, "host+disk", 600 << 10, tmp_path) as engine:
         compiled = torch.compile(net, backend="aot_eager")
-        with pytest.raises(BudgetError, match=r"Compile per layer .* host_memory to at least \d+ bytes") as refusal:
+        with pytest.raises(BudgetError, match=r"Compile per layer .* host_memory to at least [\d.]+MiB\.$") as refusal:
             engine.follow(compiled)
         with pytest.raises(BudgetError, match="is compiled as one region"):
             compiled(**inputs(0))
-    figure = int(re.findall(r"at least (\d+) bytes", str(refusal.value))[0])
+    figure = named_bytes(f"at least {FIGURE}", refusal.value)
     net = Net()
     with on_pages(net, "host+disk", figure, tmp_path) as engine:
         optimizer = engine.bind_optimizer(torch.optim.AdamW(net.parameters(), fused=True))

@@ -31,6 +31,7 @@ from tests.plain_loop import Recipe, adamw, assert_same, sgd, train, train_with_
 from tests.tiers import LITTLE, PAGE, config, needs, on_pages, open_memory
 from tests.zoo import ENTRIES, MORE
 
+pytestmark = pytest.mark.usefixtures("exact_figures")
 KIB = 1 << 10
 ALL = ENTRIES | MORE
 
@@ -187,8 +188,8 @@ def test_a_byte_less_is_refused_with_the_figure_and_the_name(name: str, kind: st
     assert str(caught.value).startswith(f"{option} is ")
     enough, _ = needs(model, tmp_path, kind, optimizer=unfused)
     assert floor <= enough
-    more = f" (with AdamW; an optimizer without state needs {least})" if least < enough else ""
-    assert str(caught.value).endswith(f"Set {option} to at least {enough} bytes{more}.")
+    more = f" (with AdamW; an optimizer without state needs {least}B)" if least < enough else ""
+    assert str(caught.value).endswith(f"Set {option} to at least {enough}B{more}.")
     named = re.findall(
         r"(?:the update of (?:all|a window) of|the largest is|the gradient of) ([\w.]+)", str(caught.value)
     )
@@ -274,9 +275,7 @@ def test_without_a_backing_store_there_is_a_figure_too(
         model, engine = attach(whole - 1)
         engine.bind_optimizer(recipe.optimizer(model))
     assert "with no tier below for what does not fit" in str(caught.value)
-    figure = (
-        r"Set disk to a directory on an SSD, or host_memory to at least (\d+) bytes(?: \(with AdamW; .* (\d+)\))?\.$"
-    )
+    figure = r"Set disk to a directory on an SSD, or host_memory to at least (\d+)B(?: \(with AdamW; .* (\d+)B\))?\.$"
     named = re.search(figure, str(caught.value))
     assert named
     assert str(whole) in named.groups()
@@ -293,7 +292,7 @@ def test_parameters_that_fit_nowhere_are_refused_at_once(tmp_path: Path) -> None
 
 def _figure(error: BudgetError) -> int:
     """What the message names for AdamW, which it does not know yet."""
-    found = re.search(r"(\d+) bytes \(with AdamW; an optimizer without state needs \d+\)\.$", str(error))
+    found = re.search(r"(\d+)B \(with AdamW; an optimizer without state needs \d+B\)\.$", str(error))
     assert found, str(error)
     return int(found[1])
 
@@ -312,7 +311,7 @@ def test_who_sets_the_figure_for_adamw_is_not_refused_again() -> None:
     engine.bind_optimizer(unfused(engine.model))
     engine.close()
     engine = attach(_figure(caught.value) - 1)
-    with pytest.raises(BudgetError, match=r"host_memory to at least \d+ bytes\.$"):
+    with pytest.raises(BudgetError, match=r"host_memory to at least \d+B\.$"):
         engine.bind_optimizer(unfused(engine.model))
     engine.close()
 
@@ -325,14 +324,14 @@ def test_who_raises_the_disk_by_the_figure_for_adamw_is_not_refused_again(tmp_pa
         memory = build_memory(sizes, torch.device("cpu"))
         return Engine.attach(ENTRIES["llama"].build(), config(), memory=memory)
 
-    with pytest.raises(BudgetError, match=r"Raise the limit of disk, or add a path, by at least \d+ ") as caught:
+    with pytest.raises(BudgetError, match=r"Raise the limit of disk, or add a path, by at least \d+B ") as caught:
         attach(2 * PAGE)
     enough = 2 * PAGE + _figure(caught.value)
     engine = attach(enough)
     engine.bind_optimizer(adamw(engine.model))
     engine.close()
     engine = attach(enough - 1)
-    with pytest.raises(BudgetError, match=r"Raise the limit of disk, or add a path, by at least 1 bytes\.$"):
+    with pytest.raises(BudgetError, match=r"Raise the limit of disk, or add a path, by at least 1B\.$"):
         engine.bind_optimizer(adamw(engine.model))
     engine.close()
 
@@ -344,7 +343,7 @@ def test_tiers_that_are_too_small_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as caught:
         Engine.attach(model, config(), memory=memory)
     assert "the tiers below hold too little of them (host " in str(caught.value)
-    assert re.search(r"\)\. Set disk, or raise host_memory by at least \d+ bytes", str(caught.value))
+    assert re.search(r"\)\. Set disk, or raise host_memory by at least \d+B", str(caught.value))
 
 
 @pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
@@ -368,12 +367,12 @@ def test_what_is_enough_for_one_optimizer_is_refused_to_another_when_it_comes(ki
     plain = train(entry.build(), entry, Recipe(optimizer=sgd, accumulation=2))
     model = entry.build()
     with on_pages(model, kind, least, tmp_path) as engine:
-        with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {floor} bytes[.]$"):
+        with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {floor}B[.]$"):
             engine.bind_optimizer(adamw(model))
         assert engine.optimizer is None
         assert_same(train(model, entry, Recipe(optimizer=sgd, accumulation=2), engine), plain)
         kept = engine.optimizer
-        with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {floor} bytes[.]$"):
+        with pytest.raises(BudgetError, match=f"cannot train under less than .* to at least {floor}B[.]$"):
             engine.bind_optimizer(adamw(model))
         assert engine.optimizer is kept
         assert engine.needs.floor.total_bytes == least
@@ -400,10 +399,10 @@ def test_a_model_without_parameters(make: Callable[[], nn.Module]) -> None:
 def _named(error: BudgetError) -> dict[str, int]:
     """The budgets that a refusal names, by setting: what it is to be, or what it is to be raised by."""
     patterns = {
-        "device": r"Set device_memory to at least (\d+) bytes",
-        "host": r"an SSD(?: and host_memory to at least \d+ bytes)?, or host_memory to at least (\d+)"
-        r"|Set host_memory to at least (\d+) bytes",
-        "below": r"(?:Set disk, or raise host_memory|Raise the limit of disk, or add a path,) by at least (\d+) bytes",
+        "device": r"Set device_memory to at least (\d+)B",
+        "host": r"an SSD(?: and host_memory to at least \d+B)?, or host_memory to at least (\d+)B"
+        r"|Set host_memory to at least (\d+)B",
+        "below": r"(?:Set disk, or raise host_memory|Raise the limit of disk, or add a path,) by at least (\d+)B",
     }
     found = {key: re.search(pattern, str(error)) for key, pattern in patterns.items()}
     return {key: int(next(filter(None, match.groups()))) for key, match in found.items() if match}

@@ -23,6 +23,7 @@ from ptm_accel.optim.lock_free import LockFreeUpdates
 from ptm_accel.optim.optimizer import PagedOptimizer
 from ptm_accel.optim.sweeps import Sweeps, WaitingGroup
 from ptm_accel.outside import gathered
+from ptm_accel.units import format_least
 from tests.lazy_updates import delays, lazily
 from tests.optim.test_update_queue import assert_same_weights, net, plain
 from tests.plain_loop import same_bits
@@ -570,7 +571,7 @@ def test_the_figure_that_is_named_suffices(tmp_path: Path) -> None:
     floor, _ = needs(net(), tmp_path, "host+disk", optimizer=adamw, **options)
     least, _ = needs(net(), tmp_path, "host+disk", optimizer=adamw)
     model = net()
-    said = rf"Set host_memory to at least {floor} bytes"
+    said = f"Set host_memory to at least {format_least(floor)}[.]"
     with on_pages(model, "host+disk", floor - 4096, tmp_path, **options) as engine:  # noqa: SIM117
         with pytest.raises(BudgetError, match=said):
             engine.bind_optimizer(adamw(model))

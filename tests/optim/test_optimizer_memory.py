@@ -12,6 +12,7 @@ from torch import nn
 
 from ptm_accel.checkpoint.training_state import load_optimizer_state, save_optimizer_state
 from ptm_accel.errors import BudgetError
+from ptm_accel.units import format_least
 from tests.plain_loop import same_bits
 from tests.stacks import stack, step
 from tests.tiers import needs, on_pages
@@ -69,7 +70,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes(how: str, tmp_path
             "checkpoint": lambda: load_optimizer_state(optimizer, folder),
             "groups": lambda: step(model, optimizer, 1),
         }[how]
-        with pytest.raises(BudgetError, match=f"cannot train under less than.*Set host_memory to at least {much}"):
+        said = f"cannot train under less than.*Set host_memory to at least {format_least(much)}[.]"
+        with pytest.raises(BudgetError, match=said):
             attempt()
         if how == "groups":
             switch_on(optimizer, "fused", True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 
 from ptm_accel.errors import BudgetError, UnsupportedError
 from ptm_accel.optim.support import is_elementwise, measured_state
+from tests.figures import FIGURE, named_bytes
 from tests.optim.test_optimizers import Lion, Trust
 from tests.plain_loop import same_bits
 from tests.tiers import at_floor, on_pages
@@ -294,9 +294,9 @@ def test_what_is_kept_is_part_of_the_least_budget(tmp_path: Path) -> None:
         pytest.raises(BudgetError, match="Set host_memory to at least") as least,
     ):
         engine.bind_optimizer(Hoards(refused.parameters(), lr=1e-4))
-    (nbytes,) = re.findall(r"at least (\d+) bytes", str(least.value))
+    nbytes = named_bytes(f"at least {FIGURE}", least.value)
     model, plain = net(), net()
-    with on_pages(model, "host+disk", int(nbytes), tmp_path) as engine:
+    with on_pages(model, "host+disk", nbytes, tmp_path) as engine:
         paged = train(model, engine.bind_optimizer(Hoards(model.parameters(), lr=1e-4)), 128)
     assert paged == train(plain, Hoards(plain.parameters(), lr=1e-4), 128)
 
