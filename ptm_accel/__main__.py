@@ -10,25 +10,35 @@ import argparse
 import os
 import runpy
 import sys
+from typing import NoReturn
 
 from ptm_accel import autoload
-from ptm_accel.config import PTMConfig
+from ptm_accel.config import PTMConfig, check_machine
 from ptm_accel.environment import (
     CONFIG_FILE,
     TEXT_OPTIONS,
     from_environment,
     is_flag,
+    launched_with,
     misplaced_flag,
     overridden,
     to_environment,
     unknown_flag,
 )
 from ptm_accel.errors import PTMError
+from ptm_accel.uncaught import refuse
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends with one line where a command cannot be read, without all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(self.prog, message)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs a script, or with `-m` a module, as Python would; `argv` is what stands behind `python -m ptm_accel`."""
-    parser = argparse.ArgumentParser("python -m ptm_accel", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser = _Parser("python -m ptm_accel", allow_abbrev=False, description=__doc__.split("\n")[0])
     for option, text in TEXT_OPTIONS.items():
         parser.add_argument(f"--ptm_{option}", help=text)
     parser.add_argument(f"--ptm_{CONFIG_FILE}", help="YAML file with the options")
@@ -44,9 +54,11 @@ def main(argv: list[str] | None = None) -> None:
     file = getattr(given, f"ptm_{CONFIG_FILE}")
     try:
         asked = from_environment(os.environ) if file is None else None
-        options = to_environment(overridden(asked or PTMConfig.load(file), texts))
+        config = overridden(asked or PTMConfig.load(file), texts)
+        check_machine(config, processes=launched_with("LOCAL_WORLD_SIZE", 1))
+        options = to_environment(config)
     except PTMError as error:
-        parser.error(str(error))
+        refuse(parser.prog, error)
     if not given.module and not os.path.exists(given.script):
         parser.error(f"there is no script {given.script}; name one, or a module after -m.")
     os.environ.update(options)

@@ -54,6 +54,8 @@ def install() -> None:
         if not child and not program.startswith(("torchrun", "torch.distributed")):
             atexit.unregister(tell_of_unused)
             atexit.register(tell_of_unused)
+            # Imported by name, as the patches are: a process that does not use pages imports nothing of this package.
+            import_module("ptm_accel.uncaught").install()
     if found:
         watch(found, program)
 

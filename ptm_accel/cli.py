@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -17,6 +16,7 @@ from ptm_accel.commands.launching import launch
 from ptm_accel.commands.planning import plan
 from ptm_accel.commands.slicing import slices
 from ptm_accel.errors import PTMError
+from ptm_accel.uncaught import refuse
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -26,8 +26,7 @@ def main() -> None:
     try:
         app()
     except PTMError as error:
-        sys.stderr.write(f"ptm-accel: error: {error}\n")
-        raise SystemExit(2) from error
+        refuse("ptm-accel", error)
 
 
 def _show_version(asked: bool) -> None:

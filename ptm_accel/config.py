@@ -348,6 +348,25 @@ def resolve(
     )
 
 
+def check_machine(config: PTMConfig, *, processes: int = 1) -> None:
+    """Checks what can be known of the options before any process trains: the memory of this machine, and the folders.
+
+    Args:
+        config: what was asked.
+        processes: how many on this machine train alike.
+
+    Raises:
+        BudgetError: more is asked than the machine or its control group has.
+        ConfigError: a disk path that cannot be used, or a budget smaller than a page.
+    """
+    if config.host_memory is not None:
+        host_bytes, _ = _resolve_host(config.host_memory, processes)
+        check_holds_a_page("host_memory", host_bytes, parse_bytes(config.page_size), config.host_memory)
+    # Some variables in paths are for the processes to put in, such as LOCAL_RANK.
+    if config.disk is not None and not any("$" in expand(text) for text in DiskConfig.load(config.disk).paths):
+        _resolve_disk(config, processes)
+
+
 def staleness(config: PTMConfig) -> int | None:
     """Returns the most steps that a parameter lacks, where updates are lock-free; None where they are not."""
     return None if config.max_staleness is None else int(config.max_staleness)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ptm_accel.autoload import SWITCH as SWITCH
 from ptm_accel.config import DiskConfig, PipelineConfig, PseudoToRealConfig, PTMConfig
+from ptm_accel.config_checks import nearly
 from ptm_accel.errors import ConfigError, shown
 
 logger = logging.getLogger(__name__)
@@ -221,9 +222,11 @@ def unknown_flag(flag: str, *switches: str) -> str:
     known = [*switches, *(f"--{PREFIX}{option}" for option in (*TEXT_OPTIONS, CONFIG_FILE))]
     if not switches and flag.replace("-", "_") == f"__{SWITCH_FLAG}":
         return f"{flag} is a flag of accelerate launch; here pages are switched on without it."
-    close = difflib.get_close_matches("--" + flag[2:].replace("-", "_"), known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"unknown flag {flag}; {hint}The flags are: {', '.join(known)}."
+    # Without what all have in common, by which any would be close to any.
+    names = {name.removeprefix(f"--{PREFIX}"): name for name in known}
+    close = nearly(flag[2:].replace("-", "_").removeprefix(PREFIX), list(names))
+    hint = f"did you mean {names[close[0]]}?" if close else f"the flags are: {', '.join(known)}."
+    return f"unknown flag {flag}; {hint}"
 
 
 def misplaced_flag(flag: str, script: str) -> str:

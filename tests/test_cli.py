@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from ptm_accel.integrations.accelerate import launching
 from transformers import BertConfig, LlamaConfig, ViTConfig
 from typer.testing import CliRunner
 
 import ptm_accel
 from ptm_accel import __main__, cli, config, outlook
 from ptm_accel.checkpoint.training_state import save_optimizer_state
-from ptm_accel.commands import configuring, environment, launching
+from ptm_accel.commands import configuring, environment
 from ptm_accel.config import PTMConfig
 from ptm_accel.engine import Engine
 from ptm_accel.environment import from_environment
@@ -199,9 +200,9 @@ def test_a_script_that_fails_ends_launch_with_its_status(code: str, status: int,
 
 
 def test_the_status_is_the_one_that_a_shell_would_tell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launching._status(7) == 7
+    assert launching.tell_of_end(subprocess.CalledProcessError(7, "script"), "ptm-accel launch") == 7
     assert capsys.readouterr().err == ""
-    assert launching._status(-15) == 143
+    assert launching.tell_of_end(subprocess.CalledProcessError(-15, "script"), "ptm-accel launch") == 143
     assert capsys.readouterr().err == "ptm-accel launch: the script was ended by SIGTERM.\n"
 
 
@@ -231,7 +232,7 @@ def test_options_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (
             ["--ptm_host_memry", "1GB", "script.py"],
-            "unknown flag --ptm_host_memry; did you mean --ptm_host_memory? The",
+            "unknown flag --ptm_host_memry; did you mean --ptm_host_memory?\n",
         ),
         (["--use_ptm", "script.py"], "--use_ptm is a flag of accelerate launch; here pages are switched on without"),
         (

@@ -8,28 +8,37 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ptm_accel.config import YAML_SECTION, PTMConfig
+from ptm_accel.config import YAML_SECTION, PTMConfig, check_machine
 from ptm_accel.environment import (
     CONFIG_FILE,
     PREFIX,
     SWITCH_FLAG,
     TEXT_OPTIONS,
     is_flag,
+    is_on,
     misplaced_flag,
     overridden,
     to_environment,
     unknown_flag,
 )
 from ptm_accel.errors import ConfigError, PTMError, UnsupportedError
+from ptm_accel.uncaught import refuse, wants_traceback
 
+FAILURES = (subprocess.CalledProcessError, ChildFailedError)
+"""What accelerate's launcher raises where a script has failed."""
+_PROGRAM = "accelerate launch"
 _GROUP = "PTM Arguments"
 _OTHERS = {
     "use_deepspeed": "DeepSpeed",
@@ -72,6 +81,7 @@ def extend_launch(module: ModuleType) -> None:
         module: `accelerate.commands.launch`.
     """
     stock_parser: Callable[..., argparse.ArgumentParser] = module.launch_command_parser
+    stock_command: Callable[[argparse.Namespace], None] = module.launch_command
     stock_validate: Callable[[argparse.Namespace], tuple[Any, Any, Any]] = module._validate_launch_command
 
     def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -85,17 +95,44 @@ def extend_launch(module: ModuleType) -> None:
             result = stock_validate(args)
             switch_on(*result[:2])
         except PTMError as error:
-            _end(error)
+            refuse(_PROGRAM, error)
         return result
 
+    @wraps(stock_command)
+    def launch_command(args: argparse.Namespace) -> None:
+        try:
+            stock_command(args)
+        except FAILURES as error:
+            if not is_on(os.environ) or wants_traceback():
+                raise
+            tell_of_end(error, _PROGRAM)
+            raise SystemExit(1) from None
+
+    module.launch_command = launch_command  # type: ignore[attr-defined]
     module.launch_command_parser = launch_command_parser  # type: ignore[attr-defined]
     module._validate_launch_command = _validate_launch_command  # type: ignore[attr-defined]
     module.options_to_group[SWITCH_FLAG] = _GROUP
 
 
-def _end(error: PTMError) -> NoReturn:
-    sys.stderr.write(f"accelerate launch: error: {error}\n")
-    raise SystemExit(2) from error
+def tell_of_end(error: subprocess.CalledProcessError | ChildFailedError, program: str) -> int:
+    """Says of a script that has failed what it cannot have said itself.
+
+    Args:
+        error: accelerate's, or torchrun's with its report of all processes.
+        program: the launcher.
+
+    Returns:
+        The exit status of a shell.
+    """
+    if isinstance(error, ChildFailedError):
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if error.returncode >= 0:
+        return error.returncode
+    number = -error.returncode
+    hint = " Memory may have run out: lower host_memory or the batch size." if number == signal.SIGKILL else ""
+    sys.stderr.write(f"{program}: the script was ended by {signal.Signals(number).name}.{hint}\n")
+    return 128 + number
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -110,15 +147,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         f"--{PREFIX}{CONFIG_FILE}", default=None, help="YAML file with the options; those given as flags go before it."
     )
-    stock = parser.parse_known_args
+    _shorten_errors(parser)
+
+
+def _shorten_errors(parser: argparse.ArgumentParser) -> None:
+    """Has a command with flags of ours end with one line where it cannot be read; accelerate shows all its flags."""
+    stock, stock_error = parser.parse_known_args, parser.error
+    own = False
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        nonlocal own
+        own = any(map(is_flag, sys.argv[1:] if args is None else args))
         found, unknown = stock(args, namespace)
         for flag in (text.split("=")[0] for text in unknown if is_flag(text)):
             parser.error(unknown_flag(flag, f"--{SWITCH_FLAG}"))
         return found, unknown
 
+    def error(message: str) -> NoReturn:
+        if own:
+            refuse(parser.prog if parser.prog.startswith("ptm-accel") else _PROGRAM, message)
+        stock_error(message)
+
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.error = error  # type: ignore[method-assign]
 
 
 def _refuse_misplaced(args: argparse.Namespace) -> None:
@@ -135,6 +186,7 @@ def switch_on(args: argparse.Namespace, defaults: Any) -> None:
         defaults: its configuration file, if there is one.
 
     Raises:
+        BudgetError: more is asked than this machine has.
         ConfigError: options that cannot be used, or without `--use_ptm`.
         UnsupportedError: another way to place parameters was asked for as well.
     """
@@ -156,7 +208,10 @@ def switch_on(args: argparse.Namespace, defaults: Any) -> None:
             )
     file = flags.pop(CONFIG_FILE, None)
     base = PTMConfig.load(file if file is not None else {YAML_SECTION: section or {}})
-    os.environ.update(to_environment(overridden(base, flags)))
+    config = overridden(base, flags)
+    if args.mpirun_hostfile is None:
+        check_machine(config, processes=max((args.num_processes or 1) // (args.num_machines or 1), 1))
+    os.environ.update(to_environment(config))
     _start_all(args)
 
 

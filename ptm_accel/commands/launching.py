@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from importlib import import_module
 
 import typer
@@ -23,17 +20,9 @@ def launch(context: typer.Context) -> None:
         # Runs it as a module of ours, which needs no help from torch.
         args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
         args.training_script, args.module = "ptm_accel", True
+    ours = import_module("ptm_accel.integrations.accelerate.launching")
     try:
-        host.launch_command(args)
-    except subprocess.CalledProcessError as error:
-        # The script has printed its own traceback.
-        raise SystemExit(_status(error.returncode)) from None
-
-
-def _status(code: int) -> int:
-    """Returns a shell's exit status for a return code of `subprocess`, where a negative one is a signal."""
-    if code >= 0:
-        return code
-    hint = " Memory may have run out: lower host_memory or the batch size." if -code == signal.SIGKILL else ""
-    sys.stderr.write(f"ptm-accel launch: the script was ended by {signal.Signals(-code).name}.{hint}\n")
-    return 128 - code
+        # accelerate's own, since ours says only that a script has failed, and this the status of the script.
+        host.launch_command.__wrapped__(args)
+    except ours.FAILURES as error:
+        raise SystemExit(ours.tell_of_end(error, "ptm-accel launch")) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerate.commands import launch
 from accelerate.commands.config import config_args
 from safetensors.torch import load_file
 
+from ptm_accel import machine
 from ptm_accel.config import DiskConfig
 from ptm_accel.environment import TEXT_OPTIONS, from_environment
 from tests.prepared import Run, run_alone, run_prepared, run_ranks
@@ -200,6 +202,22 @@ def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_pat
         (["--use_ptm", "--ptm_disk_limit", "4GB"], "is a limit without a disk; set disk as well."),
         (["--use_ptm", "--ptm_config_file", "none.yaml"], "none.yaml: no such file"),
         (["--use_ptm", "--ptm_config_file", "bad.yaml"], "bad.yaml: not valid YAML"),
+        (["--use_ptm", "--ptm_gpu", "4GB"], "unknown flag --ptm_gpu; did you mean --ptm_device_memory?"),
+        (["--use_ptmm"], "unknown flag --use_ptmm; did you mean --use_ptm?"),
+        (["--use_ptm", "--ptm_xyz", "4"], "unknown flag --ptm_xyz; the flags are: --use_ptm, --ptm_device_memory,"),
+        (
+            ["--use_ptm", "--ptm_host_memory", "--cpu"],
+            "argument --ptm_host_memory/--ptm-host-memory: expected one argument",
+        ),
+        (["--use_ptm", "--num_processes", "two"], "argument --num_processes/--num-processes: invalid int value: 'two'"),
+        (["--use_ptm", "--ptm_host_memory", "900TB"], "host_memory: asked 818.55 TiB, the "),
+        (
+            ["--use_ptm", "--ptm_host_memory", "16"],
+            "host_memory: 16 B cannot hold one page of 4.00 MiB (a number without",
+        ),
+        (["--use_ptm", "--ptm_disk", "missing"], "missing (No such file or directory); set disk.paths to an existing"),
+        (["--use_ptm", "--ptm_disk", "bad.yaml"], "bad.yaml (Not a directory); set disk.paths to an existing"),
+        (["--use_ptm", "--ptm_disk", ".", "--ptm_disk_limit", "900TB"], "disk.limit: asked 818.55 TiB, the free space"),
         (["--use_ptm", "--use_deepspeed"], "DeepSpeed (--use_deepspeed) and ptm_accel (--use_ptm, or ptm_config"),
         (["--use_ptm", "--use_fsdp"], "FSDP (--use_fsdp) and ptm_accel"),
         (["--config_file", "typo.yaml"], "unknown key 'host_memroy'; did you mean 'host_memory'?"),
@@ -216,8 +234,65 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(
     with pytest.raises(SystemExit) as ended:
         host._validate_launch_command(host.launch_command_parser().parse_args([*arguments, "script.py"]))
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert message in said[-1]
+    assert said[-1].startswith("accelerate launch: error: ")
+    assert [line for line in said if not line.startswith(("The following", "\t`--", "To avoid"))] == said[-1:]
     assert "ACCELERATE_USE_PTM" not in os.environ
+
+
+def test_a_flag_of_accelerates_own_is_refused_as_ever(host: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        host.launch_command_parser().parse_args(["--num_processes", "two", "script.py"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: ")
+
+
+def test_folders_that_only_processes_can_name_are_left_to_them(host: ModuleType, tmp_path: Path) -> None:
+    command = ["--use_ptm", "--ptm_disk", "missing/$LOCAL_RANK", "--num_processes", "1", "script.py"]
+    host._validate_launch_command(host.launch_command_parser().parse_args(command))
+    assert os.environ["PTM_DISK"] == "missing/$LOCAL_RANK"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_shares_are_checked_for_all_processes_of_the_machine(
+    processes: int, host: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "host_limit", lambda: machine.MemoryLimit(1 << 30, "physical memory"))
+    args = ["--use_ptm", "--ptm_host_memory", "768MiB", "--num_processes", str(processes), "script.py"]
+    parsed = host.launch_command_parser().parse_args(args)
+    if processes == 1:
+        host._validate_launch_command(parsed)
+        return
+    with pytest.raises(SystemExit):
+        host._validate_launch_command(parsed)
+    said = "is 512.00 MiB; set host_memory to at most 512MiB.\n"
+    assert capsys.readouterr().err.endswith(f"the physical memory, over 2 processes {said}")
+
+
+def test_the_launcher_adds_nothing_to_the_error_of_a_script(
+    host: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(args: object) -> None:
+        raise subprocess.CalledProcessError(code, "script.py")
+
+    monkeypatch.setattr(launch, "simple_launcher", fails)
+    by_signal = "accelerate launch: the script was ended by SIGKILL. Memory may have run out: lower host_memory or the"
+    code = 0
+    for number, said in ((3, ""), (-9, by_signal)):
+        code = number
+        parsed = host.launch_command_parser().parse_args(["--use_ptm", "--num_processes", "1", "script.py"])
+        with pytest.raises(SystemExit) as ended:
+            host.launch_command(parsed)
+        assert ended.value.code == 1
+        assert capsys.readouterr().err.startswith(said)
+    monkeypatch.setenv("PTM_DEBUG", "1")
+    with pytest.raises(subprocess.CalledProcessError):
+        host.launch_command(parsed)
+    monkeypatch.delenv("PTM_DEBUG")
+    monkeypatch.delenv("ACCELERATE_USE_PTM")
+    with pytest.raises(subprocess.CalledProcessError):
+        host.launch_command(host.launch_command_parser().parse_args(["--num_processes", "1", "script.py"]))
 
 
 @pytest.fixture
@@ -227,7 +302,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(config_args, "ClusterConfig", config_args.ClusterConfig)
-    for name in ("launch_command_parser", "_validate_launch_command"):
+    for name in ("launch_command", "launch_command_parser", "_validate_launch_command"):
         monkeypatch.setattr(launch, name, getattr(launch, name))
     monkeypatch.setattr(launch, "options_to_group", dict(launch.options_to_group))
     # A configuration of whoever runs this must not count.
