@@ -122,7 +122,8 @@ def check_keys(value: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in value:
         if key not in known:
             close = nearly(key, known)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            later = "a later ptm_accel may know it, and ptm-accel --version shows this one. "
+            hint = f"did you mean {close[0]!r}? " if close else later
             raise ConfigError(f"{where}: unknown key {shown(key)}; {hint}The keys are: {', '.join(known)}.")
 
 

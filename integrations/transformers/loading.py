@@ -35,6 +35,7 @@ from ptm_accel.pages import refuse_too_large
 
 from ..exchanging import exchanged, one_at_a_time
 from . import saving
+from .resuming import newest_beside
 from .weights import (
     Setter,
     is_redirected,
@@ -143,7 +144,21 @@ def _check_directory(directory: Path, kwargs: Mapping[str, Any]) -> None:
     """Refuses a local directory that is incomplete or damaged, before anything is built."""
     folder = directory / kwargs.get("subfolder", "")
     if not (folder / ADAPTER_CONFIG_NAME).is_file():
-        read_headers(weight_files(folder, kwargs.get("variant")))
+        try:
+            read_headers(weight_files(folder, kwargs.get("variant")))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{newest_beside(directory)}") from error
+
+
+def _damaged(source: object, error: SafetensorError) -> CheckpointError:
+    """The error of weights that transformers could not read, with the file if it can be told."""
+    folder = Path(source) if isinstance(source, str | os.PathLike) else None
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    try:
+        read_headers(files)
+    except CheckpointError as found:
+        return CheckpointError(f"{found}{newest_beside(files[0].parent)}")
+    return CheckpointError(f"the weights of {source} are damaged: {error}. Download the model again.")
 
 
 class _Reader:
@@ -175,9 +190,7 @@ class _Reader:
                 if self._opened is not None:
                     self._opened[1].close()
                 if isinstance(error, SafetensorError):
-                    raise CheckpointError(
-                        f"the weights of {source} are damaged: {error}. Download the model again."
-                    ) from error
+                    raise _damaged(source, error) from error
                 raise
 
     def _begin(self, model: nn.Module) -> Opened | None:

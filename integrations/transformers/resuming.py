@@ -121,7 +121,7 @@ def check_checkpoint(directory: Path, others: Iterable[Path] = (), *, hashes: bo
         CheckpointError: a file is damaged, or missing from the manifest's; nothing has been changed.
     """
     try:
-        _check(directory, hashes)
+        check_files(directory, hashes)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {newest_whole(others, hashes=hashes)} Nothing was changed.") from error
 
@@ -135,12 +135,18 @@ def newest_whole(others: Iterable[Path], *, hashes: bool) -> str:
     """
     for path in others:
         with suppress(CheckpointError):
-            _check(path, hashes)
+            check_files(path, hashes)
             return f"The newest whole one beside it is {path}."
     return "There is no whole one beside it."
 
 
-def _check(directory: Path, hashes: bool) -> None:
+def newest_beside(path: Path) -> str:
+    """Says the same of those beside a checkpoint of the Trainer, and nothing of a folder that is none by its name."""
+    return f" {newest_whole(_others(path), hashes=True)}" if _NUMBERED.match(path.absolute().name) else ""
+
+
+def check_files(directory: Path, hashes: bool) -> None:
+    """As `check_checkpoint`, of one that stands alone."""
     if hashes:
         check_manifest(directory)
     _check_trainer_state(directory / TRAINER_STATE_NAME)

@@ -51,10 +51,7 @@ def read_index(directory: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise damaged(path, f"it is not of the format {FORMAT!r}")
     if index.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {index.get('version')} of its format, and this ptm_accel reads version {VERSION}. "
-            "Install the ptm_accel that wrote it."
-        )
+        raise of_another_version(path, index.get("version"), VERSION)
     reason = _wrong(index)
     if reason is not None:
         raise damaged(path, reason)
@@ -75,6 +72,16 @@ def read_json(path: Path) -> Any:
 def damaged(path: Path, reason: str, otherwise: str = "") -> CheckpointError:
     """Returns the error of a file of a checkpoint that cannot be used; `otherwise` says what else may be done."""
     return CheckpointError(f"{path} is damaged: {reason}. Resume from another checkpoint{otherwise}.")
+
+
+def of_another_version(path: Path, found: object, known: int, otherwise: str = "") -> CheckpointError:
+    """Returns the error of a file whose format has another version; `otherwise` says what else may be done."""
+    remedy = "Install the ptm_accel that wrote it"
+    if isinstance(found, int) and found > known:
+        remedy = "A later ptm_accel wrote it: pip install -U ptm-accel"
+    return CheckpointError(
+        f"{path} has version {found} of its format, and this ptm_accel reads version {known}. {remedy}{otherwise}."
+    )
 
 
 def reason_of(error: Exception) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ptm_accel.checkpoint.crc import PIECE_BYTES, FileSum, sum_file, threads
-from ptm_accel.checkpoint.index import damaged, read_json, reason_of
+from ptm_accel.checkpoint.index import damaged, of_another_version, read_json, reason_of
 from ptm_accel.errors import CheckpointError
 from ptm_accel.progress import progress
 
@@ -33,6 +33,7 @@ _COVERED = re.compile(
 _EDITED = "training_args.bin"
 """Nothing reads it where a run is resumed."""
 _PLAIN = re.compile(r"optimizer(_\d+)?\.bin|optimizer\.pt")
+_UNHASHED = ", or set checkpoint_hashes to false"
 _OTHERWISE = ", or set checkpoint_hashes to false if it was changed on purpose"
 
 Sums = dict[str, FileSum]
@@ -102,11 +103,12 @@ def read_manifest(directory: Path) -> Sums | None:
         raise damaged(path, f"it is not of the format {FORMAT!r}")
     if read.pop("crc32", None) != _own_crc(read):
         raise damaged(path, "it is not what was written")
-    if (read["version"], read["piece_bytes"]) != (VERSION, PIECE_BYTES):
+    if read["version"] != VERSION:
+        raise of_another_version(path, read["version"], VERSION, _UNHASHED)
+    if read["piece_bytes"] != PIECE_BYTES:
         raise CheckpointError(
-            f"{path} has version {read['version']} of its format with pieces of {read['piece_bytes']} bytes, and this "
-            f"ptm_accel reads version {VERSION} with {PIECE_BYTES}. Install the ptm_accel that wrote it, or set "
-            "checkpoint_hashes to false."
+            f"{path} has CRCs of pieces of {read['piece_bytes']} bytes, and this ptm_accel reads those of "
+            f"{PIECE_BYTES}. Install the ptm_accel that wrote it{_UNHASHED}."
         )
     return {name: FileSum(each["bytes"], tuple(each["crc32"])) for name, each in read["files"].items()}
 

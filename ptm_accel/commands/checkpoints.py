@@ -36,13 +36,17 @@ def check(
 
     if not checkpoint.is_dir():
         raise CheckpointError(f"no such directory: {checkpoint}. Give the path of a checkpoint.")
+    host = import_module("ptm_accel.integrations.transformers.resuming")
     begin = time.perf_counter()
-    sums = check_manifest(checkpoint)
-    took_s = time.perf_counter() - begin
-    for index in sorted(checkpoint.rglob(INDEX_NAME)):
-        check_optimizer_state(index.parent)
-    if (checkpoint / "trainer_state.json").is_file():
-        import_module("ptm_accel.integrations.transformers.resuming").check_checkpoint(checkpoint, hashes=False)
+    try:
+        sums = check_manifest(checkpoint)
+        took_s = time.perf_counter() - begin
+        for index in sorted(checkpoint.rglob(INDEX_NAME)):
+            check_optimizer_state(index.parent)
+        if (checkpoint / "trainer_state.json").is_file():
+            host.check_files(checkpoint, hashes=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{host.newest_beside(checkpoint)}") from error
     if sums is None:
         typer.echo(f"{checkpoint}: can be read. It has no {MANIFEST_NAME} that tells what was saved.")
         return

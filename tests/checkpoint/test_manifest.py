@@ -139,8 +139,20 @@ def test_a_manifest_of_another_version(saved: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr(manifest, "VERSION", 2)
         manifest.write_manifest(saved, {})
     text = (
-        r"has version 2 of its format with pieces of 1000 bytes, and this ptm_accel reads version 1 with 1000\. Install"
+        r"has version 2 of its format, and this ptm_accel reads version 1\. A later ptm_accel "
+        r"wrote it: pip install -U ptm-accel, or set checkpoint_hashes to false\.$"
     )
+    with pytest.raises(CheckpointError, match=text):
+        check_manifest(saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "VERSION", 0)
+        manifest.write_manifest(saved, {})
+    with pytest.raises(CheckpointError, match=r"version 0 .*\. Install the ptm_accel that wrote it, or set check"):
+        check_manifest(saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "PIECE_BYTES", 2000)
+        manifest.write_manifest(saved, {})
+    text = r"has CRCs of pieces of 2000 bytes, and this ptm_accel reads those of 1000\. Install the ptm_accel that"
     with pytest.raises(CheckpointError, match=text):
         check_manifest(saved)
 

@@ -404,7 +404,7 @@ def swap_shards(directory: Path) -> None:
         ),
         (
             lambda d: edit(d, lambda i: i.update(version=2)),
-            r"has version 2 of its format, and this ptm_accel reads version 1",
+            r"has version 2 of its format, and this ptm_accel reads version 1\. A later ptm_accel wrote",
         ),
         (lambda d: edit(d, lambda i: i.pop("state")), r"optimizer.json is damaged: it lacks 'state'"),
         (lambda d: edit(d, lambda i: i["weight_map"].pop("scale/step")), r"it does not say where scale/step is"),

@@ -16,10 +16,13 @@ import pytest
 import torch
 from ptm_accel.integrations.accelerate import PTMAccelerator
 from ptm_accel.integrations.transformers import Trainer
+from ptm_accel.integrations.transformers.loading import from_pretrained, read_if_too_large
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ptm_accel import cli
 from ptm_accel.checkpoint.manifest import MANIFEST_NAME, covered
+from ptm_accel.config import PTMConfig
 from ptm_accel.errors import CheckpointError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "attention_dropout": 0.1}
@@ -311,6 +314,28 @@ def test_a_checkpoint_is_checked_by_command(run: dict[str, Any], tmp_path: Path)
     (tmp_path / "c" / "scheduler.pt").unlink()
     assert "c: can be read. It has no ptm_manifest.json that tells what was saved." in check(tmp_path / "c").output
     assert "no such directory: " in str(check(tmp_path / "none").exception)
+
+
+def test_damaged_weights_that_are_read_by_themselves_name_the_newest_whole_checkpoint(
+    run: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.copytree(run["folder"] / "run", tmp_path / "run")
+    damaged, whole = (tmp_path / "run" / f"checkpoint-{step}" for step in (4, 2))
+    os.truncate(damaged / "model.safetensors", 5000)
+    options = {"host_memory": "8MiB", "page_size": 4096}
+    beside = f"The newest whole one beside it is {whole}."
+    with pytest.raises(CheckpointError) as caught:
+        from_pretrained(AutoModelForCausalLM, damaged, options)
+    assert str(caught.value).startswith(f"{damaged / 'model.safetensors'} (5000 B) is damaged: ")
+    assert str(caught.value).endswith(beside)
+    # As with --use_ptm, where a model that fits is read by transformers.
+    with pytest.raises(CheckpointError) as caught:
+        read_if_too_large(AutoModelForCausalLM.from_pretrained, PTMConfig.load(options), 1 << 30, damaged)
+    assert str(caught.value).startswith(f"{damaged / 'model.safetensors'} (5000 B) is damaged: ")
+    assert str(caught.value).endswith(beside)
+    refused = CliRunner().invoke(cli.app, ["check", str(damaged)]).exception
+    assert "model.safetensors is damaged: it has 5000 bytes, and had" in str(refused)
+    assert str(refused).endswith(beside)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

@@ -16,11 +16,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from ptm_accel.integrations.transformers.loading import (
+    _damaged,
     from_config,
     from_pretrained,
     load_weights,
     read_if_too_large,
 )
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModel,
@@ -294,9 +296,11 @@ def test_damage_that_shows_while_reading(saved: Save, tmp_path: Path, monkeypatc
     truncate_a_shard(directory)
     monkeypatch.setattr("ptm_accel.integrations.transformers.loading._check_directory", lambda directory, kwargs: None)
     memory = open_memory("host+disk", 2_000_000, tmp_path)
-    with pytest.raises(CheckpointError, match=r"the weights of .* are damaged: .* Download the model again"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-\d+.safetensors \(\S+ \S+\) is damaged: "):
         from_pretrained(AutoModelForCausalLM, directory, config(), memory=memory)
     assert memory.closed
+    unknown = _damaged("a/model", SafetensorError("invalid header"))
+    assert str(unknown) == "the weights of a/model are damaged: invalid header. Download the model again."
 
 
 def test_a_budget_below_the_floor_is_refused_before_anything_is_read(saved: Save, tmp_path: Path) -> None:
