@@ -16,6 +16,7 @@ import torch
 import yaml
 from ptm_accel.integrations.accelerate import launching
 from transformers import BertConfig, LlamaConfig, ViTConfig
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import ptm_accel
@@ -42,6 +43,26 @@ def test_env_tells_what_a_report_needs() -> None:
     assert re.fullmatch(r"[\d.]+ GiB \((cgroup v[12] limit|physical memory)\)", told["host memory"])
     assert all(name in shown.output for name in told)
     assert environment.environment_report().keys() == told.keys()
+
+
+def test_options_are_shown_with_underscores_and_read_with_hyphens_too() -> None:
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    options = {name: [opt for param in command.params for opt in param.opts] for name, command in commands.items()}
+    assert "--batch_size" in options["estimate"]
+    for name, known in options.items():
+        assert len(known) == len(set(known))
+        for option in (known_option for known_option in known if known_option.startswith("--")):
+            assert "-" not in option[2:]
+            for spelled in {option, "--" + option[2:].replace("_", "-")}:
+                assert "No such option" not in RUNNER.invoke(cli.app, [name, spelled]).output
+    assert all("--json" in options[name] for name in ("env", "estimate", "slices", "check", "export"))
+
+
+@pytest.mark.parametrize("name", ["env", "slices", "config", "export", "check"])
+def test_help_has_an_example(name: str) -> None:
+    shown = RUNNER.invoke(cli.app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert re.search(rf"^\s*ptm-accel {name}\b", shown.output, re.MULTILINE)
 
 
 def test_the_version_is_told() -> None:
@@ -90,7 +111,7 @@ def test_the_questionnaire_writes_the_section(tmp_path: Path) -> None:
 def test_what_the_file_says_already_stays(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nptm_config: {host_memory: 1GB}\n")
-    configuring.write_section(file, {"update": "exact"})
+    configuring.write_section(file, configuring.read_config(file), {"update": "exact"})
     assert yaml.safe_load(file.read_text()) == {
         "distributed_type": "MULTI_GPU",
         "num_processes": 4,
@@ -105,8 +126,10 @@ def test_another_file_is_left_alone(text: str, message: str, tmp_path: Path) -> 
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        configuring.write_section(file, {})
+        configuring.read_config(file)
     assert file.read_text() == text
+    with pytest.raises(ConfigError, match=r"config.yaml/sub.yaml: cannot be written: .*; name another file"):
+        configuring.write_section(file / "sub.yaml", {}, {})
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
@@ -351,23 +374,28 @@ def test_a_plan_that_cannot_be_is_refused_with_a_figure_that_works(layered: Path
 
 
 def test_the_slices_of_a_pipeline(layered: Path) -> None:
-    given = ["slices", str(layered / "model"), "--seq", "128", "--stages", "4", "--batch", "2"]
+    given = ["slices", str(layered / "model"), "--length", "128", "--stages", "4", "--batch-size", "2"]
     found = RUNNER.invoke(cli.app, given)
     assert found.exit_code == 0, found.output
     text = re.sub(r"\s+", " ", found.output)
-    times = [re.search(rf"{name} ([\d.e-]+) s", text) for name in ("a step", "by rows alone", "in one piece")]
-    step, rows, whole = (float(each[1]) for each in times if each is not None)
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    times = [re.search(rf"{name} ([\d.]+) (us|ms|s)\b", text) for name in ("a step", "by rows alone", "in one piece")]
+    step, rows, whole = (float(each[1]) * units[each[2]] for each in times if each is not None)
     assert step <= rows <= whole
     parts = re.findall(r"(\d+) x \[([\d, ]+)\]", text)
     assert sum(int(size) for size, _ in parts) == 2
     assert all(sum(map(int, tokens.split(","))) == 128 for _, tokens in parts)
+    told = json.loads(RUNNER.invoke(cli.app, [*given, "--json"]).output)
+    assert sum(part["rows"] for part in told["parts"]) == 2
+    assert all(sum(part["tokens"]) == 128 for part in told["parts"])
+    assert 0 < told["bound_s"] <= told["step_s"] <= told["rows_s"] <= told["whole_s"]
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--seq", "128", "--stages", "9"], "9 stages of 8 layers; set it to at most 8"),
-        (["--seq", "40", "--stages", "2"], "40 tokens are too few to be cut; give 64 at least"),
+        (["--length", "128", "--stages", "9"], "9 stages of 8 layers; set it to at most 8"),
+        (["--length", "40", "--stages", "2"], "40 tokens are too few to be cut; give 64 at least"),
     ],
 )
 def test_slices_that_cannot_be(more: list[str], said: str, layered: Path) -> None:

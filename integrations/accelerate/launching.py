@@ -7,17 +7,20 @@ are imported). What was asked is checked before any process is started, and told
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ptm_accel.config import YAML_SECTION, PTMConfig, check_machine
@@ -91,10 +94,16 @@ def extend_launch(module: ModuleType) -> None:
 
     def _validate_launch_command(args: argparse.Namespace) -> tuple[Any, Any, Any]:
         try:
-            _refuse_misplaced(args)
-            result = stock_validate(args)
-            switch_on(*result[:2])
+            refuse_misplaced(args)
+            with _held_back(module.__name__):
+                result = stock_validate(args)
+                switch_on(*result[:2])
         except PTMError as error:
+            refuse(_PROGRAM, error)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            # accelerate's own, of flags or a file that it cannot use.
+            if not args.use_ptm:
+                raise
             refuse(_PROGRAM, error)
         return result
 
@@ -112,6 +121,24 @@ def extend_launch(module: ModuleType) -> None:
     module.launch_command_parser = launch_command_parser  # type: ignore[attr-defined]
     module._validate_launch_command = _validate_launch_command  # type: ignore[attr-defined]
     module.options_to_group[SWITCH_FLAG] = _GROUP
+
+
+@contextmanager
+def _held_back(name: str) -> Iterator[None]:
+    """While it lasts, a logger says nothing; then all of it, unless an error has said more."""
+    logger, held = logging.getLogger(name), []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hold)
+    for record in held:
+        logger.handle(record)
 
 
 def tell_of_end(error: subprocess.CalledProcessError | ChildFailedError, program: str) -> int:
@@ -172,7 +199,12 @@ def _shorten_errors(parser: argparse.ArgumentParser) -> None:
     parser.error = error  # type: ignore[method-assign]
 
 
-def _refuse_misplaced(args: argparse.Namespace) -> None:
+def refuse_misplaced(args: argparse.Namespace) -> None:
+    """Refuses flags of ours behind the script.
+
+    Raises:
+        ConfigError: there is one.
+    """
     for text in args.training_script_args:
         if is_flag(text):
             raise ConfigError(misplaced_flag(text, args.training_script))

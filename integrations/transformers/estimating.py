@@ -25,7 +25,7 @@ def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = Fal
         checkpointing: whether activations are checkpointed.
 
     Raises:
-        ConfigError: there is no such configuration.
+        ConfigError: there is no such configuration, or no model can be made of it.
     """
     # No model of the Hub is named like that, and asking for it takes long.
     if id_or_path.startswith(("/", ".", "~")) and not Path(id_or_path).exists():
@@ -37,11 +37,16 @@ def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = Fal
             f"{id_or_path} has no configuration that can be read: {str(error).splitlines()[0]} Give a model id, or a "
             "directory with a config.json."
         ) from error
+    except Exception as error:  # whatever a class raises of values that make no sense
+        raise _senseless(id_or_path, error) from error
     names = getattr(config, "architectures", None) or []
     cls: Any = getattr(transformers, names[0], None) if names else None
-    with torch.device("meta"):
-        make = AutoModelForCausalLM.from_config if cls is None else cls._from_config
-        model: PreTrainedModel = make(config, dtype=dtype)
+    make = AutoModelForCausalLM.from_config if cls is None else cls._from_config
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = make(config, dtype=dtype)
+    except Exception as error:  # the same of a model
+        raise _senseless(id_or_path, error) from error
     model.tie_weights()
     if checkpointing:
         # Its name since transformers 5.2; before, it was that of gradients.
@@ -49,6 +54,11 @@ def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = Fal
         enable()
     model.train()
     return model
+
+
+def _senseless(id_or_path: str, error: Exception) -> ConfigError:
+    reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
+    return ConfigError(f"no model can be made of the configuration of {id_or_path} ({reason}); correct it.")
 
 
 def text_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, ShapeSpec] | None:

@@ -29,18 +29,20 @@ _ASKED = ("host_memory", "device_memory", "disk", "update", "master_weights", "s
 
 
 def config(
-    config_file: Annotated[
-        Path | None, typer.Option("--config_file", "--config-file", help="accelerate's file; by default its own.")
-    ] = None,
+    config_file: Annotated[Path | None, typer.Option(help="accelerate's file; by default its own.")] = None,
 ) -> None:
-    """Asks for the options, and writes them as `ptm_config:` into accelerate's configuration file."""
+    """Asks for the options, and writes them as `ptm_config:` into accelerate's configuration file.
+
+    ptm-accel config --config_file accelerate.yaml
+    """
     file, flag = config_file, f" --config_file {config_file}"
     if file is None:
         file, flag = Path(import_module("accelerate.commands.config.config_args").default_yaml_config_file), ""
+    content = read_config(file)
     limit = machine.host_limit()
     typer.echo(f"This machine lets a process use {format_bytes(limit.bytes)} ({limit.origin}). Enter keeps a default.")
     answers = {option: _asked_for(option) for option in _ASKED}
-    write_section(file, {option: answer for option, answer in answers.items() if answer})
+    write_section(file, content, {option: answer for option, answer in answers.items() if answer})
     typer.echo(f"Written to {file}. Train with: accelerate launch{flag} train.py")
 
 
@@ -60,17 +62,29 @@ def _asked_for(option: str) -> str | list[str]:
     return found
 
 
-def write_section(file: Path, options: dict[str, Any]) -> None:
-    """Puts the options into accelerate's configuration file, beside what it says already.
+def read_config(file: Path) -> dict[str, Any]:
+    """What accelerate's configuration file says; that of one process where there is none yet.
 
     Raises:
         ConfigError: the file is there, and is not such a file.
     """
-    content: Any = dict(_PLAIN_SETUP)
-    if file.exists():
-        content = read_yaml(file)
-        if not isinstance(content, dict):
-            raise ConfigError(f"{file}: holds no mapping, so it is no configuration of accelerate; name another file.")
-    content[YAML_SECTION] = options
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(content, sort_keys=True), encoding="utf-8")
+    if not file.exists():
+        return dict(_PLAIN_SETUP)
+    content = read_yaml(file)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: holds no mapping, so it is no configuration of accelerate; name another file.")
+    return content
+
+
+def write_section(file: Path, content: dict[str, Any], options: dict[str, Any]) -> None:
+    """Writes accelerate's configuration file, with the options beside what it says already.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    text = yaml.safe_dump({**content, YAML_SECTION: options}, sort_keys=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}; name another file.") from error

@@ -19,7 +19,10 @@ _PACKAGES = ("ptm-accel", "torch", "transformers", "accelerate", "peft", "trl", 
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """Shows what a report of a problem should tell: versions, machine, memory limits, devices."""
+    """Shows what a report of a problem should tell: versions, machine, memory limits, devices.
+
+    ptm-accel env
+    """
     found = environment_report()
     if as_json:
         typer.echo(json.dumps(found, indent=1))

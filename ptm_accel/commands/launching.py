@@ -15,12 +15,14 @@ def launch(context: typer.Context) -> None:
     host = import_module("accelerate.commands.launch")
     parser = host.launch_command_parser()
     parser.prog = "ptm-accel launch"
+    parser.epilog = "ptm-accel launch --ptm_host_memory 8GB --ptm_disk /mnt/ssd train.py"
     args = parser.parse_args(["--use_ptm", *context.args])
+    ours = import_module("ptm_accel.integrations.accelerate.launching")
+    ours.refuse_misplaced(args)
     if not args.no_python:
         # Runs it as a module of ours, which needs no help from torch.
         args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
         args.training_script, args.module = "ptm_accel", True
-    ours = import_module("ptm_accel.integrations.accelerate.launching")
     try:
         # accelerate's own, since ours says only that a script has failed, and this the status of the script.
         host.launch_command.__wrapped__(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from typing import Annotated
 
@@ -9,16 +10,21 @@ import typer
 
 from ptm_accel.commands.showing import dtype_of, show
 from ptm_accel.errors import ConfigError
+from ptm_accel.units import format_seconds
 
 
 def slices(
     model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
-    length: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a row.")],
     stages: Annotated[int, typer.Option(min=2, help="Of the pipeline.")],
-    rows: Annotated[int, typer.Option("--batch", min=1, help="Rows of a batch.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Tells how a pipeline of stages like this machine would best cut a batch into rows and slices of tokens."""
+    """Tells how a pipeline of stages like this machine would best cut a batch into rows and slices of tokens.
+
+    ptm-accel slices Qwen/Qwen3-8B --length 8192 --stages 8
+    """
     from ptm_accel.opening import default_device
     from ptm_accel.pipeline.advice import advise
     from ptm_accel.pipeline.stage import Stage
@@ -29,16 +35,22 @@ def slices(
     if stages > layers:
         raise ConfigError(f"stages: {stages} stages of {layers} layers; set it to at most {layers}.")
     part = host.some_layers(model, dtype_of(dtype), -(-layers // stages), default_device())
-    found = advise(Stage(part, 0, 1), rows=rows, length=length, stages=stages, vocabulary=config.vocab_size)
-    cuts = "; ".join(f"{size} x {list(tokens)}" for size, tokens in found.scheme.parts)
-    if all(len(tokens) == 1 for _, tokens in found.scheme.parts):
+    found = advise(Stage(part, 0, 1), rows=batch_size, length=length, stages=stages, vocabulary=config.vocab_size)
+    parts = found.scheme.parts
+    if as_json:
+        told = [{"rows": size, "tokens": list(tokens)} for size, tokens in parts]
+        times = {"step_s": found.scheme.seconds, "rows_s": found.rows_s, "whole_s": found.whole_s}
+        typer.echo(json.dumps({"parts": told, **times, "bound_s": found.bound_s}, indent=1))
+        return
+    cuts = "; ".join(f"{size} x {list(tokens)}" for size, tokens in parts)
+    if all(len(tokens) == 1 for _, tokens in parts):
         cuts += " (sequences are best left whole)"
     show(
         {
             "rows x slices": cuts,
-            "a step": f"{found.scheme.seconds:.3g} s",
-            "by rows alone": f"{found.rows_s:.3g} s",
-            "in one piece": f"{found.whole_s:.3g} s",
-            "if no stage waited": f"{found.bound_s:.3g} s",
+            "a step": format_seconds(found.scheme.seconds),
+            "by rows alone": format_seconds(found.rows_s),
+            "in one piece": format_seconds(found.whole_s),
+            "if no stage waited": format_seconds(found.bound_s),
         }
     )

@@ -14,6 +14,7 @@ import pytest
 from ptm_accel import engine
 from tests.integrations.adapters import bases as bases
 from tests.integrations.adapters import compare as compare
+from tests.integrations.launcher import host as host
 from tests.integrations.saved_models import saved as saved
 
 

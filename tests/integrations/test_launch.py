@@ -14,10 +14,11 @@ import pytest
 import torch
 import yaml
 from accelerate.commands import launch
-from accelerate.commands.config import config_args
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from ptm_accel import machine
+from ptm_accel import cli, machine
+from ptm_accel.commands import launching
 from ptm_accel.config import DiskConfig
 from ptm_accel.environment import TEXT_OPTIONS, from_environment
 from tests.prepared import Run, run_alone, run_prepared, run_ranks
@@ -295,27 +296,6 @@ def test_the_launcher_adds_nothing_to_the_error_of_a_script(
         host.launch_command(host.launch_command_parser().parse_args(["--num_processes", "1", "script.py"]))
 
 
-@pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """accelerate's launcher with the flags; as it was afterwards."""
-    from ptm_accel.integrations.accelerate.launching import extend_config, extend_launch
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(config_args, "ClusterConfig", config_args.ClusterConfig)
-    for name in ("launch_command", "launch_command_parser", "_validate_launch_command"):
-        monkeypatch.setattr(launch, name, getattr(launch, name))
-    monkeypatch.setattr(launch, "options_to_group", dict(launch.options_to_group))
-    # A configuration of whoever runs this must not count.
-    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "none.yaml"))
-    for name in (*(f"PTM_{option.upper()}" for option in TEXT_OPTIONS), "ACCELERATE_USE_PTM"):
-        # Set and taken away, so that what a test sets is taken away as well.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    extend_config(config_args)
-    extend_launch(launch)
-    return launch
-
-
 def test_a_flag_behind_the_script_is_refused(host: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         host._validate_launch_command(host.launch_command_parser().parse_args(["script.py", "--use_ptm"]))
@@ -370,6 +350,13 @@ def test_help_shows_the_flags(host: ModuleType, monkeypatch: pytest.MonkeyPatch)
     shown = host.launch_command_parser().format_help()
     for flag in ("--ptm_device_memory", "--ptm_host_memory", "--ptm_disk", "--ptm_config_file"):
         assert flag in shown
+
+
+def test_help_of_our_own_launcher_has_an_example(host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching.autoload, "watch", lambda patches: None)
+    shown = CliRunner().invoke(cli.app, ["launch", "--help"])
+    assert shown.exit_code == 0
+    assert shown.output.endswith("ptm-accel launch --ptm_host_memory 8GB --ptm_disk /mnt/ssd train.py\n")
 
 
 def test_without_the_switch_nothing_is_done(tmp_path: Path) -> None:
