@@ -55,10 +55,10 @@ def test_options_are_shown_with_underscores_and_read_with_hyphens_too() -> None:
             assert "-" not in option[2:]
             for spelled in {option, "--" + option[2:].replace("_", "-")}:
                 assert "No such option" not in RUNNER.invoke(cli.app, [name, spelled]).output
-    assert all("--json" in options[name] for name in ("env", "estimate", "slices", "check", "export"))
+    assert all("--json" in options[name] for name in ("env", "doctor", "estimate", "slices", "check", "export"))
 
 
-@pytest.mark.parametrize("name", ["env", "slices", "config", "export", "check"])
+@pytest.mark.parametrize("name", ["env", "doctor", "slices", "config", "export", "check"])
 def test_help_has_an_example(name: str) -> None:
     shown = RUNNER.invoke(cli.app, [name, "--help"])
     assert shown.exit_code == 0

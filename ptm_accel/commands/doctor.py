@@ -22,6 +22,8 @@ def doctor(
 ) -> None:
     """Checks this machine: what would fail, what would be slow, and what to do; keeps the rates that plans use.
 
+    ptm-accel doctor --disk /mnt/ssd
+
     Disks and links are measured anew, for a second or two each: nothing else should run meanwhile. Ends with exit
     status 1 if a line is bad.
     """
