@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import fields
@@ -158,7 +159,8 @@ def test_every_benchmark_is_linked() -> None:
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     pages = {page.name for page in (DOCS / "benchmarks").glob("*.md")}
     assert pages
-    assert set(re.findall(r"\(benchmarks/([\w.-]+\.md)\)", text)) == pages
+    table = text[text.index("## All pages") :]
+    assert set(re.findall(r"\(benchmarks/([\w.-]+\.md)\)", table)) == pages
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -184,6 +186,11 @@ def test_the_readme_has_the_two_commands() -> None:
 def test_the_changelog_knows_this_version() -> None:
     headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[:2] == ["Unreleased", ptm_accel.__version__]
+
+
+def test_the_chart_has_the_figures_of_its_page() -> None:
+    chart = runpy.run_path(str(ROOT / "tests" / "benchmarks" / "headline_chart.py"))
+    assert (DOCS / "img" / "peers.svg").read_text(encoding="utf-8") == chart["drawn"]()
 
 
 def test_the_figure_is_well_formed() -> None:
