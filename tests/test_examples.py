@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -167,24 +166,16 @@ def test_the_loop_of_accelerate_gives_the_same_by_the_flag(tmp_path: Path) -> No
     assert plain.read_bytes() == paged.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "kept without outputs"
     (tmp_path / "notebook.py").write_text(code, encoding="utf-8")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(
-        [sys.executable, "notebook.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "bit-identical: [" in done.stdout
+    done = run_prepared(tmp_path / "notebook.py", cwd=tmp_path, env=environment)
+    assert done.code == 0, done.err[-3000:]
+    assert "bit-identical: [" in done.out
 
 
 @pytest.mark.process
