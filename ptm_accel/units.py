@@ -100,6 +100,29 @@ def _digits(value: float) -> str:
     return f"{value:.2g}" if value < 9.95 else f"{value:.0f}"
 
 
+_DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+
+
+def format_decimal(n: float) -> str:
+    """Shows a byte count as makers of memory and disks write it, to three digits: `22.7 GB`."""
+    for unit, name in _DECIMAL:
+        # Not 1000 GB.
+        if abs(n) >= 0.9995 * unit:
+            value = n / unit
+            places = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+            return f"{value:.{places}f} {name}"
+    return f"{n:.0f} B"
+
+
+def format_least_decimal(n: int) -> str:
+    """Shows a least size as an option takes it, to three digits, and never less than it: `22.8GB`."""
+    for unit, name in _DECIMAL:
+        if n >= unit:
+            step = unit // 100 if n < 10 * unit else unit // 10 if n < 100 * unit else unit
+            return f"{-(-n // step) * step / unit:g}{name}"
+    return f"{n}B"
+
+
 def parse_bytes(text: str | int, *, total_bytes: int | None = None) -> int:
     """Reads a byte count.
 

@@ -16,7 +16,9 @@ from ptm_accel.units import (
     MIB,
     TIB,
     format_bytes,
+    format_decimal,
     format_least,
+    format_least_decimal,
     format_most,
     format_seconds,
     parse_bytes,
@@ -151,3 +153,24 @@ def test_figures_to_paste(nbytes: int, least: str, most: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@given(st.integers(min_value=1, max_value=10**15))
+def test_a_least_size_that_is_shown_is_enough(nbytes: int) -> None:
+    shown = parse_bytes(format_least_decimal(nbytes))
+    assert nbytes <= shown <= nbytes * 1.011 + 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "least", "decimal"),
+    [
+        (999, "999B", "999 B"),
+        (22_639_412, "22.7MB", "22.6 MB"),
+        (24 * 10**9, "24GB", "24.0 GB"),
+        (999_600_000_000, "1000GB", "1.00 TB"),
+        (1_540_000_000_000, "1.54TB", "1.54 TB"),
+        (0, "0B", "0 B"),
+    ],
+)
+def test_decimal_sizes(nbytes: int, least: str, decimal: str) -> None:
+    assert (format_least_decimal(nbytes), format_decimal(nbytes)) == (least, decimal)

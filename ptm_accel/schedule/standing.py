@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.choice import Choice
@@ -15,8 +16,41 @@ _LAYER = re.compile(r"^(.*?\.)?(\d+)(?=[.\[]|$)")
 """The first number in a name is that of the layer."""
 
 
-def describe(choice: Choice, recorded: Trace) -> str | None:
-    """Says which parameters stay through a pass, which leave, and how much state stays; None without a plan.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a plan leaves in the compute tier.
+
+    Attributes:
+        stay: the layers, and other groups, whose parameters stay through a pass.
+        in_part: those of which a part stays and a part leaves.
+        leave: those whose parameters leave.
+        on_cpu: the groups that the CPU updates beside a device.
+        state_stays_bytes: of optimizer state that never leaves.
+        state_bytes: of all of it.
+    """
+
+    stay: str
+    in_part: str
+    leave: str
+    on_cpu: str
+    state_stays_bytes: int
+    state_bytes: int
+
+    def rows(self) -> dict[str, str]:
+        """The same as names and values."""
+        rows = {"parameters that stay": self.stay or "none", "that leave": self.leave or "none"}
+        if self.in_part:
+            rows["that stay in part"] = self.in_part
+        if self.state_bytes:
+            stays, of = format_bytes(self.state_stays_bytes), format_bytes(self.state_bytes)
+            rows["optimizer state that stays"] = f"{stays} of {of}"
+        if self.on_cpu:
+            rows["updated on the CPU"] = self.on_cpu
+        return rows
+
+
+def standing_of(choice: Choice, recorded: Trace) -> Standing | None:
+    """Tells which parameters stay through a pass, which leave, and how much state stays; None without a plan.
 
     Args:
         choice: a plan with its trace, whose further items are optimizer state.
@@ -35,12 +69,52 @@ def describe(choice: Choice, recorded: Trace) -> str | None:
             state[number not in moved] += item.nbytes
         elif number not in gradients:
             (leaves if number in moved else stays).append(item.name)
-    parts = [f"parameters that stay: {_ranges(stays)}", f"that leave: {_ranges(leaves)}"]
-    if state:
-        parts.append(f"optimizer state that stays: {format_bytes(state[True])} of {format_bytes(state.total())}")
-    if choice.on_host:
-        parts.append(f"updated on the CPU: {_ranges(choice.on_host)}")
-    return "; ".join(parts)
+    both = {_layer(name) for name in stays} & {_layer(name) for name in leaves}
+    return Standing(
+        stay=_ranges(name for name in stays if _layer(name) not in both),
+        in_part=_ranges(name for name in stays if _layer(name) in both),
+        leave=_ranges(name for name in leaves if _layer(name) not in both),
+        on_cpu=_ranges(choice.on_host),
+        state_stays_bytes=state[True],
+        state_bytes=state.total(),
+    )
+
+
+def all_stay(names: Iterable[str], state_bytes: int) -> Standing:
+    """Where nothing ever leaves.
+
+    Args:
+        names: of the groups.
+        state_bytes: of optimizer state.
+    """
+    return Standing(_ranges(names), "", "", "", state_bytes, state_bytes)
+
+
+def none_stays(names: Iterable[str], state_bytes: int) -> Standing:
+    """Where everything leaves after each use.
+
+    Args:
+        names: of the groups.
+        state_bytes: of optimizer state.
+    """
+    return Standing("", "", _ranges(names), "", 0, state_bytes)
+
+
+def describe(choice: Choice, recorded: Trace) -> str | None:
+    """Says the same in one line; None without a plan.
+
+    Args:
+        choice: as for `standing_of`.
+        recorded: as for `standing_of`.
+    """
+    found = standing_of(choice, recorded)
+    return None if found is None else "; ".join(f"{name}: {value}" for name, value in found.rows().items())
+
+
+def _layer(name: str) -> str:
+    """The layer that a group is a part of, or the group itself."""
+    found = _LAYER.match(name)
+    return name if found is None else found[0]
 
 
 def _ranges(names: Iterable[str]) -> str:
@@ -54,7 +128,7 @@ def _ranges(names: Iterable[str]) -> str:
         else:
             layers.setdefault(found[1] or "", set()).add(int(found[2]))
     shown = [f"{prefix}{_numbers(sorted(numbers))}" for prefix, numbers in layers.items()]
-    return ", ".join([*shown, *sorted(others)]) or "none"
+    return ", ".join([*shown, *sorted(others)])
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -215,7 +215,8 @@ def spread_state(trace: Trace, nbytes: int) -> list[int]:
     chosen: list[int] = []
     for group, size in zip(groups, sizes, strict=True):
         passed += size
-        if taken + size <= nbytes * passed // total:
+        # An optimizer without state has nothing to spread.
+        if total and taken + size <= nbytes * passed // total:
             chosen += group
             taken += size
     return chosen
