@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,10 @@ from ptm_accel.model.attach import check_model, small_bytes, take_parameters
 from ptm_accel.model.floor import ANY_ADAMW, FUSED_ADAMW, Floor, OptimizerMemory, least_budget
 from ptm_accel.model.forecast import ShapeSpec, forecast
 from ptm_accel.model.grouping import Sharding, group_sizes
+from ptm_accel.model.groups import ParamGroup
 from ptm_accel.model.kept import Kept, kept_bytes
 from ptm_accel.model.slot_table import SlotTable
+from ptm_accel.needs import groups_suit
 from ptm_accel.runtime.executor import Executor
 from ptm_accel.units import parse_bytes
 
@@ -68,6 +71,85 @@ class Estimate:
     network_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class MovingGroup:
+    """Parameters that move together.
+
+    Attributes:
+        name: as runs name it.
+        names: of the parameters in it, all that a tied one has.
+        numel: elements, of several processes those that one keeps; padding included.
+        element_bytes: of one.
+        trained: whether they are.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    numel: int
+    element_bytes: int
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """The parameters of a model as a run divides them under a budget.
+
+    Attributes:
+        groups: those that move, in the model's order.
+        fixed_bytes: what stays in the compute tier beside them.
+        whole_bytes: as of `Estimate`, with the padding of these groups.
+        below_bytes: as of `Estimate`, with the padding of these groups.
+    """
+
+    groups: tuple[MovingGroup, ...]
+    fixed_bytes: int
+    whole_bytes: int
+    below_bytes: int
+
+
+def grouped(
+    model: nn.Module,
+    capacity_bytes: int,
+    *,
+    master_weights: bool = False,
+    optimizer_memory: OptimizerMemory = FUSED_ADAMW,
+    page_size: str | int = DEFAULT_PAGE_SIZE,
+    processes: int = 1,
+) -> Grouped:
+    """Divides parameters into groups as a run with a tier below does.
+
+    Args:
+        model: as for `estimate`.
+        capacity_bytes: the budget of the compute tier.
+        master_weights: as for `estimate`.
+        optimizer_memory: as for `estimate`.
+        page_size: as for `estimate`.
+        processes: as for `estimate`.
+    """
+    with _counting(model, page_size, processes, masters=master_weights) as counting:
+        slots = counting.chosen(capacity_bytes)
+        floor = counting.floor(slots, optimizer_memory)
+        names: dict[ParamGroup, list[str]] = {}
+        for name, slot in slots.by_name.items():
+            names.setdefault(slot.group, []).append(name)
+        groups = {slot.group: slot for slot in slots if slot.group.movable}
+        return Grouped(
+            tuple(
+                MovingGroup(
+                    group.name,
+                    tuple(names[group]),
+                    slot.own.block.numel,
+                    slot.own.block.dtype.itemsize,
+                    slot.param.requires_grad,
+                )
+                for group, slot in groups.items()
+            ),
+            floor.fixed_bytes,
+            floor.whole_bytes,
+            floor.away_bytes,
+        )
+
+
 def estimate(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor | ShapeSpec | object] | None = None,
@@ -94,28 +176,20 @@ def estimate(
         ConfigError: no such number of processes.
         UnsupportedError: the model cannot be put on pages; or a pass over it depends on values (`forecast`).
     """
-    if processes < 1:
-        raise ConfigError(f"processes: got {processes}; write how many train one model together, 1 or more.")
-    page_bytes = parse_bytes(page_size)
-    check_model(model)
-    memory = build_memory(Capacities(page_bytes=page_bytes, host_bytes=_OPENED_PAGES * page_bytes), torch.device("cpu"))
-    try:
-        counting = _Counting(model, memory, page_bytes, processes, masters=master_weights)
+    with _counting(model, page_size, processes, masters=master_weights) as counting:
         slots = counting.slots(group_bytes=0)
         floor = counting.floor(slots, optimizer_memory)
         whole_bytes = counting.whole_bytes(floor, optimizer_memory)
         counted = [(slot.value.numel, slot.param.requires_grad) for slot in slots]
         kept = kept_bytes(slots, optimizer_memory, masters=master_weights)
         network_bytes = exchange_of(slots, processes).network_bytes
-    finally:
-        memory.close()
     pass_bytes = None if batch is None else forecast(model, batch, autocast_dtype=autocast_dtype)
     return Estimate(
         parameters=sum(count for count, _ in counted),
         trainable=sum(count for count, trained in counted if trained),
         states_bytes=floor.states_bytes,
         whole_bytes=whole_bytes,
-        least_bytes=floor.total_bytes + bounce_bytes(1, page_bytes),
+        least_bytes=floor.total_bytes + bounce_bytes(1, parse_bytes(page_size)),
         reason=floor.reason,
         below_bytes=floor.away_bytes,
         pass_bytes=pass_bytes,
@@ -124,6 +198,20 @@ def estimate(
         gathered_bytes=floor.gathered_bytes,
         network_bytes=network_bytes,
     )
+
+
+@contextmanager
+def _counting(model: nn.Module, page_size: str | int, processes: int, *, masters: bool) -> Iterator[_Counting]:
+    """Opens what a model is counted with, and closes it."""
+    if processes < 1:
+        raise ConfigError(f"processes: got {processes}; write how many train one model together, 1 or more.")
+    page_bytes = parse_bytes(page_size)
+    check_model(model)
+    memory = build_memory(Capacities(page_bytes=page_bytes, host_bytes=_OPENED_PAGES * page_bytes), torch.device("cpu"))
+    try:
+        yield _Counting(model, memory, page_bytes, processes, masters=masters)
+    finally:
+        memory.close()
 
 
 class _NoRanks:
@@ -168,6 +256,19 @@ class _Counting:
         )
         return slots
 
+    def chosen(self, capacity: int) -> SlotTable:
+        """Returns the groups that a run under a budget chooses (`ptm_accel.pages.Pages.size_up`)."""
+        alone = self.slots(group_bytes=0)
+        for group_bytes in group_sizes(capacity):
+            together = self.slots(group_bytes)
+            if self._sharding is not None:
+                suits = self.floor(together, ANY_ADAMW).total_bytes <= capacity
+            else:
+                suits = groups_suit(lambda kind, slots: self.floor(slots, kind), together, alone, capacity, backed=True)
+            if suits:
+                return together
+        return alone
+
     def floor(self, slots: SlotTable, optimizer_memory: OptimizerMemory) -> Floor:
         """Returns the least budget."""
         return least_budget(
@@ -188,14 +289,6 @@ class _Counting:
         """
         capacity = least.whole_bytes
         if self._sharding is not None:
-            while (needed := self._grouped(capacity, least, optimizer_memory).whole_bytes) > capacity:
+            while (needed := self.floor(self.chosen(capacity), optimizer_memory).whole_bytes) > capacity:
                 capacity = needed
         return capacity
-
-    def _grouped(self, capacity: int, least: Floor, optimizer_memory: OptimizerMemory) -> Floor:
-        """What is needed in the groups that ranks with such a budget choose (`ptm_accel.pages.Pages.size_up`)."""
-        for group_bytes in group_sizes(capacity):
-            slots = self.slots(group_bytes)
-            if self.floor(slots, ANY_ADAMW).total_bytes <= capacity:
-                return self.floor(slots, optimizer_memory)
-        return least

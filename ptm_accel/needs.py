@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -25,6 +26,32 @@ from ptm_accel.model.floor import (
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.runtime.executor import Executor
 from ptm_accel.sizing import refuse_short
+
+
+def groups_suit(
+    floor: Callable[[OptimizerMemory, SlotTable], Floor],
+    grouped: SlotTable,
+    alone: SlotTable,
+    room_bytes: int,
+    *,
+    backed: bool,
+) -> bool:
+    """Whether groups leave as much room again beside what they need; see `Needs.suit`.
+
+    Args:
+        floor: works out the least budget with an optimizer, of parameters in groups.
+        grouped: the parameters in groups.
+        alone: each in a group of its own.
+        room_bytes: the budget.
+        backed: whether there is a tier below.
+    """
+    most = floor(ANY_OPTIMIZER, grouped)
+    if most.whole_bytes <= room_bytes or not backed:
+        return most.whole_bytes <= room_bytes
+    adamw, without = (floor(FUSED_ADAMW, slots) for slots in (grouped, alone))
+    if 2 * adamw.total_bytes > room_bytes or without.whole_bytes <= room_bytes < adamw.whole_bytes:
+        return False
+    return most.total_bytes <= max(room_bytes, floor(ANY_OPTIMIZER, alone).total_bytes)
 
 
 class Needs:
@@ -100,13 +127,11 @@ class Needs:
             grouped: the parameters in groups.
             alone: each in a group of its own.
         """
-        room, most = self._pool.share_bytes, self.estimate(ANY_OPTIMIZER, None, grouped)
-        if most.whole_bytes <= room or self._pool.backing is None:
-            return most.whole_bytes <= room
-        adamw, without = (self.estimate(FUSED_ADAMW, None, slots) for slots in (grouped, alone))
-        if 2 * adamw.total_bytes > room or without.whole_bytes <= room < adamw.whole_bytes:
-            return False
-        return most.total_bytes <= max(room, self.estimate(ANY_OPTIMIZER, None, alone).total_bytes)
+
+        def floor(kind: OptimizerMemory, slots: SlotTable) -> Floor:
+            return self.estimate(kind, None, slots)
+
+        return groups_suit(floor, grouped, alone, self._pool.share_bytes, backed=self._pool.backing is not None)
 
     def hold(self, grouped: SlotTable) -> bool:
         """Whether a model in groups can be trained at all: gathered one by one, parameters cross the network oftener.

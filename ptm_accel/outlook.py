@@ -1,29 +1,34 @@
-"""Forecasts a step of a model on this machine, and which of its layers would stay, before anything is run.
+"""Forecasts a step of a model at given rates, and which of its layers would stay, before anything is run.
 
-The pass is made up, not recorded: each group of parameters is read in the model's order, and again in reverse, and
-takes the arithmetic of its products. From there on it is planned and simulated as any other.
+The pass is followed on fake tensors: which groups of parameters its operations use, in which order, and the arithmetic
+between. From there on it is planned and simulated as any other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ptm_accel.config import DEFAULT_PAGE_SIZE
 from ptm_accel.errors import BudgetError
-from ptm_accel.estimate import estimate
-from ptm_accel.hardware.profile import LinkRates, side_by_side
+from ptm_accel.estimate import Estimate, Grouped, MovingGroup, estimate, grouped
+from ptm_accel.hardware.profile import LinkRates, in_a_row, side_by_side
 from ptm_accel.hardware.rates import device_rates, disk_rates
-from ptm_accel.model.attach import small_bytes
-from ptm_accel.model.grouping import group_sizes, groups_of
+from ptm_accel.memory.activation_reserve import MARGIN
+from ptm_accel.memory.disk import bounce_bytes
+from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory
+from ptm_accel.model.touches import Touched, touches_of
 from ptm_accel.optim.update_rate import cpu_update_rate
-from ptm_accel.schedule.choice import Choice, choose_plan
-from ptm_accel.schedule.standing import describe
+from ptm_accel.schedule.bound import Resource, StepCost, lower_bound
+from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.simulate import Simulation
+from ptm_accel.schedule.standing import Standing, all_stay, none_stays, standing_of
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
 from ptm_accel.schedule.updates import GRAD_SUFFIX
 from ptm_accel.units import format_bytes, format_least, parse_bytes
@@ -34,19 +39,30 @@ _PRODUCTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Rates of this machine.
+    """Rates of a machine.
 
     Attributes:
         flops: of products of matrices, in the dtype of the model.
-        link: the link between the tier that computes and the one below.
+        link: the link between a device and host memory; None without a device.
+        disk: what is below host memory; None where nothing has to go there.
         update_params: parameters that are updated where passes are computed.
-        host_params: parameters that are updated on the CPU beside a device; None without one.
+        host_params: parameters that are updated on the CPU beside a device; None without one, or with a disk below:
+            these updates would wait for it.
+        network_bytes_s: what a process receives from others; None where there are none.
     """
 
     flops: float
-    link: LinkRates
     update_params: float
+    link: LinkRates | None = None
+    disk: LinkRates | None = None
     host_params: float | None = None
+    network_bytes_s: float | None = None
+
+    @property
+    def below(self) -> LinkRates | None:
+        """Of transfers between the tier that computes and those below, as a run plans with them (`Pages`)."""
+        known = [link for link in (self.link, self.disk) if link is not None]
+        return in_a_row(known)
 
 
 def measured_speeds(
@@ -62,14 +78,14 @@ def measured_speeds(
     """
     cpu = cpu_update_rate(dtype, masters=master_weights)
     card = device_rates(device)
-    flops = _products_s(device, dtype)
+    flops = products_s(device, dtype)
     if card is not None:
-        return Speeds(flops, card, card.update_params_s, cpu)
-    link = side_by_side(disk_rates(disk)) if disk else None
-    return None if link is None or cpu is None else Speeds(flops, link, cpu)
+        return Speeds(flops, card.update_params_s, card, host_params=cpu)
+    below = side_by_side(disk_rates(disk)) if disk else None
+    return None if below is None or cpu is None else Speeds(flops, cpu, disk=below)
 
 
-def _products_s(device: torch.device, dtype: torch.dtype) -> float:
+def products_s(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of products of large matrices."""
     left, right = (torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device) for _ in range(2))
     # The first one loads kernels; reading an element waits for a device.
@@ -87,124 +103,260 @@ class Outlook:
 
     Attributes:
         step_s: seconds, simulated.
-        arithmetic_s: of that, arithmetic of the pass and of updates where passes are computed.
+        cost: the work of it.
+        bound: what it cannot go below, and the resource that it is busy with then.
+        link_s: seconds of transfers between a device and host memory.
+        disk_s: seconds of transfers of a disk.
         in_bytes: what is moved into the tier that computes, in a step.
         out_bytes: what is moved out of it.
-        layers: which stay and which leave, in words.
+        pass_bytes: what batch and activations take at their peak.
+        pages_bytes: what pages take at their peak, where passes are computed.
+        standing: which layers stay and which leave; None where nothing ever moves.
     """
 
     step_s: float
-    arithmetic_s: float
+    cost: StepCost
+    bound: tuple[float, Resource]
+    link_s: float
+    disk_s: float
     in_bytes: int
     out_bytes: int
-    layers: str
+    pass_bytes: int
+    pages_bytes: int
+    standing: Standing | None
+
+    @property
+    def arithmetic_s(self) -> float:
+        """Arithmetic of the pass, and of updates where passes are computed."""
+        return self.cost.forward_s + self.cost.backward_s + self.cost.update_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A training step to be foreseen: with clipping, and one micro-batch.
+
+    Attributes:
+        model: it may be on the meta device, and is not changed.
+        batch: its keyword arguments, of which only shapes count.
+        autocast_dtype: the dtype of `torch.autocast`; None without it.
+        master_weights: whether narrower parameters get fp32 masters.
+        optimizer_memory: of the optimizer.
+        page_size: as in the configuration.
+        processes: how many the model is sharded over.
+    """
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    autocast_dtype: torch.dtype | None = None
+    master_weights: bool = False
+    optimizer_memory: OptimizerMemory = FUSED_ADAMW
+    page_size: str | int = DEFAULT_PAGE_SIZE
+    processes: int = 1
+
+    def estimate(self) -> Estimate:
+        """What it needs of memory, without the batch."""
+        return estimate(
+            self.model,
+            master_weights=self.master_weights,
+            optimizer_memory=self.optimizer_memory,
+            page_size=self.page_size,
+            processes=self.processes,
+        )
+
+    def grouped(self, capacity_bytes: int) -> Grouped:
+        """Its parameters as a run under a budget divides them."""
+        return grouped(
+            self.model,
+            capacity_bytes,
+            master_weights=self.master_weights,
+            optimizer_memory=self.optimizer_memory,
+            page_size=self.page_size,
+            processes=self.processes,
+        )
+
+    def touched(self) -> Touched:
+        """Its pass."""
+        return touches_of(self.model, self.batch, autocast_dtype=self.autocast_dtype)
 
 
 def outlook(
-    model: nn.Module,
+    work: Work,
     capacity_bytes: int,
     speeds: Speeds,
     *,
-    tokens: int,
-    pass_bytes: int = 0,
-    checkpointing: bool = False,
-    master_weights: bool = False,
-    page_size: str | int = DEFAULT_PAGE_SIZE,
+    counts_activations: bool,
+    needs: Estimate | None = None,
+    touched: Touched | None = None,
 ) -> Outlook:
-    """Plans a step with AdamW and clipping.
+    """Plans and simulates a step.
 
     Args:
-        model: it may be on the meta device, and is not changed.
+        work: the step.
         capacity_bytes: the budget of the tier that computes.
         speeds: of the machine.
-        tokens: in a batch.
-        pass_bytes: what batch and activations take of the budget: on a device.
-        checkpointing: whether layers are recomputed in backward.
-        master_weights: whether narrower parameters get fp32 masters.
-        page_size: as in the configuration.
+        counts_activations: whether batch and activations are of the budget: on a device.
+        needs: what it needs of memory, if that is known already.
+        touched: its pass, if that is known already.
 
     Raises:
         BudgetError: less than the least budget that it can train under.
     """
-    least = estimate(model, master_weights=master_weights, page_size=page_size)
-    capacity = capacity_bytes - pass_bytes
-    if capacity < least.least_bytes:
-        needed = format_bytes(least.least_bytes)
-        if pass_bytes:
-            needed += f", and {format_bytes(pass_bytes)} for a batch"
-        raise BudgetError(
-            f"{format_bytes(capacity_bytes)} cannot train this model: it needs {needed} (for {least.reason}); give at "
-            f"least {format_least(least.least_bytes + pass_bytes)}."
-        )
-    groups, small = _groups(model, capacity, parse_bytes(page_size))
-    recorded, updates = _step(groups, speeds, tokens, checkpointing=checkpointing, masters=master_weights)
-    trained = sum(group.numel for group in groups if group.trained)
+    needs = work.estimate() if needs is None else needs
+    touched = work.touched() if touched is None else touched
+    reserved = int(touched.pass_bytes * MARGIN) if counts_activations else 0
+    division = work.grouped(capacity_bytes)
+    if division.whole_bytes + reserved <= capacity_bytes:
+        return _all_fits(division, touched, speeds, needs)
+    refuse_less(capacity_bytes, needs, touched.pass_bytes if counts_activations else 0)
+    return _planned(work, touched, speeds, needs, max(capacity_bytes - reserved, needs.least_bytes))
+
+
+def refuse_less(capacity_bytes: int, needs: Estimate, pass_bytes: int) -> None:
+    """Refuses less than the least budget.
+
+    Args:
+        capacity_bytes: the budget of the tier that computes.
+        needs: what a model needs.
+        pass_bytes: what batch and activations take of the budget.
+
+    Raises:
+        BudgetError: with the figures.
+    """
+    if capacity_bytes >= needs.least_bytes + pass_bytes:
+        return
+    needed = format_bytes(needs.least_bytes)
+    if pass_bytes:
+        needed += f", and {format_bytes(pass_bytes)} for a batch"
+    raise BudgetError(
+        f"{format_bytes(capacity_bytes)} cannot train this model: it needs {needed} (for {needs.reason}); give at "
+        f"least {format_least(needs.least_bytes + pass_bytes)}."
+    )
+
+
+def _all_fits(division: Grouped, touched: Touched, speeds: Speeds, needs: Estimate) -> Outlook:
+    """A step in which nothing moves: hooks are off, and arithmetic is all there is."""
+    trained = sum(group.numel for group in division.groups if group.trained)
+    cost = StepCost(
+        forward_s=touched.flops(backward=False) / speeds.flops,
+        backward_s=touched.flops(backward=True) / speeds.flops,
+        update_s=trained / speeds.update_params,
+        network_s=_network_s(speeds, needs),
+    )
+    bound = lower_bound(cost)
+    names = [group.name for group in division.groups]
+    return Outlook(
+        step_s=bound[0],
+        cost=cost,
+        bound=bound,
+        link_s=0.0,
+        disk_s=0.0,
+        in_bytes=0,
+        out_bytes=0,
+        pass_bytes=touched.pass_bytes,
+        pages_bytes=needs.states_bytes,
+        standing=all_stay(names, needs.kept.masters_bytes + needs.kept.optimizer_bytes),
+    )
+
+
+def _planned(work: Work, touched: Touched, speeds: Speeds, needs: Estimate, capacity_bytes: int) -> Outlook:
+    """A step of which something moves, under a budget for pages alone."""
+    division = work.grouped(capacity_bytes)
+    recorded, updates = _step(division.groups, touched, speeds, work)
+    trained = sum(group.numel for group in division.groups if group.trained)
     gradients = max(sum(items[-1].nbytes for items in updates.values()), 1)
+    host_s = 0.0 if speeds.host_params is None else trained / speeds.host_params / gradients
+    # The buffers of a disk are of host memory, which computes where there is no device.
+    buffers = bounce_bytes(1, parse_bytes(work.page_size)) if speeds.link is None else 0
     choice = choose_plan(
         recorded,
-        capacity_bytes=capacity - small,
+        capacity_bytes=capacity_bytes - division.fixed_bytes - buffers,
         updates=updates,
         repeats=True,
-        rates=speeds.link,
+        rates=speeds.below,
         update_s=trained / speeds.update_params / gradients,
-        host_s=None if speeds.host_params is None else trained / speeds.host_params / gradients,
+        host_s=host_s or None,
     )
-    return _outlook(choice, recorded)
+    found, standing = choice.simulated, standing_of(choice, recorded)
+    if found is None or standing is None:
+        # The least budget has no room to plan with: each access is waited for.
+        found = _on_demand(recorded, updates, trained / speeds.update_params, speeds.below)
+        states = needs.kept.masters_bytes + needs.kept.optimizer_bytes
+        standing = none_stays((group.name for group in division.groups), states)
+    moved, beside = (found.read_bytes, found.written_bytes), (0, 0)
+    on_link, on_disk = (beside if speeds.link is None else moved), (beside if speeds.disk is None else moved)
+    cost = StepCost(
+        forward_s=touched.flops(backward=False) / speeds.flops,
+        backward_s=touched.flops(backward=True) / speeds.flops,
+        update_s=found.update_s,
+        host_s=host_s * sum(updates[name][-1].nbytes for name in choice.on_host),
+        in_bytes=on_link[0],
+        out_bytes=on_link[1],
+        read_bytes=on_disk[0],
+        written_bytes=on_disk[1],
+        network_s=_network_s(speeds, needs),
+    )
+    return Outlook(
+        step_s=max(found.seconds, cost.network_s),
+        cost=cost,
+        bound=lower_bound(cost, speeds.link, speeds.disk),
+        link_s=0.0 if speeds.link is None else speeds.link.seconds(*on_link),
+        disk_s=0.0 if speeds.disk is None else speeds.disk.seconds(*on_disk),
+        in_bytes=found.read_bytes,
+        out_bytes=found.written_bytes,
+        pass_bytes=touched.pass_bytes,
+        pages_bytes=found.peak_bytes + division.fixed_bytes + buffers,
+        standing=standing,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _MovingGroup:
-    """A group that moves: its name, and how many elements of which size it has."""
+def _on_demand(
+    recorded: Trace, updates: Mapping[str, Sequence[Item]], update_s: float, below: LinkRates | None
+) -> Simulation:
+    """A step in which everything comes for each use, is waited for, and leaves again."""
+    assert below is not None
+    read = sum(recorded.items[access.item].nbytes for access in recorded.accesses if access.use is Use.READ)
+    values = sum(item.nbytes for item in recorded.items if item.name in updates)
+    gradients = sum(used[-1].nbytes for used in updates.values())
+    states = sum(item.nbytes for used in updates.values() for item in used[:-1])
+    read, written = read + values + gradients + states, values + gradients + states
+    waited_s = below.seconds(read, written)
+    return Simulation(
+        seconds=recorded.compute_s + update_s + waited_s,
+        compute_s=recorded.compute_s,
+        update_s=update_s,
+        load_stall_s=waited_s,
+        room_stall_s=0.0,
+        read_bytes=read,
+        written_bytes=written,
+        peak_bytes=max((item.nbytes for item in recorded.items), default=0),
+    )
 
-    name: str
-    numel: int
-    element_bytes: int
-    trained: bool
 
-
-def _groups(model: nn.Module, capacity: int, page_bytes: int) -> tuple[list[_MovingGroup], int]:
-    """Returns the groups that move, in the model's order, and the bytes of the states of those that never leave."""
-    params = [param for param in model.parameters() if param.numel()]
-    placed = groups_of(model, params, small=small_bytes(page_bytes), group_bytes=group_sizes(capacity)[0])
-    moved: dict[str, _MovingGroup] = {}
-    stay = 0
-    for param, (group, _) in placed.items():
-        if group.movable:
-            moved.setdefault(
-                group.name, _MovingGroup(group.name, group.numel, param.element_size(), param.requires_grad)
-            )
-        else:
-            stay += 4 * param.nbytes
-    return list(moved.values()), stay
+def _network_s(speeds: Speeds, needs: Estimate) -> float:
+    """Seconds in which a process receives from others; beside arithmetic, as gathers are begun ahead."""
+    return 0.0 if speeds.network_bytes_s is None else needs.network_bytes / speeds.network_bytes_s
 
 
 def _step(
-    groups: Sequence[_MovingGroup], speeds: Speeds, tokens: int, *, checkpointing: bool, masters: bool
+    groups: Sequence[MovingGroup], touched: Touched, speeds: Speeds, work: Work
 ) -> tuple[Trace, dict[str, list[Item]]]:
     """Returns the pass, and what updates use beside it; the gradient last."""
     count = len(groups)
     items = [Item(group.name, group.numel * group.element_bytes) for group in groups]
     items += [Item(f"{group.name}{GRAD_SUFFIX}", group.numel * group.element_bytes) for group in groups]
-    forward_s = [2 * group.numel * tokens / speeds.flops for group in groups]
-    accesses = [Access(number, Use.READ, seconds) for number, seconds in enumerate(forward_s)]
-    for number in reversed(range(count)):
-        backward_s = forward_s[number] * (3 if checkpointing else 2)
-        accesses.append(Access(number, Use.READ, backward_s, backward=True))
-        if groups[number].trained:
-            accesses.append(Access(count + number, Use.CREATE, 0.0, backward=True))
+    accesses = []
+    numbers = {name: number for number, group in enumerate(groups) for name in group.names}
+    first, *touches = touched.by_group(numbers)
+    for touch in touches:
+        number, use = (count + touch.number, Use.CREATE) if touch.gradient else (touch.number, Use.READ)
+        accesses.append(Access(number, use, touch.flops / speeds.flops, backward=touch.backward))
     updates = {}
     for group, gradient in zip(groups, items[count:], strict=True):
         if not group.trained:
             continue
-        wide = masters and group.element_bytes < 4
+        wide = work.master_weights and group.element_bytes < 4
         kept = group.numel * (4 if wide else group.element_bytes)
-        roles = [".exp_avg", ".exp_avg_sq", *([".master"] if wide else [])]
+        roles = [f".state{number}" for number in range(work.optimizer_memory.state_tensors)]
+        roles += [".master"] if wide else []
         updates[group.name] = [*(Item(f"{group.name}{role}", kept) for role in roles), gradient]
-    return Trace("made", tuple(items), tuple(accesses)), updates
-
-
-def _outlook(choice: Choice, recorded: Trace) -> Outlook:
-    found, text = choice.simulated, describe(choice, recorded)
-    if found is None or text is None:
-        raise BudgetError("no plan fits what is left for pages; raise the budget, or use a smaller batch.")
-    return Outlook(found.seconds, found.compute_s + found.update_s, found.read_bytes, found.written_bytes, text)
+    return Trace("made", tuple(items), tuple(accesses), first.flops / speeds.flops), updates

@@ -10,12 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ptm_accel.commands.showing import dtype_of, show
+from ptm_accel.commands.hardware_options import (
+    CpuOption,
+    GpuOption,
+    LinkOption,
+    LoraOption,
+    OptimOption,
+    RamOption,
+    SsdOption,
+    model_of,
+    work_of,
+)
+from ptm_accel.commands.showing import show
 from ptm_accel.config import DEFAULT_PAGE_SIZE, PTMConfig
+from ptm_accel.hardware.described import described
 from ptm_accel.units import format_bytes
 
 if TYPE_CHECKING:
     from ptm_accel.estimate import Estimate
+    from ptm_accel.hardware.described import Hardware
+    from ptm_accel.outlook import Work
 
 
 def estimate(
@@ -30,18 +44,43 @@ def estimate(
         str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
     ] = DEFAULT_PAGE_SIZE,
     processes: Annotated[int, typer.Option(min=1, help="Of several processes with shard: full, what each needs.")] = 1,
+    optim: OptimOption = "adamw",
+    lora: LoraOption = None,
+    gpu: GpuOption = None,
+    ram: RamOption = None,
+    ssd: SsdOption = None,
+    link: LinkOption = None,
+    cpu: CpuOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Tells what training a model with AdamW needs: memory, disk, and the least that it can do with."""
+    """Tells what training a model needs, and whether it fits a machine that you describe, which need not be there.
+
+    ptm-accel estimate Qwen/Qwen3-8B --dtype bfloat16 --checkpointing --length 2048 --gpu 4090 --ram 96GB
+    """
+    hardware = described(gpu, ram, ssd, link, cpu)
+    options = PTMConfig(master_weights=master_weights, page_size=page_size)
+    masters = options.master_weights is not None
+    meta = model_of(model, dtype, lora, checkpointing=checkpointing)
+    if hardware is not None:
+        work = work_of(
+            meta, batch_size, length, optim, masters=masters, page_size=page_size, processes=processes, bf16=bf16
+        )
+        _show_forecast(work, hardware, batch_size * length, as_json=as_json, checkpointing=checkpointing)
+        return
     import torch
 
     from ptm_accel.estimate import estimate as work_out
+    from ptm_accel.fitting import optimizer_memory_named
 
-    options = PTMConfig(master_weights=master_weights, page_size=page_size)
     host = import_module("ptm_accel.integrations.transformers.estimating")
-    meta = host.meta_model(model, dtype_of(dtype), checkpointing=checkpointing)
-    masters = options.master_weights is not None
-    needs = partial(work_out, meta, master_weights=masters, page_size=options.page_size, processes=processes)
+    needs = partial(
+        work_out,
+        meta,
+        master_weights=masters,
+        optimizer_memory=optimizer_memory_named(optim),
+        page_size=options.page_size,
+        processes=processes,
+    )
     batch: Any = host.text_batch(meta, batch_size, length)
     found, unknown = needs(), None
     own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
@@ -59,6 +98,25 @@ def estimate(
         typer.echo(json.dumps({**asdict(found), "border_bytes": borders, "unknown": unknown}, indent=1))
         return
     _show_estimate(found, f"{batch_size} x {length}", borders, unknown)
+
+
+def _show_forecast(work: Work, hardware: Hardware, tokens: int, *, as_json: bool, checkpointing: bool) -> None:
+    from ptm_accel.commands.forecasting import answer, as_data, rows_of
+    from ptm_accel.fitting import fitting
+
+    found = fitting(work, hardware)
+    if as_json:
+        told = {
+            **asdict(found.needs),
+            "pass_bytes": found.pass_bytes,
+            **as_data(found, hardware, tokens, work.processes),
+        }
+        typer.echo(json.dumps(told, indent=1))
+        return
+    smaller = ", or with a smaller batch" + ("" if checkpointing else " or --checkpointing")
+    typer.echo(answer(found, hardware, work.processes, smaller=smaller))
+    counts = f"{found.needs.parameters / 1e6:,.1f}M, of which {found.needs.trainable / 1e6:,.1f}M train"
+    show({**rows_of(found, hardware, tokens, work.processes), "parameters": counts})
 
 
 def _show_estimate(found: Estimate, batch: str, borders: int | None, unknown: str | None) -> None:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ptm_accel.commands.estimating import kept_by_layer
-from ptm_accel.commands.showing import dtype_of, show
+from ptm_accel.commands.hardware_options import (
+    CpuOption,
+    GpuOption,
+    LinkOption,
+    LoraOption,
+    OptimOption,
+    RamOption,
+    SsdOption,
+    model_of,
+    work_of,
+)
+from ptm_accel.commands.showing import show
 from ptm_accel.config import DEFAULT_PAGE_SIZE, PTMConfig
-from ptm_accel.errors import ConfigError
-from ptm_accel.units import format_bytes
+from ptm_accel.errors import BudgetError, ConfigError
+from ptm_accel.hardware.described import described
+from ptm_accel.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from ptm_accel.hardware.described import Hardware
+    from ptm_accel.outlook import Outlook, Work
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
     device_memory: Annotated[str | None, typer.Option("--device_memory", help="As the option; with a GPU.")] = None,
-    host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the option; without a GPU.")] = None,
-    disk: Annotated[str | None, typer.Option(help="As the option; without a GPU.")] = None,
+    host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the option.")] = None,
+    disk: Annotated[str | None, typer.Option(help="As the option; a folder of this machine, without a GPU.")] = None,
     batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Rows of a batch.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
@@ -27,58 +45,149 @@ def plan(
     page_size: Annotated[
         str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
     ] = DEFAULT_PAGE_SIZE,
+    processes: Annotated[int, typer.Option(min=1, help="With --gpu: of several with shard: full, one's plan.")] = 1,
+    optim: OptimOption = "adamw",
+    lora: LoraOption = None,
+    gpu: GpuOption = None,
+    ram: RamOption = None,
+    ssd: SsdOption = None,
+    link: LinkOption = None,
+    cpu: CpuOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Tells which layers would stay and which would leave on this machine, and what a step would take."""
-    import torch
+    """Tells which layers would stay and which would leave, and what a step would take, here or on a described machine.
 
-    from ptm_accel.config import DiskConfig, resolve
-    from ptm_accel.estimate import estimate as work_out
-    from ptm_accel.micro_batches.borders import most_together
-    from ptm_accel.opening import default_device
-    from ptm_accel.outlook import measured_speeds, outlook
-
+    ptm-accel plan Qwen/Qwen3-8B --dtype bfloat16 --checkpointing --length 2048 --gpu 4090 --ram 96GB
+    """
+    hardware = described(gpu, ram, ssd, link, cpu)
     asked = PTMConfig(
         device_memory=device_memory,
         host_memory=host_memory,
-        disk=None if disk is None else DiskConfig.load(disk.split(",")),
+        disk=_disk(disk, described=hardware is not None),
         master_weights=master_weights,
         page_size=page_size,
     )
+    meta = model_of(model, dtype, lora, checkpointing=checkpointing)
+    masters = asked.master_weights is not None
+    work = work_of(meta, batch_size, length, optim, masters=masters, page_size=page_size, processes=processes)
+    tokens = batch_size * length
+    if hardware is not None:
+        _show_there(work, hardware, asked, tokens, as_json=as_json)
+        return
+    if processes > 1:
+        raise ConfigError("processes: they are planned for a machine that is described; write --gpu and --ram beside.")
+    found, device_bytes = _here(work, asked)
+    borders = import_module("ptm_accel.integrations.transformers.estimating").kept_by_layer(meta, batch_size, length)
+    together = None
+    if device_bytes is not None and borders is not None:
+        # Layers are recomputed then.
+        together = _together(work, model_of(model, dtype, lora, checkpointing=True), device_bytes, borders)
+    if as_json:
+        told = {**_data(found), "border_bytes": borders, "micro_batches_together": together}
+        typer.echo(json.dumps(told, indent=1))
+        return
+    show({**_rows(found, tokens), **kept_by_layer(borders, together)})
+
+
+def _disk(paths: str | None, *, described: bool) -> Any:
+    from ptm_accel.config import DiskConfig
+
+    if paths is None:
+        return None
+    if described:
+        raise ConfigError("disk: a folder of this machine; of one that is described, write --ssd 1TB@5GB/s instead.")
+    return DiskConfig.load(paths.split(","))
+
+
+def _here(work: Work, asked: PTMConfig) -> tuple[Outlook, int | None]:
+    """The step on this machine, and the budget of its GPU, if it has one."""
+    import torch
+
+    from ptm_accel.config import resolve
+    from ptm_accel.opening import default_device
+    from ptm_accel.outlook import measured_speeds, outlook
+
     device = default_device()
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     resolved = resolve(asked, device_total_bytes=total)
-    host = import_module("ptm_accel.integrations.transformers.estimating")
-    meta = host.meta_model(model, dtype_of(dtype), checkpointing=checkpointing)
-    masters = resolved.master_weights is not None
-    speeds = measured_speeds(device, dtype_of(dtype), resolved.disk_paths, master_weights=masters)
+    if asked.device_memory is not None and resolved.device_bytes is None:
+        raise ConfigError(
+            "device_memory: this machine has no GPU; describe one, such as --gpu 24GB@165TFLOPS --ram 64GB, or --gpu "
+            "4090."
+        )
+    dtype: Any = work.model.dtype
+    speeds = measured_speeds(device, dtype, resolved.disk_paths, master_weights=work.master_weights)
     if speeds is None:
-        raise ConfigError("disk: without a GPU layers leave for a disk; give --disk a folder on an SSD.")
-    batch: Any = host.text_batch(meta, batch_size, length)
-    passing = together = None
-    borders = host.kept_by_layer(meta, batch_size, length)
-    if resolved.device_bytes is not None and batch is not None:
-        passing = work_out(meta, batch).pass_bytes
-        if borders is not None:
-            # Layers are recomputed then.
-            meta_again = host.meta_model(model, dtype_of(dtype), checkpointing=True)
-            needed = work_out(meta_again, batch, master_weights=masters, page_size=page_size)
-            room, beside = resolved.device_bytes - needed.least_bytes, max((needed.pass_bytes or 0) - borders, 0)
-            together = most_together(room, borders, beside)
-    found = outlook(
-        meta,
-        resolved.host_bytes if resolved.device_bytes is None else resolved.device_bytes,
-        speeds,
-        tokens=batch_size * length,
-        pass_bytes=passing or 0,
-        checkpointing=checkpointing,
-        master_weights=masters,
-        page_size=page_size,
-    )
-    show(
-        {
-            "a step, simulated": f"{found.step_s:.3g} s, of which {found.arithmetic_s:.3g} s are arithmetic",
-            "moved in and out": f"{format_bytes(found.in_bytes)}, {format_bytes(found.out_bytes)}",
-            **dict(part.split(": ", 1) for part in found.layers.split("; ")),
-            **kept_by_layer(borders, together),
-        }
-    )
+        raise ConfigError(
+            "disk: without a GPU layers leave for a disk; give --disk a folder on an SSD, or describe a machine with "
+            "--gpu or --ram."
+        )
+    on_device = resolved.device_bytes is not None
+    capacity = resolved.host_bytes if resolved.device_bytes is None else resolved.device_bytes
+    return outlook(work, capacity, speeds, counts_activations=on_device), resolved.device_bytes
+
+
+def _together(work: Work, recomputed: Any, device_bytes: int, borders: int) -> int:
+    """How many micro-batches fit a device by layer."""
+    from ptm_accel.micro_batches.borders import most_together
+
+    again = replace(work, model=recomputed)
+    room, beside = device_bytes - again.estimate().least_bytes, max(again.touched().pass_bytes - borders, 0)
+    return most_together(room, borders, beside)
+
+
+def _show_there(work: Work, hardware: Hardware, asked: PTMConfig, tokens: int, *, as_json: bool) -> None:
+    """The step on a machine that is described, under the budgets that were given, or those of a run."""
+    from ptm_accel.commands.forecasting import answer, as_data, rows_of
+    from ptm_accel.fitting import budgets_of, fitting
+
+    machine = hardware.shared_by(work.processes)
+    if asked.device_memory is not None and machine.gpu is None:
+        raise ConfigError("device_memory: the machine that is described has no GPU; write --gpu beside it.")
+    budgets = budgets_of(machine, work.touched().pass_bytes if machine.gpu is None else 0)
+    if asked.device_memory is not None and machine.gpu is not None:
+        budgets = replace(budgets, gpu=_size("device_memory", asked.device_memory, machine.gpu.memory_bytes))
+    if asked.host_memory is not None:
+        budgets = replace(budgets, ram=_size("host_memory", asked.host_memory, machine.ram_bytes))
+    found = fitting(work, hardware, budgets)
+    if as_json:
+        typer.echo(json.dumps(as_data(found, hardware, tokens, work.processes), indent=1))
+        return
+    said = answer(found, hardware, work.processes, smaller=", or with a smaller batch")
+    if found.found is None:
+        raise BudgetError(said)
+    typer.echo(said)
+    standing = {} if found.found.standing is None else found.found.standing.rows()
+    show({**rows_of(found, hardware, tokens, work.processes), **standing})
+
+
+def _size(option: str, asked: str | int, total_bytes: int) -> int:
+    nbytes = parse_bytes(asked, total_bytes=total_bytes)
+    if nbytes > total_bytes:
+        raise BudgetError(
+            f"{option}: asked {format_bytes(nbytes)}, the machine that is described has {format_bytes(total_bytes)}."
+        )
+    return nbytes
+
+
+def _rows(found: Outlook, tokens: int) -> dict[str, str]:
+    step, arithmetic = format_seconds(found.step_s), format_seconds(found.arithmetic_s)
+    return {
+        "a step, simulated": f"{step}, {tokens / found.step_s:,.3g} tokens/s; {arithmetic} of it are arithmetic",
+        "moved in and out": f"{format_bytes(found.in_bytes)}, {format_bytes(found.out_bytes)}",
+        **({} if found.standing is None else found.standing.rows()),
+    }
+
+
+def _data(found: Outlook) -> dict[str, Any]:
+    return {
+        "step_s": found.step_s,
+        "arithmetic_s": found.arithmetic_s,
+        "bound": found.bound[1].value,
+        "bound_s": found.bound[0],
+        "moved_in_bytes": found.in_bytes,
+        "moved_out_bytes": found.out_bytes,
+        "pages_bytes": found.pages_bytes,
+        "pass_bytes": found.pass_bytes,
+        "standing": None if found.standing is None else asdict(found.standing),
+    }

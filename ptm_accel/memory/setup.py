@@ -120,7 +120,7 @@ updated at a time must not be smaller than a frame.
 """
 
 
-def _frame_bytes(capacities: Capacities) -> int:
+def frame_bytes(capacities: Capacities) -> int:
     """Returns the bytes of host memory under a device that are booked, copied and spilled at once."""
     assert capacities.device_bytes is not None
     most = min(capacities.host_bytes // _LEAST_HOST_FRAMES, capacities.device_bytes // _LEAST_DEVICE_FRAMES)
@@ -162,7 +162,7 @@ def build_memory(capacities: Capacities, device: DeviceTier | torch.device) -> M
     assert capacities.device_bytes is not None, "a device needs device_bytes"
     budgets[Tier.DEVICE] = Budget(Tier.DEVICE, capacities.device_bytes)
     pin = host_pin() if isinstance(device, torch.device) else None
-    frames = FramePool(host, _frame_bytes(capacities), page_bytes=capacities.page_bytes, pin=pin)
+    frames = FramePool(host, frame_bytes(capacities), page_bytes=capacities.page_bytes, pin=pin)
     backing = HostStore(tier, frames, disk)
     over: list[Closes] = [backing, tier, frames]
     if disk is not None:

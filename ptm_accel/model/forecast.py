@@ -11,10 +11,10 @@ Nothing that depends on values can be known: an operation whose result decides w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ _BY_VALUE = (
     UnsupportedOperatorException,
 )
 """Errors of fake tensors where an operation needs values, or has no rule for shapes."""
+
+
+M = TypeVar("M", bound="Meter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +78,37 @@ def forecast(
         UnsupportedError: the model cannot be put on pages, or is already; it is compiled; an operation depends on
             values; there is no loss.
     """
+    return followed(model, batch, Meter.over, autocast_dtype=autocast_dtype, backward=backward).peak_bytes
+
+
+def followed(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor | ShapeSpec | object],
+    make: Callable[[nn.Module], M],
+    *,
+    autocast_dtype: torch.dtype | None = None,
+    backward: bool = True,
+) -> M:
+    """Goes through a pass, and returns the meter that has seen it.
+
+    Args:
+        model: as for `forecast`.
+        batch: as for `forecast`.
+        make: makes the meter, of the model with fake tensors in place of its own.
+        autocast_dtype: as for `forecast`.
+        backward: as for `forecast`.
+    """
     check_model(model)
     _check_plain(model)
     known = (t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta")
     device = next(known, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]), FakeTensorMode(), _lent(model, device), ExitStack() as stack:
-        meter = Meter([*model.parameters(), *model.buffers()])
+        meter = make(model)
         inputs = {name: _fake(value, device) for name, value in batch.items()}
         meter.add(inputs.values())
         for param in model.parameters():
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(lambda param: meter.leave_out([param.grad]))
+                hook = param.register_post_accumulate_grad_hook(meter.arrived)
                 stack.callback(hook.remove)
         stack.enter_context(torch.set_grad_enabled(backward))
         stack.enter_context(meter)
@@ -96,7 +119,7 @@ def forecast(
                 _loss_of(output).backward()
         except _BY_VALUE as error:
             raise _refusal(error, inputs) from error
-        return meter.peak_bytes
+        return meter
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -197,10 +220,19 @@ class Meter(TorchDispatchMode):
         self._parameters = {storage_key(param) for param in parameters}
         self.leave_out(parameters)
 
+    @classmethod
+    def over(cls, model: nn.Module) -> Meter:
+        """A meter of passes over a model."""
+        return cls([*model.parameters(), *model.buffers()])
+
+    def arrived(self, param: torch.Tensor) -> None:
+        """The gradient of a parameter has come; it is not counted."""
+        self.leave_out([param.grad])
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = _grouped_mm(func, *args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
-        if func is _CAST and storage_key(args[0]) in self._parameters:
+        result = _grouped_mm(func, *args, **kwargs) if func is GROUPED_MM else func(*args, **kwargs)
+        if func is CAST and storage_key(args[0]) in self._parameters:
             self.leave_out([result])
         self.add(tree_leaves(result))
         return result
@@ -233,8 +265,8 @@ class Meter(TorchDispatchMode):
         self.alive_bytes += nbytes
 
 
-_GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
-_CAST: Any = torch.ops.aten._to_copy.default
+GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
+CAST: Any = torch.ops.aten._to_copy.default
 
 
 def _grouped_mm(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
