@@ -22,15 +22,12 @@ from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.memory.setup import Capacities, frame_bytes
 from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory
-from ptm_accel.outlook import Outlook, Speeds, Work, outlook, products_s
+from ptm_accel.outlook import Outlook, Speeds, Work, on_cpu, outlook, products_s
 from ptm_accel.units import parse_bytes
 
 _DAY_S = 86400
 OTHER_BYTES = 500_000_000
 """RAM for Python and torch, beside pages."""
-
-CPU_SHARE = 0.9
-"""What a training step gets of the CPU's rate of products of large matrices (docs/benchmarks/forecast.md)."""
 
 _FRAME_SIZES = 4
 """Frames have up to eight pages where there is more host memory: 1, 2, 4 or 8."""
@@ -155,7 +152,7 @@ def fitting(work: Work, hardware: Hardware, budgets: Budgets | None = None) -> F
     away = 0 if stays else division.below_bytes
     speeds = _speeds(work, machine, spills=away > (budgets.ram if on_device else 0))
     found = outlook(work, budgets.computes, speeds, counts_activations=on_device, needs=needs, touched=touched)
-    tiers = _held(needs, found, budgets, away)
+    tiers = _held(needs, found, budgets)
     return Fitting(Fit.STAYS if stays else Fit.MOVES, needs, pass_bytes, budgets, tiers, [], found)
 
 
@@ -206,8 +203,9 @@ def _needed(needs: Estimate, pass_bytes: int, budgets: Budgets) -> dict[str, Use
     return {RAM: Use(needs.least_bytes, pass_bytes, budgets.ram), SSD: Use(needs.below_bytes, 0, budgets.ssd)}
 
 
-def _held(needs: Estimate, found: Outlook, budgets: Budgets, away: int) -> dict[str, Use]:
-    """What each tier holds; `away` is what has a place below the one that computes."""
+def _held(needs: Estimate, found: Outlook, budgets: Budgets) -> dict[str, Use]:
+    """What each tier holds."""
+    away = found.away_bytes
     if budgets.gpu is None:
         pages = budgets.ram if away else needs.states_bytes
         return {RAM: Use(pages, found.pass_bytes, budgets.ram), SSD: Use(away, 0, budgets.ssd)}
@@ -227,13 +225,13 @@ def _speeds(work: Work, machine: Hardware, *, spills: bool) -> Speeds:
     moved = update_bytes(dtype, work)
     disk = machine.ssd if spills else None
     network = machine.network_bytes_s if work.processes > 1 else None
-    on_cpu = machine.ram_bytes_s / moved
+    updates = machine.ram_bytes_s / moved
     if machine.gpu is not None:
         update = machine.gpu.memory_bytes_s * MEMORY_SHARE / moved
-        host = on_cpu if disk is None and machine.ram_bytes else None
+        host = updates if disk is None and machine.ram_bytes else None
         return Speeds(machine.gpu.flops * KERNEL_SHARE, update, machine.link, disk, host, network)
     flops = products_s(torch.device("cpu"), dtype) if machine.cpu_flops is None else machine.cpu_flops
-    return Speeds(flops * CPU_SHARE, on_cpu, None, disk, None, network)
+    return on_cpu(flops, updates, disk, network)
 
 
 def update_bytes(dtype: torch.dtype, work: Work) -> int:

@@ -6,8 +6,9 @@ between. From there on it is planned and simulated as any other.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from ptm_accel.hardware.rates import device_rates, disk_rates
 from ptm_accel.memory.activation_reserve import MARGIN
 from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory
-from ptm_accel.model.touches import Touched, touches_of
+from ptm_accel.model.touches import Touch, Touched, touches_of
 from ptm_accel.optim.update_rate import cpu_update_rate
+from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.bound import Resource, StepCost, lower_bound
-from ptm_accel.schedule.choice import choose_plan
+from ptm_accel.schedule.choice import Choice, choose_plan
 from ptm_accel.schedule.simulate import Simulation
 from ptm_accel.schedule.standing import Standing, all_stay, none_stays, standing_of
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
@@ -42,7 +44,9 @@ class Speeds:
     """Rates of a machine.
 
     Attributes:
-        flops: of products of matrices, in the dtype of the model.
+        flops: of products, in the dtype of the model.
+        made_bytes_s: memory that other operations make; infinite where that is in the rate of products.
+        gradient_bytes_s: gradients that are taken where they arrive; infinite where that is in the rate of products.
         link: the link between a device and host memory; None without a device.
         disk: what is below host memory; None where nothing has to go there.
         update_params: parameters that are updated where passes are computed.
@@ -57,6 +61,17 @@ class Speeds:
     disk: LinkRates | None = None
     host_params: float | None = None
     network_bytes_s: float | None = None
+    made_bytes_s: float = math.inf
+    gradient_bytes_s: float = math.inf
+
+    def seconds(self, touches: Iterable[Touch]) -> float:
+        """Arithmetic of a part of a pass."""
+        return sum(
+            touch.flops / self.flops
+            + touch.made_bytes / self.made_bytes_s
+            + touch.gradient_bytes / self.gradient_bytes_s
+            for touch in touches
+        )
 
     @property
     def below(self) -> LinkRates | None:
@@ -82,7 +97,39 @@ def measured_speeds(
     if card is not None:
         return Speeds(flops, card.update_params_s, card, host_params=cpu)
     below = side_by_side(disk_rates(disk)) if disk else None
-    return None if below is None or cpu is None else Speeds(flops, cpu, disk=below)
+    return None if below is None or cpu is None else on_cpu(flops, cpu, below)
+
+
+CPU_SHARE = 0.85
+"""What the products of a step get of the CPU's rate of products of large matrices."""
+
+_MADE_FLOPS, _GRADIENT_FLOPS = 60, 160
+"""A byte that an operation makes without products takes a CPU as long as so many operations of products, and so does a
+byte of gradient that arrives: memory that is given back after each operation is cleared by the system for the next. As
+the share above, fitted to steps of other models than those of docs/benchmarks/forecast.md."""
+
+
+_UPDATE_SHARE = 0.3
+"""What updates reach, beside transfers of a disk, of the rate that they have alone: measured with the same steps."""
+
+
+def on_cpu(flops: float, update_params: float, disk: LinkRates | None, network_bytes_s: float | None = None) -> Speeds:
+    """The rates of a machine that computes on its CPU.
+
+    Args:
+        flops: of products of large matrices.
+        update_params: parameters that are updated while nothing else is done.
+        disk: as of `Speeds`.
+        network_bytes_s: as of `Speeds`.
+    """
+    return Speeds(
+        flops * CPU_SHARE,
+        update_params * (1.0 if disk is None else _UPDATE_SHARE),
+        disk=disk,
+        network_bytes_s=network_bytes_s,
+        made_bytes_s=flops / _MADE_FLOPS,
+        gradient_bytes_s=flops / _GRADIENT_FLOPS,
+    )
 
 
 def products_s(device: torch.device, dtype: torch.dtype) -> float:
@@ -111,6 +158,8 @@ class Outlook:
         out_bytes: what is moved out of it.
         pass_bytes: what batch and activations take at their peak.
         pages_bytes: what pages take at their peak, where passes are computed.
+        away_bytes: what has a place below, which a block keeps: what ever leaves, and all optimizer state, of which a
+            run plans nothing before it has seen a step.
         standing: which layers stay and which leave; None where nothing ever moves.
     """
 
@@ -123,6 +172,7 @@ class Outlook:
     out_bytes: int
     pass_bytes: int
     pages_bytes: int
+    away_bytes: int
     standing: Standing | None
 
     @property
@@ -237,8 +287,8 @@ def _all_fits(division: Grouped, touched: Touched, speeds: Speeds, needs: Estima
     """A step in which nothing moves: hooks are off, and arithmetic is all there is."""
     trained = sum(group.numel for group in division.groups if group.trained)
     cost = StepCost(
-        forward_s=touched.flops(backward=False) / speeds.flops,
-        backward_s=touched.flops(backward=True) / speeds.flops,
+        forward_s=speeds.seconds(touch for touch in touched.touches if not touch.backward),
+        backward_s=speeds.seconds(touch for touch in touched.touches if touch.backward),
         update_s=trained / speeds.update_params,
         network_s=_network_s(speeds, needs),
     )
@@ -254,6 +304,7 @@ def _all_fits(division: Grouped, touched: Touched, speeds: Speeds, needs: Estima
         out_bytes=0,
         pass_bytes=touched.pass_bytes,
         pages_bytes=needs.states_bytes,
+        away_bytes=0,
         standing=all_stay(names, needs.kept.masters_bytes + needs.kept.optimizer_bytes),
     )
 
@@ -285,8 +336,8 @@ def _planned(work: Work, touched: Touched, speeds: Speeds, needs: Estimate, capa
     moved, beside = (found.read_bytes, found.written_bytes), (0, 0)
     on_link, on_disk = (beside if speeds.link is None else moved), (beside if speeds.disk is None else moved)
     cost = StepCost(
-        forward_s=touched.flops(backward=False) / speeds.flops,
-        backward_s=touched.flops(backward=True) / speeds.flops,
+        forward_s=speeds.seconds(touch for touch in touched.touches if not touch.backward),
+        backward_s=speeds.seconds(touch for touch in touched.touches if touch.backward),
         update_s=found.update_s,
         host_s=host_s * sum(updates[name][-1].nbytes for name in choice.on_host),
         in_bytes=on_link[0],
@@ -305,8 +356,22 @@ def _planned(work: Work, touched: Touched, speeds: Speeds, needs: Estimate, capa
         out_bytes=found.written_bytes,
         pass_bytes=touched.pass_bytes,
         pages_bytes=found.peak_bytes + division.fixed_bytes + buffers,
+        away_bytes=_away_bytes(choice, updates),
         standing=standing,
     )
+
+
+def _away_bytes(choice: Choice, updates: Mapping[str, Sequence[Item]]) -> int:
+    """Bytes of blocks that have a place below; without a plan of all."""
+    items = {item.name: item.nbytes for item in choice.trace.items}
+    items |= {item.name: item.nbytes for used in updates.values() for item in used}
+    if choice.plan is None:
+        return sum(items.values())
+    moved = {action.item for actions in choice.plan.starts for action in actions if action.move is Move.EVICT}
+    away = {choice.trace.items[number].name for number in moved}
+    away |= {item.name for used in updates.values() for item in used[:-1]}
+    away |= {updates[name][-1].name for name in choice.on_host}
+    return sum(items[name] for name in away)
 
 
 def _on_demand(
@@ -349,7 +414,7 @@ def _step(
     first, *touches = touched.by_group(numbers)
     for touch in touches:
         number, use = (count + touch.number, Use.CREATE) if touch.gradient else (touch.number, Use.READ)
-        accesses.append(Access(number, use, touch.flops / speeds.flops, backward=touch.backward))
+        accesses.append(Access(number, use, speeds.seconds([touch]), backward=touch.backward))
     updates = {}
     for group, gradient in zip(groups, items[count:], strict=True):
         if not group.trained:
@@ -359,4 +424,4 @@ def _step(
         roles = [f".state{number}" for number in range(work.optimizer_memory.state_tensors)]
         roles += [".master"] if wide else []
         updates[group.name] = [*(Item(f"{group.name}{role}", kept) for role in roles), gradient]
-    return Trace("made", tuple(items), tuple(accesses), first.flops / speeds.flops), updates
+    return Trace("made", tuple(items), tuple(accesses), speeds.seconds([first])), updates

@@ -209,12 +209,14 @@ class Meter(TorchDispatchMode):
     Attributes:
         alive_bytes: in storages that live now.
         peak_bytes: the most that it was.
+        made_bytes: of all storages that were made so far.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive_bytes = 0
         self.peak_bytes = 0
+        self.made_bytes = 0
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         parameters = list(parameters)
         self._parameters = {storage_key(param) for param in parameters}
@@ -241,7 +243,9 @@ class Meter(TorchDispatchMode):
         """Counts the storages of those `values` that are tensors, as long as they live."""
         for value in values:
             if isinstance(value, torch.Tensor) and storage_key(value) not in self._known:
-                self._follow(value, value.untyped_storage().nbytes())
+                nbytes = value.untyped_storage().nbytes()
+                self._follow(value, nbytes)
+                self.made_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
 
     def leave_out(self, values: Iterable[torch.Tensor | None]) -> None:

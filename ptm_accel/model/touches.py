@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,22 @@ class Touch:
         backward: whether it is in a backward.
         gradient: whether its gradient has arrived, and not its value been read.
         flops: operations of products from this use to the next.
+        made_bytes: what other operations make of memory until then.
+        gradient_bytes: of gradients that have arrived.
     """
 
     number: int
     backward: bool = False
     gradient: bool = False
     flops: float = 0.0
+    made_bytes: int = 0
+    gradient_bytes: int = 0
+
+    def add(self, other: Touch) -> None:
+        """Takes over what another computes."""
+        self.flops += other.flops
+        self.made_bytes += other.made_bytes
+        self.gradient_bytes += other.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +84,9 @@ class Touched:
                 number = last.number
             again = (last.number, last.backward, last.gradient) == (number, touch.backward, False)
             if number < 0 or (again and not touch.gradient) or (touch.gradient and missing[number]):
-                last.flops += touch.flops
+                last.add(touch)
             else:
-                merged.append(Touch(number, touch.backward, touch.gradient, touch.flops))
+                merged.append(replace(touch, number=number))
         return merged
 
 
@@ -115,6 +125,7 @@ class _Follower(Meter):
         self._numbers = {storage_key(param): number for number, param in enumerate(params)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made_bytes = self.made_bytes
         result = super().__torch_dispatch__(func, types, args, kwargs)
         backward = torch._C._current_graph_task_id() != -1
         for value in tree_leaves(args):
@@ -126,13 +137,17 @@ class _Follower(Meter):
                     self._numbers[storage_key(result)] = number
         if self.touches[-1].backward is not backward:
             self.touches.append(Touch(-1, backward))
-        self.touches[-1].flops += _flops(func, args, kwargs or {}, result)
+        if flops := _flops(func, args, kwargs or {}, result):
+            self.touches[-1].flops += flops
+        else:
+            self.touches[-1].made_bytes += self.made_bytes - made_bytes
         return result
 
     def arrived(self, param: torch.Tensor) -> None:
         """See `Meter.arrived`."""
         super().arrived(param)
-        self.touches.append(Touch(self._numbers[storage_key(param)], backward=True, gradient=True))
+        number = self._numbers[storage_key(param)]
+        self.touches.append(Touch(number, backward=True, gradient=True, gradient_bytes=param.nbytes))
 
     def _touch(self, number: int, *, backward: bool) -> None:
         last = self.touches[-1]

@@ -73,6 +73,20 @@ def test_what_is_not_followed_computes_with_its_neighbour() -> None:
     assert {touch.number for touch in others} == {0}
 
 
+def test_memory_that_is_made_without_products_and_gradients_count_by_themselves() -> None:
+    found = seen(Row())
+    activation = ROWS * WIDTH * 4
+    # A hyperbolic tangent for each layer, and one gradient of each; the loss is a sum of what is there.
+    made = sum(touch.made_bytes for touch in found.touches)
+    assert 2 * LAYERS * activation <= made < (2 * LAYERS + 1) * activation
+    assert sum(touch.gradient_bytes for touch in found.touches) == LAYERS * WIDTH * WIDTH * 4
+    assert all(touch.gradient or not touch.gradient_bytes for touch in found.touches)
+    together = found.by_group(dict.fromkeys(found.names, 0))
+    assert sum(touch.made_bytes for touch in together) == made
+    assert [touch.gradient_bytes for touch in together if touch.gradient][-1] > 0
+    assert sum(touch.gradient_bytes for touch in together) == LAYERS * WIDTH * WIDTH * 4
+
+
 def test_a_tied_parameter_has_one_gradient() -> None:
     found = seen(Row(tied=True))
     assert len(found.names) == LAYERS - 1
