@@ -14,7 +14,7 @@ import torch
 
 from ptm_accel.config import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from ptm_accel.errors import ConfigError, shown
-from ptm_accel.estimate import Estimate
+from ptm_accel.estimate import Estimate, Grouped
 from ptm_accel.hardware.cards import KERNEL_SHARE, MEMORY_SHARE
 from ptm_accel.hardware.described import Hardware
 from ptm_accel.memory.activation_reserve import MARGIN
@@ -22,7 +22,8 @@ from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.memory.setup import Capacities, frame_bytes
 from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory
-from ptm_accel.outlook import Outlook, Speeds, Work, on_cpu, outlook, products_s
+from ptm_accel.outlook import Outlook, Work, outlook
+from ptm_accel.speeds import Speeds, on_cpu, products_s
 from ptm_accel.units import parse_bytes
 
 _DAY_S = 86400
@@ -146,7 +147,7 @@ def fitting(work: Work, hardware: Hardware, budgets: Budgets | None = None) -> F
     on_device = budgets.gpu is not None
     beside = int(pass_bytes * MARGIN) if on_device else _buffers(budgets, work)
     stays = division.whole_bytes + beside <= budgets.computes
-    remedies = [] if stays else _remedies(needs, pass_bytes, budgets, work)
+    remedies = [] if stays else _remedies(needs, division, pass_bytes, budgets, work)
     if remedies:
         return Fitting(Fit.NOT, needs, pass_bytes, budgets, _needed(needs, pass_bytes, budgets), remedies, None)
     away = 0 if stays else division.below_bytes
@@ -161,12 +162,14 @@ def _buffers(budgets: Budgets, work: Work) -> int:
     return bounce_bytes(1, parse_bytes(work.page_size)) if budgets.ssd else 0
 
 
-def _remedies(needs: Estimate, pass_bytes: int, budgets: Budgets, work: Work) -> list[dict[str, int]]:
+def _remedies(
+    needs: Estimate, division: Grouped, pass_bytes: int, budgets: Budgets, work: Work
+) -> list[dict[str, int]]:
     """Ways to make it fit where it does not stay; none where it moves."""
     on_device, computes = budgets.gpu is not None, budgets.computes
     least = needs.least_bytes + (pass_bytes if on_device else 0)
     # Larger budgets have larger groups, with other padding.
-    away = work.grouped(max(computes, least)).below_bytes
+    away = (division if computes >= least else work.grouped(least)).below_bytes
     if not on_device:
         missing = {} if computes >= least else {RAM: least}
         missing |= {} if away <= budgets.ssd else {SSD: away}
@@ -207,9 +210,9 @@ def _held(needs: Estimate, found: Outlook, budgets: Budgets) -> dict[str, Use]:
     """What each tier holds."""
     away = found.away_bytes
     if budgets.gpu is None:
-        pages = budgets.ram if away else needs.states_bytes
+        pages = budgets.ram if away else needs.whole_bytes
         return {RAM: Use(pages, found.pass_bytes, budgets.ram), SSD: Use(away, 0, budgets.ssd)}
-    pages = budgets.gpu - found.pass_bytes if away else needs.states_bytes
+    pages = budgets.gpu - found.pass_bytes if away else needs.whole_bytes
     in_ram = min(away, budgets.ram)
     return {
         GPU: Use(pages, found.pass_bytes, budgets.gpu),

@@ -6,11 +6,8 @@ between. From there on it is planned and simulated as any other.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +16,11 @@ from torch import nn
 from ptm_accel.config import DEFAULT_PAGE_SIZE
 from ptm_accel.errors import BudgetError
 from ptm_accel.estimate import Estimate, Grouped, MovingGroup, estimate, grouped
-from ptm_accel.hardware.profile import LinkRates, in_a_row, side_by_side
-from ptm_accel.hardware.rates import device_rates, disk_rates
+from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.activation_reserve import MARGIN
 from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory
-from ptm_accel.model.touches import Touch, Touched, touches_of
-from ptm_accel.optim.update_rate import cpu_update_rate
+from ptm_accel.model.touches import Touched, touches_of
 from ptm_accel.schedule.actions import Move
 from ptm_accel.schedule.bound import Resource, StepCost, lower_bound
 from ptm_accel.schedule.choice import Choice, choose_plan
@@ -33,115 +28,8 @@ from ptm_accel.schedule.simulate import Simulation
 from ptm_accel.schedule.standing import Standing, all_stay, none_stays, standing_of
 from ptm_accel.schedule.trace import Access, Item, Trace, Use
 from ptm_accel.schedule.updates import GRAD_SUFFIX
+from ptm_accel.speeds import Speeds, while_all_fits
 from ptm_accel.units import format_bytes, format_least, parse_bytes
-
-_WIDTH = 2048
-_PRODUCTS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Rates of a machine.
-
-    Attributes:
-        flops: of products, in the dtype of the model.
-        made_bytes_s: memory that other operations make; infinite where that is in the rate of products.
-        gradient_bytes_s: gradients that are taken where they arrive; infinite where that is in the rate of products.
-        link: the link between a device and host memory; None without a device.
-        disk: what is below host memory; None where nothing has to go there.
-        update_params: parameters that are updated where passes are computed.
-        host_params: parameters that are updated on the CPU beside a device; None without one, or with a disk below:
-            these updates would wait for it.
-        network_bytes_s: what a process receives from others; None where there are none.
-    """
-
-    flops: float
-    update_params: float
-    link: LinkRates | None = None
-    disk: LinkRates | None = None
-    host_params: float | None = None
-    network_bytes_s: float | None = None
-    made_bytes_s: float = math.inf
-    gradient_bytes_s: float = math.inf
-
-    def seconds(self, touches: Iterable[Touch]) -> float:
-        """Arithmetic of a part of a pass."""
-        return sum(
-            touch.flops / self.flops
-            + touch.made_bytes / self.made_bytes_s
-            + touch.gradient_bytes / self.gradient_bytes_s
-            for touch in touches
-        )
-
-    @property
-    def below(self) -> LinkRates | None:
-        """Of transfers between the tier that computes and those below, as a run plans with them (`Pages`)."""
-        known = [link for link in (self.link, self.disk) if link is not None]
-        return in_a_row(known)
-
-
-def measured_speeds(
-    device: torch.device, dtype: torch.dtype, disk: Sequence[Path], *, master_weights: bool = False
-) -> Speeds | None:
-    """What this machine does; None where its link, or its updates, cannot be measured.
-
-    Args:
-        device: where passes are computed.
-        dtype: of the model.
-        disk: folders; used where there is no device.
-        master_weights: whether narrower parameters get fp32 masters.
-    """
-    cpu = cpu_update_rate(dtype, masters=master_weights)
-    card = device_rates(device)
-    flops = products_s(device, dtype)
-    if card is not None:
-        return Speeds(flops, card.update_params_s, card, host_params=cpu)
-    below = side_by_side(disk_rates(disk)) if disk else None
-    return None if below is None or cpu is None else on_cpu(flops, cpu, below)
-
-
-CPU_SHARE = 0.85
-"""What the products of a step get of the CPU's rate of products of large matrices."""
-
-_MADE_FLOPS, _GRADIENT_FLOPS = 60, 160
-"""A byte that an operation makes without products takes a CPU as long as so many operations of products, and so does a
-byte of gradient that arrives: memory that is given back after each operation is cleared by the system for the next. As
-the share above, fitted to steps of other models than those of docs/benchmarks/forecast.md."""
-
-
-_UPDATE_SHARE = 0.3
-"""What updates reach, beside transfers of a disk, of the rate that they have alone: measured with the same steps."""
-
-
-def on_cpu(flops: float, update_params: float, disk: LinkRates | None, network_bytes_s: float | None = None) -> Speeds:
-    """The rates of a machine that computes on its CPU.
-
-    Args:
-        flops: of products of large matrices.
-        update_params: parameters that are updated while nothing else is done.
-        disk: as of `Speeds`.
-        network_bytes_s: as of `Speeds`.
-    """
-    return Speeds(
-        flops * CPU_SHARE,
-        update_params * (1.0 if disk is None else _UPDATE_SHARE),
-        disk=disk,
-        network_bytes_s=network_bytes_s,
-        made_bytes_s=flops / _MADE_FLOPS,
-        gradient_bytes_s=flops / _GRADIENT_FLOPS,
-    )
-
-
-def products_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of products of large matrices."""
-    left, right = (torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device) for _ in range(2))
-    # The first one loads kernels; reading an element waits for a device.
-    (left @ right)[0, 0].item()
-    begin = time.perf_counter()
-    for _ in range(_PRODUCTS):
-        product = left @ right
-    product[0, 0].item()
-    return _PRODUCTS * 2 * _WIDTH**3 / (time.perf_counter() - begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +144,7 @@ def outlook(
     reserved = int(touched.pass_bytes * MARGIN) if counts_activations else 0
     division = work.grouped(capacity_bytes)
     if division.whole_bytes + reserved <= capacity_bytes:
-        return _all_fits(division, touched, speeds, needs)
+        return _all_fits(division, touched, while_all_fits(speeds), needs)
     refuse_less(capacity_bytes, needs, touched.pass_bytes if counts_activations else 0)
     return _planned(work, touched, speeds, needs, max(capacity_bytes - reserved, needs.least_bytes))
 

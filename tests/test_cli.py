@@ -20,7 +20,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import ptm_accel
-from ptm_accel import __main__, cli, config, outlook
+from ptm_accel import __main__, cli, config, speeds
 from ptm_accel.checkpoint.training_state import save_optimizer_state
 from ptm_accel.commands import configuring, environment
 from ptm_accel.config import PTMConfig
@@ -28,7 +28,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.environment import from_environment
 from ptm_accel.errors import BudgetError, CheckpointError, ConfigError
 from ptm_accel.hardware.profile import LinkRates
-from ptm_accel.outlook import Speeds
+from ptm_accel.speeds import Speeds
 from tests.figures import FIGURE
 from tests.prepared import run_prepared
 
@@ -321,8 +321,8 @@ def layered(tmp_path: Path) -> Path:
 @pytest.fixture
 def given_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is known; without a disk there is nowhere to go, as on the real one."""
-    known = Speeds(flops=1e11, link=LinkRates(1e9, 1e9, 2e9), update_params=1e8)
-    monkeypatch.setattr(outlook, "measured_speeds", lambda device, dtype, disk, **how: known if disk else None)
+    known = Speeds(flops=1e11, disk=LinkRates(1e9, 1e9, 2e9), update_params=1e8)
+    monkeypatch.setattr(speeds, "measured_speeds", lambda device, dtype, disk, **how: known if disk else None)
 
 
 def planned(folder: Path, *more: str) -> str:

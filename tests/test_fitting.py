@@ -19,8 +19,9 @@ from ptm_accel.hardware.cards import KERNEL_SHARE
 from ptm_accel.hardware.described import Hardware, described
 from ptm_accel.memory.setup import Capacities, build_memory
 from ptm_accel.model.forecast import ShapeSpec
-from ptm_accel.outlook import CPU_SHARE, Work
+from ptm_accel.outlook import Work
 from ptm_accel.schedule.bound import Resource
+from ptm_accel.speeds import CPU_SHARE
 from ptm_accel.units import MIB
 from tests.mock_device import MockDevice
 from tests.tiers import PAGE, config

@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig, ViTConfig
 from typer.testing import CliRunner
 
-from ptm_accel import cli, outlook
+from ptm_accel import cli, speeds
 from ptm_accel.errors import BudgetError, ConfigError, PTMError, UnsupportedError
 
 RUNNER = CliRunner()
@@ -36,7 +36,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any, **more: Any) -> Any:
         raise AssertionError(f"this machine was measured: {given}")
 
-    monkeypatch.setattr(outlook, "measured_speeds", refuse)
+    monkeypatch.setattr(speeds, "measured_speeds", refuse)
     monkeypatch.setattr("ptm_accel.fitting.products_s", refuse)
 
 

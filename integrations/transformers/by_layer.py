@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.training_args import OptimizerNames
 from transformers.utils import output_capturing
 
@@ -22,6 +21,7 @@ from ptm_accel.micro_batches.by_layer import ByLayer
 from ptm_accel.units import format_bytes
 
 from ..accelerate import PTMAccelerator
+from .layers import layers_of
 from .loop import comes_with
 
 if TYPE_CHECKING:
@@ -154,38 +154,6 @@ class CaughtOutputs:
         """See `Caught`."""
         if names := self.counts():
             output_capturing._active_collector.set({name: [] for name in names})
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers of a model: the longest list of those that transformers can checkpoint.
-
-    A tower for images or sound may have more layers than the decoder that reads what comes out of it.
-
-    Raises:
-        UnsupportedError: it has none, or an encoder.
-    """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"micro_batches: by_layer: {type(model).__name__} has an encoder and a decoder; only models with one list "
-            "of layers are run layer by layer. Leave micro_batches out."
-        )
-    found = max((_layer_lists(_decoder_of(model)) or _layer_lists(model)), key=len, default=None)
-    if found is None:
-        raise UnsupportedError(
-            f"micro_batches: by_layer: no list of layers was found in {type(model).__name__} "
-            "(GradientCheckpointingLayer of transformers). Leave micro_batches out."
-        )
-    return list(found)
-
-
-def _decoder_of(model: nn.Module) -> nn.Module:
-    decoder = getattr(model, "get_decoder", lambda: model)()
-    return decoder if isinstance(decoder, nn.Module) else model
-
-
-def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    return [each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
 
 
 def refuse_by_layer(trainer: transformers.Trainer, config: PTMConfig) -> None:

@@ -13,7 +13,7 @@ from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.micro_batches.borders import border_bytes
 from ptm_accel.model.forecast import ShapeSpec
 
-from .by_layer import layers_of
+from .layers import layers_of
 
 
 def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = False) -> PreTrainedModel:

@@ -9,8 +9,9 @@ from ptm_accel.config import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from ptm_accel.fitting import GPU, RAM, SSD, Fit, Fitting, total_of
 from ptm_accel.hardware.cards import KERNEL_SHARE
 from ptm_accel.hardware.described import Hardware
-from ptm_accel.outlook import CPU_SHARE, Outlook
+from ptm_accel.outlook import Outlook
 from ptm_accel.schedule.bound import Resource
+from ptm_accel.speeds import CPU_SHARE
 from ptm_accel.units import format_decimal, format_least_decimal, format_seconds
 
 _BOUND = {

@@ -105,7 +105,8 @@ def _here(work: Work, asked: PTMConfig) -> tuple[Outlook, int | None]:
 
     from ptm_accel.config import resolve
     from ptm_accel.opening import default_device
-    from ptm_accel.outlook import measured_speeds, outlook
+    from ptm_accel.outlook import outlook
+    from ptm_accel.speeds import measured_speeds
 
     device = default_device()
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

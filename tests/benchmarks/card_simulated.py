@@ -43,7 +43,8 @@ from ptm_accel.units import GIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from integrations.transformers.by_layer import CaughtOutputs, layers_of
+from integrations.transformers.by_layer import CaughtOutputs
+from integrations.transformers.layers import layers_of
 from tests.card import Card, CardAllocator, CardTier
 
 SCALE = 1024

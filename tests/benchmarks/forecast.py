@@ -4,8 +4,8 @@
 
 Each run is a training of its own, in a process of its own. Its rates (products of matrices, updates, the disk) are
 measured before, in the middle and after, and the forecast is made of their medians: it knows the shapes, the budget
-and the rates, and nothing of the run. What was tuned is one figure, `ptm_accel.fitting.CPU_SHARE`, on the shape
-`tuned`, which the result does not count. Prints the result as Markdown.
+and the rates, and nothing of the run. The figures of `ptm_accel.speeds` were fitted to `tuned` and six other steps,
+which the result does not count. Prints the result as Markdown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from ptm_accel.hardware.measure import measure_disk
 from ptm_accel.hardware.profile import LinkRates
 from ptm_accel.memory.budget import Tier
 from ptm_accel.optim.update_rate import measure_cpu_update
-from ptm_accel.outlook import Work, products_s
+from ptm_accel.outlook import Work
+from ptm_accel.speeds import products_s
 from ptm_accel.units import MIB, parse_bytes
 
 WARM_UP, SETTLE, MEASURED = 5, 2, 5

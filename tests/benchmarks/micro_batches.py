@@ -26,7 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from machine_facts import facts, ratio_line
 from peft import LoraConfig, get_peft_model
-from ptm_accel.integrations.transformers.by_layer import CaughtOutputs, layers_of
+from ptm_accel.integrations.transformers.by_layer import CaughtOutputs
+from ptm_accel.integrations.transformers.layers import layers_of
 from slow_disk import slow_down
 from transformers import LlamaConfig, LlamaForCausalLM
 

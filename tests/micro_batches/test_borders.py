@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from ptm_accel.integrations.transformers.by_layer import CaughtOutputs, layers_of
+from ptm_accel.integrations.transformers.by_layer import CaughtOutputs
+from ptm_accel.integrations.transformers.layers import layers_of
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -17,7 +17,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from ptm_accel.integrations.transformers.by_layer import CaughtOutputs, layers_of
+from ptm_accel.integrations.transformers.by_layer import CaughtOutputs
+from ptm_accel.integrations.transformers.layers import layers_of
 from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
 
