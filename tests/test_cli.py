@@ -340,6 +340,8 @@ def test_the_plan_of_a_model(layered: Path) -> None:
     assert "a step, simulated" in tight
     assert re.search(r"that leave .*model\.layers\.[\d,-]+", tight)
     assert re.search(r"optimizer state that stays .* of ", tight)
+    assert re.search(r"with update: lock_free [\d.]+ (us|ms|s) at best", tight)
+    assert "lock_free" not in roomy, "nothing has to be waited for"
 
 
 @pytest.mark.usefixtures("given_speeds")

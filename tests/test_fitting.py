@@ -103,6 +103,7 @@ def refused_by_a_run(memory: Capacities, device: Any) -> str | None:
     return None
 
 
+@pytest.mark.usefixtures("exact_figures")
 def test_a_run_refuses_the_same_of_host_memory(tmp_path: Path) -> None:
     least = work().estimate().least_bytes
     for nbytes, fits in ((least, True), (least - PAGE, False)):
@@ -112,7 +113,7 @@ def test_a_run_refuses_the_same_of_host_memory(tmp_path: Path) -> None:
         said = refused_by_a_run(tiers, torch.device("cpu"))
         assert (said is None) is fits
     assert said is not None
-    figure = re.search(r"host_memory to at least (\d+) bytes", said)
+    figure = re.search(r"host_memory to at least (\d+)B", said)
     assert figure is not None, said
     assert found.remedies[0] == {RAM: least}
     # A file system that refuses direct transfers needs no bounce buffers.

@@ -173,8 +173,13 @@ def _size(option: str, asked: str | int, total_bytes: int) -> int:
 
 def _rows(found: Outlook, tokens: int) -> dict[str, str]:
     step, arithmetic = format_seconds(found.step_s), format_seconds(found.arithmetic_s)
+    late = {}
+    if found.disk_s and not found.link_s:
+        without = format_seconds(found.cost.forward_s + found.cost.backward_s)
+        late = {"with update: lock_free": f"{without} at best, and the loss falls less in a step (docs/lock-free.md)"}
     return {
         "a step, simulated": f"{step}, {tokens / found.step_s:,.3g} tokens/s; {arithmetic} of it are arithmetic",
+        **late,
         "moved in and out": f"{format_bytes(found.in_bytes)}, {format_bytes(found.out_bytes)}",
         **({} if found.standing is None else found.standing.rows()),
     }
