@@ -337,7 +337,7 @@ def test_the_plan_of_a_model(layered: Path) -> None:
     assert "parameters that stay model.layers.0-7" in roomy
     assert "that leave none" in roomy
     assert "moved in and out 0 B, 0 B" in roomy
-    assert "a step, simulated" in tight
+    assert "step (forecast)" in tight
     assert re.search(r"that leave .*model\.layers\.[\d,-]+", tight)
     assert re.search(r"optimizer state that stays .* of ", tight)
     assert re.search(r"with update: lock_free [\d.]+ (us|ms|s) at best", tight)

@@ -55,26 +55,26 @@ def refused(*words: str) -> PTMError:
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 def test_the_answer_comes_first(command: str, model: str) -> None:
     assert said(command, model, "--gpu", "4090", "--ram", "64GB").startswith(
-        "It fits: all of it stays in the GPU, and nothing moves. a step, simulated "
+        "It fits: all of it stays in the GPU, and nothing moves. step (forecast) "
     )
     moves = said(command, model, *ON_GPU)
-    assert re.match(r"It fits, with [\d.]+ MB in and [\d.]+ MB out that a step moves between GPU and RAM\. a", moves)
-    assert re.search(r"a step, simulated [\d.]+ (us|ms|s), [\d,]+ tokens/s", moves)
-    assert re.search(r"in it compute [\d.]+ (us|ms), link [\d.]+ (us|ms)", moves)
+    assert re.match(r"It fits\. Each step moves [\d.]+ MB in and [\d.]+ MB out between GPU and RAM\. step", moves)
+    assert re.search(r"step \(forecast\) [\d.]+ (us|ms|s), [\d,]+ tokens/s", moves)
+    assert re.search(r"time on compute [\d.]+ (us|ms), link [\d.]+ (us|ms)", moves)
     bounds = "compute|the link (to|from) the GPU|updates on the CPU, which begin after the backward"
     assert re.search(rf"bound by ({bounds}): [\d.]+ (us|ms) at the least", moves)
-    assert "at 45% of 165 TFLOPS, link 26.5 GB/s each way, RAM 60.0 GB/s" in moves
-    assert re.search(r"GPU [\d.]+ MB of pages, [\d.]+ MB of batch and activations; pages may have 4.50 MB", moves)
-    assert re.search(r"RAM [\d.]+ MB of pages; pages may have 51.2 MB \(80% of it\)", moves)
+    assert "assuming 45% of 165 TFLOPS, link 26.5 GB/s each way, RAM 60.0 GB/s" in moves
+    assert re.search(r"GPU [\d.]+ MB of pages, [\d.]+ MB of batch and activations; limit for pages 4.50 MB", moves)
+    assert re.search(r"RAM [\d.]+ MB of pages; limit for pages 51.2 MB \(80% of it\)", moves)
     spills = said(command, model, "--gpu", "5MB@165TFLOPS", "--ram", "3MB", "--ssd", "1TB@5GB/s")
     assert "between GPU, RAM and SSD" in spills
-    assert re.search(r"written to the SSD [\d.]+ [TG]B in a day of training", spills)
+    assert re.match(r"It fits\. .* A day of training writes [\d.]+ [TG]B to the SSD\. ", spills)
     enough = re.search(r"faster with --ram (\S+) nothing goes to the SSD", spills)
     assert enough is not None, spills
-    assert "written" not in said(command, model, "--gpu", "5MB@165TFLOPS", "--ram", enough[1])
+    assert "writes" not in said(command, model, "--gpu", "5MB@165TFLOPS", "--ram", enough[1])
     on_cpu = said(command, model, "--ram", "512MB", "--ssd", "1TB@5GB/s", "--cpu", "0.1TFLOPS")
-    assert "at 85% of 0.1 TFLOPS, RAM 60.0 GB/s, SSD 5.00 GB/s" in on_cpu
-    assert "SSD 0 B of pages; pages may have 900 GB (90% of it)" in on_cpu
+    assert "assuming 85% of 0.1 TFLOPS, RAM 60.0 GB/s, SSD 5.00 GB/s" in on_cpu
+    assert "SSD 0 B of pages; limit for pages 900 GB (90% of it)" in on_cpu
 
 
 def test_what_does_not_fit_is_an_answer_of_estimate_and_an_error_of_plan(model: str) -> None:
@@ -99,10 +99,12 @@ def test_plan_tells_what_stays(model: str) -> None:
     assert leave is not None
     numbers = [set(re.findall(r"\d+", each[1])) for each in (stay, leave, part) if each is not None]
     assert sum(map(len, numbers)) == len(set().union(*numbers)), "a layer is named once"
-    assert said("plan", model, "--gpu", "4090", "--ram", "1GB", "--device_memory", "5MB").startswith("It fits, with ")
+    assert said("plan", model, "--gpu", "4090", "--ram", "1GB", "--device_memory", "5MB").startswith(
+        "It fits. Each step moves "
+    )
     budgets = said("plan", model, *ON_GPU, "--host_memory", "40MB", "--device_memory", "4MB")
-    assert "pages may have 4.00 MB" in budgets
-    assert "pages may have 40.0 MB" in budgets
+    assert "limit for pages 4.00 MB" in budgets
+    assert "limit for pages 40.0 MB" in budgets
 
 
 def test_adapters_need_less(model: str) -> None:

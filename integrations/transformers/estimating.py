@@ -49,6 +49,8 @@ def meta_model(id_or_path: str, dtype: torch.dtype, *, checkpointing: bool = Fal
         raise _senseless(id_or_path, error) from error
     model.tie_weights()
     if checkpointing:
+        # As the Trainer has it; transformers warns otherwise.
+        model.config.use_cache = False
         # Its name since transformers 5.2; before, it was that of gradients.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()

@@ -18,7 +18,7 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
     output: Annotated[Path | None, typer.Option(help="By default optimizer.pt in the checkpoint.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that was saved after the checkpoint.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Writes a checkpoint's optimizer state as runs without ptm_accel read it (for an Accelerator: optimizer.bin).
 
@@ -34,7 +34,7 @@ def export(
 
 def check(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Compares the files of a checkpoint with what was saved; exit status 2 and the file's name if one is damaged.
 

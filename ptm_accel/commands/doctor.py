@@ -18,14 +18,14 @@ _MARKS = {"good": ("+", typer.colors.GREEN), "slow": ("!", typer.colors.YELLOW),
 
 def doctor(
     disk: Annotated[str | None, typer.Option(help="Folders for scratch files, separated by commas.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Checks this machine: what would fail, what would be slow, and what to do; keeps the rates that plans use.
 
     ptm-accel doctor --disk /mnt/ssd
 
-    Disks and links are measured anew, for a second or two each: nothing else should run meanwhile. Ends with exit
-    status 1 if a line is bad.
+    Disks and links are measured anew, for a second or two each: nothing else should run meanwhile. Exits with status
+    1 if a check fails.
     """
     from ptm_accel.checks import Verdict, checks
     from ptm_accel.config import DiskConfig

@@ -18,7 +18,7 @@ from ptm_accel.units import format_bytes
 _PACKAGES = ("ptm-accel", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors")
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+def env(as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False) -> None:
     """Shows what a report of a problem should tell: versions, machine, memory limits, devices.
 
     ptm-accel env

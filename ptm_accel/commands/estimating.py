@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 def estimate(
     model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
-    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Rows of a batch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
-    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer.")] = False,
+    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Sequences in a batch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters: float32, bfloat16 or float16.")] = "float32",
+    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer; --dtype stays.")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
     master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
     page_size: Annotated[
-        str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
+        str, typer.Option("--page_size", "--page-size", help="Size of a page; less for a small model.")
     ] = DEFAULT_PAGE_SIZE,
-    processes: Annotated[int, typer.Option(min=1, help="Of several processes with shard: full, what each needs.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes with shard: full; figures are of each.")] = 1,
     optim: OptimOption = "adamw",
     lora: LoraOption = None,
     gpu: GpuOption = None,
@@ -51,7 +51,7 @@ def estimate(
     ssd: SsdOption = None,
     link: LinkOption = None,
     cpu: CpuOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Tells what training a model needs, and whether it fits a machine that you describe, which need not be there.
 

@@ -19,8 +19,8 @@ _BOUND = {
     Resource.CPU: "updates on the CPU, which begin after the backward",
     Resource.LINK_IN: "the link to the GPU",
     Resource.LINK_OUT: "the link from the GPU",
-    Resource.DISK_READ: "reading the SSD",
-    Resource.DISK_WRITE: "writing the SSD",
+    Resource.DISK_READ: "the SSD, mostly by reads",
+    Resource.DISK_WRITE: "the SSD, mostly by writes",
     Resource.NETWORK: "the other processes",
 }
 _USUAL_SSD_RATE = "5GB/s"
@@ -67,8 +67,10 @@ def answer(found: Fitting, hardware: Hardware, processes: int, *, smaller: str) 
     between = "GPU and RAM" if hardware.gpu is not None else "memory and SSD"
     if hardware.gpu is not None and found.tiers[SSD].pages_bytes:
         between = "GPU, RAM and SSD"
-    each = "each process" if processes > 1 else "a step"
-    return f"It fits, with {into} in and {out} out that {each} moves between {between}{' a step' * (processes > 1)}."
+    of = " of each process" if processes > 1 else ""
+    said = f"It fits. Each step{of} moves {into} in and {out} out between {between}."
+    written = format_decimal(processes * found.written_a_day_bytes)
+    return f"{said} A day of training writes {written} to the SSD." if found.written_a_day_bytes else said
 
 
 def _reason(found: Fitting, hardware: Hardware) -> str:
@@ -92,15 +94,15 @@ def rows_of(found: Fitting, hardware: Hardware, tokens: int, processes: int) -> 
     step = found.found
     if step is not None:
         rate = processes * tokens / step.step_s
-        rows["a step, simulated"] = f"{format_seconds(step.step_s)}, {_count(rate)} tokens/s"
-        rows["in it"] = _parts(step)
+        rows["step (forecast)"] = f"{format_seconds(step.step_s)}, {_count(rate)} tokens/s"
+        rows["time on"] = _parts(step)
         rows["bound by"] = bound_of(step)
-        rows["at"] = _rates(hardware)
+        rows["assuming"] = _rates(hardware)
+    each = "" if processes == 1 else " of each process"
+    rows[f"training state{each}"] = format_decimal(found.needs.states_bytes)
     for tier, use in found.tiers.items():
         if use.pages_bytes or use.budget_bytes:
-            rows[tier if processes == 1 else f"{tier} of each process"] = _use(tier, use, found, hardware)
-    if found.written_a_day_bytes:
-        rows["written to the SSD"] = f"{format_decimal(processes * found.written_a_day_bytes)} in a day of training"
+            rows[f"{tier}{each}"] = _use(tier, use, found, hardware)
     if found.found is not None and found.fit is Fit.MOVES and hardware.gpu and found.tiers[SSD].pages_bytes:
         enough = format_least_decimal(total_of(RAM, found.needs.below_bytes, 0, processes))
         rows["faster"] = f"with --ram {enough} nothing goes to the SSD"
@@ -132,7 +134,7 @@ def _use(tier: str, use: Any, found: Fitting, hardware: Hardware) -> str:
     if use.pass_bytes:
         shown += f", {format_decimal(use.pass_bytes)} of batch and activations"
     of = f"{_SHARES[tier]} of it" if tier != RAM or hardware.gpu is not None else "what they leave, at most 80%"
-    return f"{shown}; pages may have {format_decimal(use.budget_bytes)} ({of})" if use.budget_bytes else shown
+    return f"{shown}; limit for pages {format_decimal(use.budget_bytes)} ({of})" if use.budget_bytes else shown
 
 
 def _rates(hardware: Hardware) -> str:

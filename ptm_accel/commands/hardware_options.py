@@ -26,7 +26,7 @@ LinkOption = Annotated[
 ]
 CpuOption = Annotated[
     str | None,
-    typer.Option("--cpu", help="Without --gpu: products of matrices on the CPU, 1TFLOPS. By default measured here."),
+    typer.Option("--cpu", help="Without --gpu, the rate of the CPU: 1TFLOPS. By default measured here."),
 ]
 LoraOption = Annotated[str | None, typer.Option("--lora", help="Adapters on all linear layers, the rest frozen: r=16.")]
 OptimOption = Annotated[str, typer.Option("--optim", help="adamw, adam, sgd, sgd-momentum, adagrad or adafactor.")]

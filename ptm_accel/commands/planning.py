@@ -37,15 +37,15 @@ def plan(
     device_memory: Annotated[str | None, typer.Option("--device_memory", help="As the option; with a GPU.")] = None,
     host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the option.")] = None,
     disk: Annotated[str | None, typer.Option(help="As the option; a folder of this machine, without a GPU.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Rows of a batch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
+    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Sequences in a batch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters: float32, bfloat16 or float16.")] = "float32",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
     master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
     page_size: Annotated[
-        str, typer.Option("--page_size", "--page-size", help="As the option; a small model wants less.")
+        str, typer.Option("--page_size", "--page-size", help="Size of a page; less for a small model.")
     ] = DEFAULT_PAGE_SIZE,
-    processes: Annotated[int, typer.Option(min=1, help="With --gpu: of several with shard: full, one's plan.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes with shard: full.")] = 1,
     optim: OptimOption = "adamw",
     lora: LoraOption = None,
     gpu: GpuOption = None,
@@ -53,7 +53,7 @@ def plan(
     ssd: SsdOption = None,
     link: LinkOption = None,
     cpu: CpuOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Tells which layers would stay and which would leave, and what a step would take, here or on a described machine.
 
@@ -178,7 +178,7 @@ def _rows(found: Outlook, tokens: int) -> dict[str, str]:
         without = format_seconds(found.cost.forward_s + found.cost.backward_s)
         late = {"with update: lock_free": f"{without} at best, and the loss falls less in a step (docs/lock-free.md)"}
     return {
-        "a step, simulated": f"{step}, {tokens / found.step_s:,.3g} tokens/s; {arithmetic} of it are arithmetic",
+        "step (forecast)": f"{step}, {tokens / found.step_s:,.3g} tokens/s; {arithmetic} of it are arithmetic",
         **late,
         "moved in and out": f"{format_bytes(found.in_bytes)}, {format_bytes(found.out_bytes)}",
         **({} if found.standing is None else found.standing.rows()),

@@ -16,10 +16,10 @@ from ptm_accel.units import format_seconds
 def slices(
     model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
     stages: Annotated[int, typer.Option(min=2, help="Of the pipeline.")],
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16 or float16.")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters: float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Tells how a pipeline of stages like this machine would best cut a batch into rows and slices of tokens.
 
